@@ -1,0 +1,20 @@
+"""The schedule of one RL step, pure: the runtime and the simulator run the same code. Standard library only."""
+
+from digenrl.schedule.order import fragments, group_tasks, group_version, queue, resumed_queue, stale_groups, update_of
+from digenrl.schedule.spec import ScheduleSpec, Task
+from digenrl.schedule.timesteps import Block, micro_batches_per_update, place
+
+__all__ = [
+    "Block",
+    "ScheduleSpec",
+    "Task",
+    "fragments",
+    "group_tasks",
+    "group_version",
+    "micro_batches_per_update",
+    "place",
+    "queue",
+    "resumed_queue",
+    "stale_groups",
+    "update_of",
+]

@@ -1,0 +1,64 @@
+"""GAP: the order of tasks (group-first), and fragments of complete groups.
+
+Tasks are queued *by the version that generates them*: queue(v) = the fresh groups of step v, then the stale groups of
+step v+1 (one-step asynchrony). A free rank that holds version v claims the next number of queue(v); when the queue is
+empty it waits for version v+1. With async_steps=0 queue(v) is simply step v.
+
+Invariants: I7 one trajectory, one version; I8 one group, one version, fixed by (step, group) alone;
+I9 a consumed version is never older than the trainer's minus one.
+"""
+
+from __future__ import annotations
+
+import math
+
+from digenrl.schedule.spec import ScheduleSpec, Task
+
+
+def stale_groups(spec: ScheduleSpec, step: int, first_step: int = 0) -> int:
+    """How many leading groups of `step` use version step-1. Never any in the first step of a run's history."""
+    if spec.async_steps == 0 or step <= first_step:
+        return 0
+    return math.ceil(spec.stale_fraction * spec.prompts)
+
+
+def group_version(spec: ScheduleSpec, step: int, group: int) -> int:
+    """Version that generates `group` of `step`: step-1 for the stale head, else step (I8)."""
+    return step - 1 if group < stale_groups(spec, step) else step
+
+
+def group_tasks(spec: ScheduleSpec, step: int, group: int) -> tuple[Task, ...]:
+    """The tasks of one group, in sample order."""
+    version = group_version(spec, step, group)
+    return tuple(
+        Task(step, group * spec.tasks_per_group + part, group, part * spec.task_size, spec.task_size, version)
+        for part in range(spec.tasks_per_group)
+    )
+
+
+def queue(spec: ScheduleSpec, version: int, last_step: int) -> tuple[Task, ...]:
+    """Every task that version `version` generates, in claim order. `last_step` is the run's final RL step."""
+    fresh = range(stale_groups(spec, version), spec.prompts) if version <= last_step else range(0)
+    tasks = [task for group in fresh for task in group_tasks(spec, version, group)]
+    if version + 1 <= last_step:
+        tasks += [t for g in range(stale_groups(spec, version + 1)) for t in group_tasks(spec, version + 1, g)]
+    return tuple(tasks)
+
+
+def resumed_queue(spec: ScheduleSpec, step: int) -> tuple[Task, ...]:
+    """What a run resumed at `step` generates first, with the previous version: the stale head of `step`."""
+    return tuple(task for group in range(stale_groups(spec, step)) for task in group_tasks(spec, step, group))
+
+
+def update_of(spec: ScheduleSpec, group: int) -> int:
+    """Optimizer update that trains `group`: fixed, whatever arrives first."""
+    return group // spec.groups_per_update
+
+
+def fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
+    """Groups of each fragment of an update. Composition is fixed, so that producers know every cell's owner before
+    anything arrives; order=arrival only lets a rank train its complete fragments in the order of completion."""
+    first = update * spec.groups_per_update
+    groups = range(first, first + spec.groups_per_update)
+    size = spec.fragment_groups
+    return tuple(tuple(groups[i : i + size]) for i in range(0, len(groups), size))

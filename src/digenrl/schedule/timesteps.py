@@ -1,0 +1,88 @@
+"""TSP: which trainer rank trains which cells, and in which micro-batch.
+
+A *block* is (task of the fragment, K of its trained steps). Without `tsp_shard` all blocks of a task live on one rank,
+with it they are spread over the ranks. Shares give a rank blocks in proportion to its speed; the *number* of
+micro-batches is the same on every rank (collectives), their size is not.
+
+Invariants: I2 every block is placed exactly once; equal micro-batch counts on all ranks; the placement is a pure
+function of (spec, trainers, fragment), so producers and consumers agree without talking.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from digenrl.schedule.order import fragments
+from digenrl.schedule.spec import ScheduleSpec
+
+
+@dataclass(frozen=True)
+class Block:
+    """Cells of one task at `steps` (positions 0..S-1 among the trained steps, not denoising-step indices)."""
+
+    group: int
+    part: int
+    """Which task of the group."""
+    steps: tuple[int, ...]
+
+
+def fragment_blocks(spec: ScheduleSpec, groups: tuple[int, ...]) -> tuple[Block, ...]:
+    """Every block of a fragment, group-first."""
+    step_ranges = [
+        tuple(range(i, min(i + spec.tsp_batch, spec.trained_steps))) for i in range(0, spec.trained_steps, spec.tsp_batch)
+    ]
+    return tuple(
+        Block(group, part, steps) for group in groups for part in range(spec.tasks_per_group) for steps in step_ranges
+    )
+
+
+def apportion(units: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """`units` split in proportion to `shares` (largest remainder; ties to the lower rank). Sums to `units`."""
+    total = sum(shares)
+    exact = [units * share / total for share in shares]
+    counts = [math.floor(e + 1e-9) for e in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda r: (counts[r] - exact[r], r))
+    for rank in by_remainder[: units - sum(counts)]:
+        counts[rank] += 1
+    return tuple(counts)
+
+
+@lru_cache(maxsize=4096)
+def place(spec: ScheduleSpec, trainers: int, groups: tuple[int, ...]) -> tuple[tuple[tuple[Block, ...], ...], ...]:
+    """placement[rank][micro_batch] = blocks; an empty tuple is a micro-batch that only joins collectives."""
+    shares = spec.shares or (1.0,) * trainers
+    if len(shares) != trainers:
+        raise ValueError(f"schedule.shares has {len(shares)} entries for {trainers} trainers: give one per trainer rank.")
+    blocks = fragment_blocks(spec, groups)
+    unit = 1 if spec.tsp_shard else spec.blocks_per_task
+    units = [blocks[i : i + unit] for i in range(0, len(blocks), unit)]
+    equal = all(share == shares[0] for share in shares)
+    counts = apportion(len(units), shares)
+    if equal:  # odd units go round the ranks from fragment to fragment instead of always to rank 0
+        turn = groups[0] // max(1, spec.fragment_groups) % trainers
+        counts = counts[-turn:] + counts[:-turn]
+    owned: list[list[Block]] = []
+    start = 0
+    for count in counts:
+        owned.append([block for part in units[start : start + count] for block in part])
+        start += count
+    micro = max(len(o) for o in owned) if equal else math.ceil(len(blocks) / trainers)
+    return tuple(_split(o, micro) for o in owned)
+
+
+def _split(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
+    """`blocks` in `micro` consecutive runs whose lengths differ by at most one, longer runs first."""
+    base, extra = divmod(len(blocks), micro)
+    runs, start = [], 0
+    for i in range(micro):
+        size = base + (i < extra)
+        runs.append(tuple(blocks[start : start + size]))
+        start += size
+    return tuple(runs)
+
+
+def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
+    """Micro-batches of one optimizer update on every trainer rank: Lightning's accumulate_grad_batches."""
+    return sum(len(place(spec, trainers, groups)[0]) for groups in fragments(spec, 0))

@@ -1,0 +1,153 @@
+"""What travels between the rooms of digenrl: frozen dataclasses, a shape per field.
+
+Legend of shapes: P prompts of a logical batch, G samples of a group, b samples of a task, T denoising steps,
+S trained steps, K steps of one cell block, *L latent dimensions of one sample (family-specific), R rewards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompt file."""
+
+    text: str
+    """What to draw. Kept exactly as written (no Unicode normalisation)."""
+    negative: str | None = None
+    """Negative prompt of classifier-free guidance; None = the family's default."""
+    target: str | None = None
+    """What a scorer should find (the word of a sign, the digit); None = the scorer derives it from the text."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Every other JSONL field; travels to the scorers untouched."""
+
+    @property
+    def uid(self) -> int:
+        """63-bit hash of the content, never of the line number, so that reordering a file changes no sample."""
+        content = json.dumps(
+            [self.text, self.negative, self.target, dict(self.metadata)], sort_keys=True, ensure_ascii=False
+        )
+        return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True)
+class CellBlock:
+    """The (sample x step) cells of one task at K of its trained steps: the unit that training places on a rank.
+
+    Its rows keep the rollout batch's order, so that at K=1 replay has exactly the geometry of the rollout.
+    """
+
+    step: int
+    """RL step (logical batch) that the block belongs to."""
+    group: int
+    """Position of the group in the logical batch, 0..P-1; also the row of `TrainBatch.rewards`' group axis."""
+    uid: int
+    first_sample: int
+    """The rows are samples first_sample .. first_sample+b-1 of the group."""
+    version: int
+    """Weight version that generated the rows."""
+    steps: Tensor
+    """[K] int64: denoising-step indices."""
+    sigmas: Tensor
+    """[T+1] fp32: the whole grid of the trajectory. Sigmas travel; nobody recomputes them."""
+    latents: Tensor
+    """[b, K, *L] storage dtype: x at each step, the tensor that the network saw."""
+    next_latents: Tensor
+    """[b, K, *L] storage dtype: x after each step, rounded before its log-prob was taken."""
+    log_probs: Tensor
+    """[b, K] fp32: mean-per-dimension log-prob that the *rollout rank* stored."""
+    condition: dict[str, Tensor]
+    """Conditioning of the one prompt, leading dimension 1; expanded to rows by view."""
+    final: Tensor | None = None
+    """[b, *L]: the sample's clean latent (forward-process methods: NFT, DPO); None when the algorithm has no use for it."""
+    means: Tensor | None = None
+    """[b, K, *L] fp32: rollout means (GRPO-Guard, Flow-DPPO); None when unused."""
+    weight: float = 1.0
+    """0.0 marks a block that only takes part in collectives (a rank without cells, a dropped group)."""
+
+    @property
+    def samples(self) -> int:
+        """b, the number of rows."""
+        return self.latents.shape[0]
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """One micro-batch of one trainer rank: blocks to train now, and the rewards needed to weigh them."""
+
+    blocks: tuple[CellBlock, ...]
+    """Usually one; more on a rank with a larger share. Never empty (see `CellBlock.weight`)."""
+    rewards: dict[str, Tensor]
+    """name -> [P, G] fp32 of the logical batch; NaN where a group is not complete yet (never for a group in `blocks`)
+    or a reward is missing. Evaluation-only rewards are present too."""
+    reward_weights: dict[str, float]
+    """name -> weight in the optimised sum; a reward absent here is only logged."""
+    denominator: float
+    """Cells of the whole optimizer update over all ranks. The loss is a *sum* over this micro-batch's cells divided by it."""
+    update: int
+    """Index of the optimizer update within the logical batch, 0..updates_per_batch-1."""
+    version: int
+    """Trainer's published version (= RL step in progress); staleness of a block = version - block.version."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TrainBatch:
+        """The batch with every tensor on `device` (Lightning's batch transfer calls this)."""
+        return move(self, device, non_blocking)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Everything that one finished rollout task produced."""
+
+    step: int
+    index: int
+    """Number of the task within its step, group-first."""
+    group: int
+    uid: int
+    first_sample: int
+    version: int
+    steps: Tensor
+    """[S] int64: trained denoising steps."""
+    sigmas: Tensor
+    """[T+1] fp32."""
+    latents: Tensor
+    """[b, S, *L] storage dtype."""
+    next_latents: Tensor
+    """[b, S, *L] storage dtype."""
+    log_probs: Tensor
+    """[b, S] fp32."""
+    rewards: dict[str, Tensor]
+    """name -> [b] fp32; NaN = missing (never 0 for a failed score)."""
+    condition: dict[str, Tensor]
+    """Leading dimension 1."""
+    final: Tensor | None = None
+    """[b, *L]."""
+    means: Tensor | None = None
+    """[b, S, *L] fp32."""
+
+    @property
+    def samples(self) -> int:
+        """b, the number of rows."""
+        return self.log_probs.shape[0]
+
+
+def move(value: _T, device: torch.device | str, non_blocking: bool = False) -> _T:
+    """`value` with every tensor inside dataclasses, dicts and tuples on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, dict):
+        return {key: move(item, device, non_blocking) for key, item in value.items()}  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        return tuple(move(item, device, non_blocking) for item in value)  # type: ignore[return-value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: move(getattr(value, f.name), device, non_blocking) for f in fields(value)})
+    return value
