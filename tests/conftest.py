@@ -1,0 +1,39 @@
+"""What every test shares: one thread per process, no network, no process left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Set before torch is imported by any test: with several test processes on two cores, more threads only contend.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The repository's root directory."""
+    return ROOT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left_behind() -> Iterator[None]:
+    """Fail the session if a child process outlives it (each leftover rank would keep a port and a core)."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=5.0)
+    alive = [child for child in alive if "resource_tracker" not in " ".join(child.cmdline())]
+    commands = [" ".join(child.cmdline())[:120] for child in alive]
+    for child in alive:
+        child.kill()
+    assert not commands, f"tests left processes behind: {commands}"
