@@ -1,0 +1,1 @@
+"""Model families behind one `Policy` protocol: adapters, tiny builds, export."""

@@ -1,0 +1,327 @@
+"""The policy protocol: what sampling, replay, the algorithms and the Strategy may ask of any model family.
+
+Shapes: B rows, *L latent dimensions of one sample (packed families: [N, C]), T denoising steps.
+
+A family implements `predict` (one conditional forward), `encode_prompts`, `decode`, `sigma_grid` and `wrap_units`;
+guidance by two forwards, the embedding cache, LoRA, the reference model and dtypes are the same for all and live here.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from digenrl.types import Prompt, move
+
+ADAPTER = "default"
+"""diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
+NEGATIVE = "negative_"
+"""Prefix of the conditioning of the unconditional branch of classifier-free guidance."""
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """Which linear layers of the transformer get a low-rank adapter; scale = alpha / rank."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Regular expressions; a layer is adapted when one of them matches a dot-aligned suffix of its name."""
+    expected: int | None = None
+    """Number of layers that must match; None = only zero is an error."""
+    seed: int = 0
+    """Seeds the A matrices (B is 0), so that every rank starts from the same adapter."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> LoraSpec:
+        """The spec of a YAML mapping {rank, alpha, targets, expected?, seed?}; raises ValueError on any other key."""
+        allowed = {"rank", "alpha", "targets", "expected", "seed"}
+        for key in config:
+            if key not in allowed:
+                nearest = difflib.get_close_matches(str(key), allowed, n=1)
+                hint = f"; did you mean lora.{nearest[0]}?" if nearest else ""
+                raise ValueError(f"unknown key lora.{key}; allowed: {', '.join(sorted(allowed))}{hint}")
+        missing = sorted({"rank", "alpha", "targets"} - set(config))
+        if missing:
+            raise ValueError(f"lora needs {', '.join(missing)}; set model.lora.{missing[0]} or model.lora=null")
+        targets = config["targets"]
+        return cls(
+            rank=int(config["rank"]),
+            alpha=float(config["alpha"]),
+            targets=(targets,) if isinstance(targets, str) else tuple(targets),
+            expected=None if config.get("expected") is None else int(config["expected"]),
+            seed=int(config.get("seed") or 0),
+        )
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0:
+            raise ValueError(f"lora.rank must be >= 1 and lora.alpha > 0, got rank={self.rank}, alpha={self.alpha}")
+
+
+def lora_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Names of the linear layers that `targets` match; raises ValueError naming the first target without a match."""
+    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    matched: set[str] = set()
+    for target in targets:
+        pattern = re.compile(rf"(?:.*\.)?(?:{target})")
+        hits = [name for name in linear if pattern.fullmatch(name)]
+        if not hits:
+            suffixes = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in linear})
+            nearest = difflib.get_close_matches(target, suffixes, n=1)
+            hint = f"; nearest: {nearest[0]}" if nearest else ""
+            raise ValueError(
+                f"LoRA target '{target}' matches no linear layer of {type(transformer).__name__}{hint}. "
+                f"Layers end in: {', '.join(suffixes)}"
+            )
+        matched.update(hits)
+    return [name for name in linear if name in matched]
+
+
+def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
+    """Add the adapter to `transformer` (base frozen, adapter in fp32); returns the names of the adapted layers.
+
+    A is Gaussian and B zero, as Flow-GRPO initialises (yifan123/flow_grpo scripts/train_sd3.py). Raises ValueError when a
+    target matches nothing, when the number of layers is not `spec.expected`, or when the scale is not alpha / rank.
+    """
+    names = lora_modules(transformer, spec.targets)
+    if spec.expected is not None and len(names) != spec.expected:
+        raise ValueError(
+            f"LoRA would adapt {len(names)} layers of {type(transformer).__name__}, expected {spec.expected}: "
+            f"the checkpoint's architecture or lora.targets={list(spec.targets)} changed; "
+            f"if intended, set model.lora.expected={len(names)}"
+        )
+    transformer.requires_grad_(False)
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft types int, but keeps and divides whatever it is given
+        target_modules=names,
+        init_lora_weights="gaussian",
+        lora_dropout=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
+    adapted = {name: m for name, m in transformer.named_modules() if isinstance(m, BaseTunerLayer)}
+    if sorted(adapted) != sorted(names):
+        raise ValueError(f"peft adapted {len(adapted)} layers, {len(names)} were named: {sorted(set(names) ^ set(adapted))}")
+    for name, layer in adapted.items():
+        scale = layer.scaling[ADAPTER]  # type: ignore[index, operator]
+        if scale != spec.alpha / spec.rank:
+            raise ValueError(f"LoRA scale of {name} is {scale}, not alpha / rank = {spec.alpha / spec.rank}")
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return names
+
+
+class Policy(nn.Module, ABC):
+    """A frozen or trained velocity network with its text encoders and decoder (see the module docstring)."""
+
+    family: ClassVar[str]
+    transformer: nn.Module
+    latent_shape: tuple[int, ...]
+    """*L of one sample at the configured height, width and frames."""
+    guidance_scale: float
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        latent_shape: tuple[int, ...],
+        guidance_scale: float = 1.0,
+        lora: Mapping[str, Any] | LoraSpec | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        gradient_checkpointing: bool = False,
+        keep_reference: bool = False,
+        cfg: bool = False,
+    ) -> None:
+        """Take `transformer` (with LoRA: already in its storage dtype, usually `dtype`), add LoRA or make every weight trainable.
+
+        `lora=None` trains all weights in fp32 and computes under autocast to `dtype`; `reference()` then needs the frozen
+        copy that `keep_reference=True` makes (with LoRA the base under the adapter serves). `cfg=True` means guidance by
+        a second, unconditional forward whenever guidance_scale > 1; False leaves guidance to the family's `predict`.
+        """
+        super().__init__()
+        self.latent_shape = tuple(latent_shape)
+        self.guidance_scale = float(guidance_scale)
+        self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        self.two_forwards = cfg and self.guidance_scale > 1.0
+        self.lora = lora if isinstance(lora, LoraSpec) or lora is None else LoraSpec.from_config(lora)
+        self.reference_transformer: nn.Module | None = None
+        if self.lora is None:
+            transformer.float().requires_grad_(True)
+            if keep_reference:
+                self.reference_transformer = copy.deepcopy(transformer).requires_grad_(False)
+            self.lora_layers: list[str] = []
+        else:
+            self.lora_layers = inject_lora(transformer, self.lora)
+        if gradient_checkpointing:
+            transformer.enable_gradient_checkpointing()  # type: ignore[operator]
+        self.transformer = transformer
+        self._network = [transformer]
+        self._conditions: dict[int, dict[str, Tensor]] = {}
+
+    # ---- what a family implements
+
+    @abstractmethod
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        """One forward of `self.network`: latents [B, *L] in `self.dtype`, sigmas [B] fp32 -> velocity [B, *L], any float."""
+
+    @abstractmethod
+    def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Conditioning of `texts` on `self.device`: every tensor has leading dimension len(texts) and a shape and
+        values that do not depend on the other texts, so that rows of different prompts can be concatenated."""
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """latents [B, *L] -> media in [0, 1] fp32: images [B, C, H, W], videos [B, F, C, H, W]."""
+
+    @abstractmethod
+    def sigma_grid(self, steps: int) -> Tensor:
+        """[steps + 1] fp32 on CPU, from about 1 down to 0, with the family's own shift."""
+
+    @abstractmethod
+    def wrap_units(self) -> list[nn.Module]:
+        """Blocks that FSDP wraps one by one (of the reference copy too, when there is one)."""
+
+    def default_negative(self) -> str | None:
+        """Text of the unconditional branch when a prompt brings none; None = there is no default."""
+        return None
+
+    def guide(self, conditional: Tensor, unconditional: Tensor) -> Tensor:
+        """Classifier-free guidance of two fp32 velocities [B, *L] (Ho & Salimans 2022, arXiv:2207.12598)."""
+        return unconditional + self.guidance_scale * (conditional - unconditional)
+
+    # ---- what everybody calls
+
+    @property
+    def network(self) -> nn.Module:
+        """The transformer that `predict` must call: the trained one, or the reference inside `reference()`."""
+        return self._network[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer's weights are."""
+        return next(self.transformer.parameters()).device
+
+    def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        """Guided velocity eps - x0, differentiable.
+
+        latents [B, *L], sigmas [B] (one noise level per row), condition tensors with leading dimension B -> [B, *L] fp32.
+        Both branches of classifier-free guidance share one forward of 2B rows, the unconditional rows first.
+        """
+        latents = latents.to(self.dtype)
+        sigmas = sigmas.float()
+        positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
+        autocast = self.lora is None and self.dtype != torch.float32
+        with torch.autocast(latents.device.type, dtype=self.dtype) if autocast else nullcontext():
+            if not self.two_forwards:
+                return self.predict(latents, sigmas, positive).float()
+            both = {key: torch.cat([self._negative(condition, key), value]) for key, value in positive.items()}
+            output = self.predict(torch.cat([latents, latents]), torch.cat([sigmas, sigmas]), both)
+        unconditional, conditional = output.float().chunk(2)
+        return self.guide(conditional, unconditional)
+
+    def encode(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """Conditioning with leading dimension len(prompts), on `self.device`; computed once per prompt and kept on the CPU.
+
+        Under classifier-free guidance it includes the `negative_...` tensors. Raises ValueError when a negative prompt
+        is needed and neither the prompt nor the family has one.
+        """
+        missing = {prompt.uid: prompt for prompt in prompts if prompt.uid not in self._conditions}
+        if missing:
+            with torch.no_grad():
+                encoded = self._encode(list(missing.values()))
+            for row, uid in enumerate(missing):
+                self._conditions[uid] = {key: value[row : row + 1].cpu().clone() for key, value in encoded.items()}
+        rows = [self._conditions[prompt.uid] for prompt in prompts]
+        return move({key: torch.cat([row[key] for row in rows]) for key in rows[0]}, self.device)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, `velocity` is the base model's: adapters off, or the frozen copy of full fine-tuning.
+
+        Raises RuntimeError in full fine-tuning without `keep_reference=True`.
+        """
+        if self.lora is not None:
+            layers = [module for module in self.transformer.modules() if isinstance(module, BaseTunerLayer)]
+            trainable = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
+            for layer in layers:
+                layer.enable_adapters(False)
+            try:
+                yield
+            finally:
+                for layer in layers:
+                    layer.enable_adapters(True)
+                # peft couples "enabled" with requires_grad; a frozen rollout copy must stay frozen.
+                self.transformer.requires_grad_(False)
+                for parameter in trainable:
+                    parameter.requires_grad_(True)
+            return
+        if self.reference_transformer is None:
+            raise RuntimeError("full fine-tuning keeps no reference model; set model.keep_reference=true or train LoRA")
+        self._network[0] = self.reference_transformer
+        try:
+            yield
+        finally:
+            self._network[0] = self.transformer
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """name in `transformer` -> parameter, in the transformer's own order; those that require a gradient."""
+        return {name: value for name, value in self.transformer.named_parameters() if value.requires_grad}
+
+    def load_trained_parameters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy `tensors` (names and shapes of `trained_parameters()`) into the policy; raises ValueError on any mismatch."""
+        own = self.trained_parameters()
+        unknown, absent = sorted(set(tensors) - set(own)), sorted(set(own) - set(tensors))
+        if unknown or absent:
+            raise ValueError(
+                f"trained parameters do not match this policy ({self.family}): {len(unknown)} unknown {unknown[:3]}, "
+                f"{len(absent)} missing {absent[:3]}; use the run's own model and lora settings"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                if parameter.shape != tensors[name].shape:
+                    raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, policy {tuple(parameter.shape)}")
+                parameter.copy_(tensors[name])
+
+    def parameters_without_gradient(self) -> list[str]:
+        """Names of trained parameters whose .grad is None: after a backward this must be empty."""
+        return [name for name, parameter in self.trained_parameters().items() if parameter.grad is None]
+
+    def _encode(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        encoded = self.encode_prompts([prompt.text for prompt in prompts])
+        if not self.two_forwards:
+            return encoded
+        negatives: list[str] = []
+        for prompt in prompts:
+            negative = self.default_negative() if prompt.negative is None else prompt.negative
+            if negative is None:
+                raise ValueError(
+                    f"guidance_scale={self.guidance_scale} needs a negative prompt, and '{prompt.text[:60]}' has none: "
+                    "add \"negative\" to the prompt file, set model.negative_prompt, or sampling.guidance_scale=1"
+                )
+            negatives.append(negative)
+        unique = list(dict.fromkeys(negatives))
+        table = self.encode_prompts(unique)
+        index = torch.tensor([unique.index(negative) for negative in negatives])
+        return encoded | {NEGATIVE + key: value[index.to(value.device)] for key, value in table.items()}
+
+    def _negative(self, condition: dict[str, Tensor], key: str) -> Tensor:
+        try:
+            return condition[NEGATIVE + key]
+        except KeyError:
+            raise ValueError(
+                f"guidance_scale={self.guidance_scale} needs condition['{NEGATIVE}{key}'], got {sorted(condition)}: "
+                "encode the prompts with this policy"
+            ) from None
