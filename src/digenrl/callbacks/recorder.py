@@ -1,0 +1,122 @@
+"""The recorder: what the trainers know about each RL step, as lines of the run directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from digenrl.report.run_dir import METRICS, append_event, append_jsonl
+
+
+@runtime_checkable
+class OffersStepFacts(Protocol):
+    """A strategy that can tell what the last RL step cost."""
+
+    def step_facts(self) -> Mapping[str, float]:
+        """Facts of the RL step that just ended, on global rank zero, without any collective.
+
+        Keys that reports know: samples, step_s, samples_per_s, staleness_max, predicted_step_s, bubble.
+        """
+        ...
+
+
+class Recorder(pl.Callback):
+    """One line of metrics.jsonl per RL step (a Lightning epoch), and of events.jsonl for what happens to the trainers.
+
+    Global rank zero writes the metrics, every rank its own failure. Always on, whatever loggers are configured.
+
+    Args:
+        run_dir: the run's directory; None = the Trainer's `default_root_dir`.
+    """
+
+    def __init__(self, run_dir: str | None = None) -> None:
+        self._configured = run_dir
+        self._step_began = time.monotonic()
+        self._first_epoch_of_fit: int | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._step_began = time.monotonic()
+        self._first_epoch_of_fit = trainer.current_epoch
+        if trainer.is_global_zero:
+            kind = "resume" if trainer.current_epoch or trainer.global_step else "start"
+            facts = {"rl_step": trainer.current_epoch, "trainers": trainer.world_size}
+            append_event(self._run_dir(trainer), kind, facts)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Read on every rank: a metric logged with sync_dist=True is reduced by a collective when it is read.
+        metrics = scalars(trainer.callback_metrics)
+        if trainer.current_epoch == self._first_epoch_of_fit:
+            metrics.update(_first_ratio_deviation(trainer, pl_module))
+        now = time.monotonic()
+        elapsed, self._step_began = now - self._step_began, now
+        if not trainer.is_global_zero:
+            return
+        if trainer.optimizers:
+            metrics.setdefault("lr", float(trainer.optimizers[0].param_groups[0]["lr"]))
+        facts: dict[str, Any] = {"step_s": elapsed}
+        if isinstance(trainer.strategy, OffersStepFacts):
+            facts.update(trainer.strategy.step_facts())
+        line = {"kind": "step", "rl_step": trainer.current_epoch + 1, "time": time.time(), **metrics, **facts}
+        append_jsonl(self._run_dir(trainer) / METRICS, line)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.is_global_zero:
+            finished = trainer.fit_loop.epoch_progress.current.processed
+            append_event(self._run_dir(trainer), "checkpoint", {"rl_step": finished})
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            append_event(self._run_dir(trainer), "stop", {"rl_step": trainer.current_epoch})
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        interrupted = isinstance(exception, KeyboardInterrupt)
+        if interrupted and not trainer.is_global_zero:
+            return
+        facts = {
+            "rl_step": trainer.current_epoch,
+            "rank": trainer.global_rank,
+            "cause": "interrupted" if interrupted else f"{type(exception).__name__}: {exception}",
+        }
+        append_event(self._run_dir(trainer), "stop" if interrupted else "failure", facts)
+
+    def _run_dir(self, trainer: pl.Trainer) -> Path:
+        return Path(self._configured or trainer.default_root_dir)
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The single numbers of Lightning's metrics, without the `_step` and `_epoch` twins of a name that is there too."""
+    values: dict[str, float] = {}
+    for name, value in metrics.items():
+        base = name.removesuffix("_step").removesuffix("_epoch")
+        if base != name and base in metrics:
+            continue
+        if isinstance(value, Tensor) and value.numel() != 1:
+            continue
+        values[name] = float(value)
+    return values
+
+
+def _first_ratio_deviation(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, float]:
+    """max |ratio - 1| before the first optimizer step, over all trainer ranks; {} for an algorithm without ratios.
+
+    Called by every rank: the maximum is a collective of the trainers.
+    """
+    deviation = getattr(pl_module, "first_ratio_max_dev", None)
+    if deviation is None:
+        return {}
+    local = torch.as_tensor(float(deviation), device=pl_module.device)
+    return {"first_ratio_max_dev": float(trainer.strategy.reduce(local, reduce_op="max"))}

@@ -1,0 +1,262 @@
+"""The run directory: the only interface between a run and everything that shows it.
+
+Writers append one JSON object per line with a single `write`, so several processes may share a file and a reader sees
+whole lines. Readers accept what a crash leaves behind: a torn last line, missing files, the lines that a resume repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Row = dict[str, Any]
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+SPANS = "spans"
+SAMPLES = "samples"
+SUMMARY = "summary.json"
+TRACE = "trace.json"
+REPORT = "report.html"
+PLOTS = "plots"
+BEFORE_AFTER = "samples/before_after.png"
+
+ATTEMPT_STARTS = ("start", "resume")
+"""Kinds of events that open an attempt: the first launch, and every later one that continues it."""
+ATTEMPT_END = "end"
+"""Kind of the event that closes an attempt, with its `status` and `cause`."""
+
+
+def json_safe(value: Any) -> Any:
+    """`value` as JSON can hold it: NaN and infinities become null, 0-d tensors and numpy scalars plain numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
+    """Append `row` as one line, in one write. After a line that a crash tore, it still begins on a line of its own."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(json_safe(row), ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def append_event(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any] | None = None) -> None:
+    """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl."""
+    append_jsonl(Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **(facts or {})})
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` beside `path` and rename it over, so that no reader ever sees half a file."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(json_safe(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+class JsonlTail:
+    """Reads a growing JSONL file piece by piece: each call of `read` returns the lines completed since the last one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.damaged = 0
+        """Lines so far that were no JSON object: torn by a crash."""
+        self._offset = 0
+        self._rest = b""
+
+    def read(self) -> list[Row]:
+        """New whole lines, oldest first; an absent file has none yet. A file that shrank is read from its beginning."""
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        return self._parse(lines)
+
+    def finish(self) -> list[Row]:
+        """What `read` would return if the file ended here: also a last line without its newline, when it is whole."""
+        rows = self.read()
+        rest, self._rest = self._rest, b""
+        return rows + self._parse([rest])
+
+    def _parse(self, lines: Sequence[bytes]) -> list[Row]:
+        rows: list[Row] = []
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:  # includes UnicodeDecodeError: a multi-byte character cut in two
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                self.damaged += 1
+        return rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, read."""
+
+    path: Path
+    config: Row
+    """config.yaml as plain data; {} when the run died before it was written."""
+    steps: tuple[Row, ...]
+    """Metric lines of kind "step" by rising rl_step; those that a resume repeated are replaced by the later ones."""
+    evals: tuple[Row, ...]
+    """Metric lines of kind "eval" by rising rl_step, replaced likewise."""
+    events: tuple[Row, ...]
+    """In the order of the file."""
+    spans: tuple[Row, ...]
+    """Of all ranks by start; seconds since the run's first start, also after a resume."""
+    warnings: tuple[str, ...]
+    """What could not be read, in words."""
+
+    def column(self, key: str, kind: str = "step") -> tuple[list[int], list[float]]:
+        """(rl_steps, values) of the lines that carry a number under `key`."""
+        rows = self.steps if kind == "step" else self.evals
+        pairs = [(int(row["rl_step"]), float(row[key])) for row in rows if is_number(row.get(key))]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def names(self, prefix: str, kind: str = "step") -> list[str]:
+        """Sorted keys of the lines that begin with `prefix` (for example "reward/")."""
+        rows = self.steps if kind == "step" else self.evals
+        return sorted({key for row in rows for key in row if key.startswith(prefix)})
+
+    def events_of(self, *kinds: str) -> list[Row]:
+        """The events of the given kinds, in order."""
+        return [event for event in self.events if event.get("kind") in kinds]
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number (a boolean is none)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read everything that a run directory holds.
+
+    Raises:
+        FileNotFoundError: `path` is no directory, or holds neither config.yaml nor metrics.jsonl nor events.jsonl.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"run={path}: no such directory. Give one like run=outputs/<experiment>/<time>-<job>")
+    if not any((path / name).exists() for name in ("config.yaml", METRICS, EVENTS)):
+        inside = sorted(str(found.parent) for found in path.glob("**/config.yaml"))[-3:]
+        nearest = f" Runs inside it: {', '.join(inside)}" if inside else ""
+        raise FileNotFoundError(f"run={path}: not a run directory (no config.yaml, {METRICS} or {EVENTS}).{nearest}")
+    warnings: list[str] = []
+    config = _read_config(path / "config.yaml", warnings)
+    metrics = _read_jsonl(path / METRICS, warnings)
+    events = _read_jsonl(path / EVENTS, warnings)
+    spans: list[Row] = []
+    files = sorted((path / SPANS).glob("rank-*.jsonl"))
+    offsets = _attempt_offsets(events)
+    for file in files:
+        spans += _shift_attempts(_read_jsonl(file, warnings), offsets)
+    steps, evals = _latest(metrics)
+    return Run(
+        path=path,
+        config=config,
+        steps=steps,
+        evals=evals,
+        events=tuple(events),
+        spans=tuple(sorted(spans, key=lambda span: (span["start"], span["end"]))),
+        warnings=tuple(warnings),
+    )
+
+
+def _read_config(path: Path, warnings: list[str]) -> Row:
+    if not path.exists():
+        warnings.append("config.yaml is missing")
+        return {}
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        warnings.append(f"config.yaml cannot be read: {error}")
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _read_jsonl(path: Path, warnings: list[str]) -> list[Row]:
+    tail = JsonlTail(path)
+    rows = tail.finish()
+    if tail.damaged:
+        warnings.append(f"{path.name}: {tail.damaged} damaged line(s) left out (a crash tears the line being written)")
+    return rows
+
+
+def _latest(metrics: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """(step lines, eval lines), each by rising rl_step.
+
+    A resumed run goes back to its checkpoint and writes some rl_steps again: a line takes the place of those of its
+    kind from its rl_step on, and of later evaluations, which belonged to the abandoned attempt.
+    """
+    steps: list[Row] = []
+    evals: list[Row] = []
+    for row in metrics:
+        if row.get("kind") not in ("step", "eval") or not is_number(row.get("rl_step")):
+            continue
+        same = steps if row["kind"] == "step" else evals
+        while same and same[-1]["rl_step"] >= row["rl_step"]:
+            same.pop()
+        same.append(row)
+        while evals and evals[-1]["rl_step"] > row["rl_step"]:
+            evals.pop()
+    return tuple(steps), tuple(evals)
+
+
+def _attempt_offsets(events: Sequence[Row]) -> list[float]:
+    """Seconds from the first start to the start of each attempt; [0.0] for a run that was never resumed."""
+    starts = [float(e["time"]) for e in events if e.get("kind") in ATTEMPT_STARTS and is_number(e.get("time"))]
+    return [start - starts[0] for start in starts] or [0.0]
+
+
+def _shift_attempts(spans: list[Row], offsets: Sequence[float]) -> list[Row]:
+    """Put the spans of resumed attempts, whose clock began again at zero, after those of the attempts before.
+
+    A rank's lines are written as spans end, so an `end` that falls back by more than a second marks the next attempt.
+    """
+    attempt, previous, shifted = 0, -math.inf, []
+    for span in spans:
+        end = span.get("end")
+        if not is_number(end) or not is_number(span.get("start")):
+            continue
+        if end < previous - 1.0 and attempt + 1 < len(offsets):
+            attempt += 1
+        previous = end
+        offset = offsets[attempt]
+        shifted.append({**span, "start": span["start"] + offset, "end": end + offset} if offset else span)
+    return shifted
