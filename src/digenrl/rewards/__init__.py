@@ -1,0 +1,1 @@
+"""Rewards: the scorer protocol, mixtures, asynchronous scoring, the HTTP client and server, hacking alarms."""

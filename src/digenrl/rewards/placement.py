@@ -1,0 +1,69 @@
+"""Where a scorer runs: built here (`inline`, `thread`), in a process of its own, or behind HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from digenrl.rewards.protocol import Scorer
+
+PLACEMENTS = ("inline", "thread", "process", "http")
+
+
+def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | None) -> Scorer:
+    """The scorer of one reward, ready to be called.
+
+    Args:
+        name: the reward's name, for messages.
+        scorer: a scorer, or the YAML node that describes one (`_target_` and its arguments).
+        placement: see `RewardSuite`. `process` and `http` need the YAML node resp. `urls`.
+
+    Raises:
+        ValueError: unknown placement, or one that this scorer cannot have.
+    """
+    if placement not in PLACEMENTS:
+        raise ValueError(f"Placement `{placement}` of reward `{name}` is unknown; known: {', '.join(PLACEMENTS)}.")
+    described = isinstance(scorer, Mapping)
+    if described and "_target_" not in scorer:
+        raise ValueError(f"The scorer of reward `{name}` has no `_target_`; got keys {sorted(map(str, scorer))}.")
+    if not described and not callable(scorer):
+        raise ValueError(f"The scorer of reward `{name}` is {scorer!r}: give a callable or a YAML node with `_target_`.")
+    if placement == "http":
+        if not urls:
+            raise ValueError(f"Reward `{name}` is placed http: list its services under reward.urls.{name}.")
+        from reward_models.remote import RemoteScorer
+
+        return RemoteScorer(urls=list(urls))
+    if placement == "process":
+        if not described:
+            raise ValueError(f"Reward `{name}` is placed in a process but its scorer is an object: pass its YAML node (`_recursive_: false`).")
+        from digenrl.rewards.process import ProcessScorer
+
+        return ProcessScorer(plain(scorer))
+    return build_scorer(scorer) if described else scorer
+
+
+def build_scorer(node: Mapping[str, Any]) -> Scorer:
+    """The scorer that a YAML node describes. Raises what Hydra raises, and ValueError if the result is not callable."""
+    from hydra.utils import instantiate
+
+    scorer = instantiate(plain(node), _convert_="all")
+    if not callable(scorer):
+        raise ValueError(f"`{node['_target_']}` builds {type(scorer).__name__}, which cannot be called: a scorer is callable.")
+    return scorer
+
+
+def plain(node: Mapping[str, Any]) -> dict[str, Any]:
+    """`node` as plain containers with interpolations resolved (an OmegaConf node, or a dict as it is)."""
+    from omegaconf import DictConfig, OmegaConf
+
+    if isinstance(node, DictConfig):
+        return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
+    return dict(node)
+
+
+def close_scorer(scorer: Scorer) -> None:
+    """Calls the scorer's `close()` where it has one."""
+    close = getattr(scorer, "close", None)
+    if close is not None:
+        close()

@@ -1,0 +1,114 @@
+"""What a scorer is, and the checks that keep a wrong score from becoming a gradient.
+
+A *scorer* is any callable `scorer(media, prompts) -> scores`:
+
+- `media`: fp32 in [0, 1]; images [B, C, H, W], videos [B, F, C, H, W]; C is 3 (RGB) or 1 (grey). Any device.
+- `prompts`: B `Prompt`s, row i of `media` was made from prompt i; `target` and `metadata` travel untouched.
+- `scores`: [B] floating point on any device, each finite, or NaN for a sample that could not be scored. Larger is better.
+
+A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name what it is:
+`model_id` (what is scored with) and `weights_digest` (hex digest of its weights, "none" where it has none); see `identity_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from digenrl.types import Prompt
+
+
+class RewardError(RuntimeError):
+    """A reward cannot be trusted (wrong shape, changed identity, repeated nonsense): the run must stop."""
+
+
+class RewardUnavailable(RewardError):
+    """A scorer could not answer this time (down, slow, refused): its samples are missing (NaN), and counted."""
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """See the module's docstring."""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [B] of `media` [B, ...]; NaN = missing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What answered: pinned by a run, so that a swapped reward model is noticed."""
+
+    model_id: str
+    """Name of the model and of the settings that change its scores."""
+    weights_digest: str
+    """Hex digest of the weights; "none" for a scorer without any."""
+
+
+def identity_of(scorer: Scorer) -> Identity:
+    """The identity that `scorer` declares; its class name where it declares none."""
+    model_id = getattr(scorer, "model_id", None) or type(scorer).__qualname__
+    return Identity(str(model_id), str(getattr(scorer, "weights_digest", None) or "none"))
+
+
+def check_media(media: Tensor, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError unless `media` is [B, C, H, W] or [B, F, C, H, W] floating point in [0, 1] with B = len(prompts)."""
+    if media.dim() not in (4, 5) or media.shape[-3] not in (1, 3) or 0 in media.shape:
+        raise ValueError(
+            f"media has shape {list(media.shape)}: a scorer takes images [B, C, H, W] or videos [B, F, C, H, W] with C of 1 or 3."
+        )
+    if media.shape[0] != len(prompts):
+        raise ValueError(f"{media.shape[0]} samples but {len(prompts)} prompts: pass one prompt per sample.")
+    if not media.is_floating_point():
+        raise ValueError(f"media has dtype {media.dtype}: pass floating point in [0, 1] (divide uint8 by 255).")
+    low, high = media.aminmax()
+    if not (low >= -1e-3 and high <= 1 + 1e-3):
+        raise ValueError(f"media spans [{low:.4g}, {high:.4g}]: a scorer takes [0, 1]; decode() must clamp, NaN is a fault.")
+
+
+def check_scores(name: str, scores: object, samples: int) -> Tensor:
+    """`scores` as [samples] fp32 on CPU.
+
+    Raises RewardError if they are not a floating tensor of exactly that shape, each finite or NaN.
+    """
+    if not isinstance(scores, Tensor) or not scores.is_floating_point() or tuple(scores.shape) != (samples,):
+        got = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise RewardError(f"Reward `{name}` returned {got}: a scorer returns a floating tensor [{samples}], one score a sample.")
+    scores = scores.detach().to("cpu", torch.float32)
+    if torch.isinf(scores).any():
+        rows = torch.isinf(scores).nonzero().flatten().tolist()
+        raise RewardError(f"Reward `{name}` returned infinity for samples {rows}: return NaN where a sample has no score.")
+    return scores
+
+
+def as_frames(media: Tensor) -> Tensor:
+    """[B, F, C, H, W] of images (F = 1) or videos, as a view."""
+    return media.unsqueeze(1) if media.dim() == 4 else media
+
+
+def as_rgb(media: Tensor) -> Tensor:
+    """`media` with three channels: grey is repeated, RGB passes."""
+    shape = list(media.shape)
+    shape[-3] = 3
+    return media.expand(shape)
+
+
+def sample_frames(media: Tensor, count: int) -> Tensor:
+    """[B, min(F, count), C, H, W]: evenly spaced frames, each the middle of its share of the video; all of an image."""
+    frames = as_frames(media)
+    total = frames.shape[1]
+    if total <= count:
+        return frames
+    index = [(2 * i + 1) * total // (2 * count) for i in range(count)]
+    return frames[:, index]
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` = the current CUDA device where there is one, else the CPU; anything else as torch reads it."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)

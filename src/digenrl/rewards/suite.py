@@ -1,0 +1,191 @@
+"""`RewardSuite`: the scorers of a run, their weights, and the count of what could not be scored.
+
+The suite returns *raw* scores per reward. How they are normalised and summed into an advantage is the algorithm's
+business (`digenrl.algorithms.advantages`); `weights` tells it which rewards are optimised and how much each counts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from digenrl.rewards.placement import close_scorer, place_scorer
+from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, Scorer, check_media, check_scores, identity_of
+from digenrl.types import Prompt
+
+_ENTRY_KEYS = ("scorer", "weight", "placement")
+_HELDOUT_KEYS = ("scorer", "placement")
+CAUSES_KEPT = 8
+"""Distinct failure causes kept per reward; the rest only count."""
+
+
+@dataclass
+class FailureCount:
+    """How often one reward was asked and did not answer. Grows during a run, hence not frozen."""
+
+    scored: int = 0
+    missing: int = 0
+    causes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def share(self) -> float:
+        """Missing samples as a share of those asked for; 0 before the first."""
+        asked = self.scored + self.missing
+        return self.missing / asked if asked else 0.0
+
+
+class RewardSuite:
+    """Scores media with every reward of a mixture.
+
+    Args:
+        rewards: name -> {scorer, weight = 1.0, placement}. Weight 0 = scored and logged in every step, never optimised.
+        heldout: name -> {scorer, placement}: scored only when asked for (evaluation), never optimised.
+        placement: where scorers run unless an entry says otherwise: `inline` (in the caller's thread), `thread` (in the
+            asynchronous scorer's thread), `process` (a process per scorer), `http` (a reward service, see `urls`).
+        urls: reward services that answer for the scorers placed `http`, name -> list of URLs.
+        max_missing_share: `check_missing` raises once more than this share of a reward's samples is missing ...
+        min_missing_samples: ... among at least this many samples.
+        pending: bound on tasks that wait for scores (see `digenrl.rewards.scorer.AsyncScorer`).
+        max_batch: largest number of samples that scoring joins from several tasks.
+        cache_size: scores kept by content hash; 0 = off.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Mapping[str, Any]],
+        heldout: Mapping[str, Mapping[str, Any]] | None = None,
+        placement: str = "thread",
+        urls: Mapping[str, Sequence[str]] | None = None,
+        max_missing_share: float = 0.25,
+        min_missing_samples: int = 64,
+        pending: int = 4,
+        max_batch: int = 64,
+        cache_size: int = 4096,
+    ) -> None:
+        if not rewards:
+            raise ValueError("The reward mixture is empty: name at least one reward under `reward.rewards`.")
+        heldout = heldout or {}
+        if both := sorted(set(rewards) & set(heldout)):
+            raise ValueError(f"{both} are optimised and held out at once: a held-out reward must not be optimised; rename or drop one.")
+        urls = urls or {}
+        if unknown := sorted(set(urls) - set(rewards) - set(heldout)):
+            raise ValueError(f"reward.urls names unknown rewards {unknown}; known: {sorted([*rewards, *heldout])}.")
+        self.placement = placement
+        self.pending, self.max_batch, self.cache_size = pending, max_batch, cache_size
+        self.max_missing_share, self.min_missing_samples = max_missing_share, min_missing_samples
+        self.weights: dict[str, float] = {}
+        self._scorers: dict[str, Scorer] = {}
+        for name, entry in rewards.items():
+            _check_entry(name, entry, _ENTRY_KEYS)
+            self.weights[name] = _checked_weight(name, entry.get("weight", 1.0))
+            self._scorers[name] = place_scorer(name, entry["scorer"], entry.get("placement") or placement, urls.get(name))
+        if not any(self.weights.values()):
+            raise ValueError(f"Every reward weight of {sorted(self.weights)} is 0: nothing would be optimised; give one a weight.")
+        for name, entry in heldout.items():
+            _check_entry(name, entry, _HELDOUT_KEYS)
+            self._scorers[name] = place_scorer(name, entry["scorer"], entry.get("placement") or placement, urls.get(name))
+        self.names: tuple[str, ...] = tuple(rewards)
+        self.heldout: tuple[str, ...] = tuple(heldout)
+        self._failures = {name: FailureCount() for name in self._scorers}
+        self._lock = threading.Lock()
+
+    def score(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> dict[str, Tensor]:
+        """Raw scores: name -> [B] fp32 on CPU, NaN = missing.
+
+        Args:
+            media: [B, C, H, W] or [B, F, C, H, W] in [0, 1].
+            prompts: B prompts.
+            heldout: also score the held-out rewards.
+
+        Raises:
+            ValueError: media or prompts do not fit the protocol.
+            RewardError: a scorer broke the protocol. A scorer that is merely unavailable gives NaN, which is counted.
+        """
+        check_media(media, prompts)
+        wanted = self.names + self.heldout if heldout else self.names
+        return {name: self._score_one(name, media, prompts) for name in wanted}
+
+    def _score_one(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        cause = "the scorer gave no score"
+        try:
+            with torch.no_grad():
+                scores = check_scores(name, self._scorers[name](media, prompts), len(prompts))
+        except RewardUnavailable as error:
+            cause = str(error)
+            scores = torch.full((len(prompts),), math.nan)
+        missing = int(torch.isnan(scores).sum())
+        with self._lock:
+            count = self._failures[name]
+            count.scored += len(prompts) - missing
+            count.missing += missing
+            if missing and (cause in count.causes or len(count.causes) < CAUSES_KEPT):
+                count.causes[cause] += missing
+        return scores
+
+    def scorer(self, name: str) -> Scorer:
+        """The scorer of one reward, held-out ones included. Raises KeyError with the known names."""
+        if name not in self._scorers:
+            raise KeyError(f"Unknown reward `{name}`; known: {', '.join(self._scorers)}.{_nearest(name, self._scorers)}")
+        return self._scorers[name]
+
+    def identities(self) -> dict[str, Identity]:
+        """name -> what scores it, for the run's manifest."""
+        return {name: identity_of(scorer) for name, scorer in self._scorers.items()}
+
+    def failures(self) -> dict[str, FailureCount]:
+        """name -> a copy of the counts so far."""
+        with self._lock:
+            return {n: FailureCount(c.scored, c.missing, Counter(c.causes)) for n, c in self._failures.items()}
+
+    def check_missing(self) -> None:
+        """Raises RewardError naming reward, share and commonest cause once too many samples are missing."""
+        for name, count in self.failures().items():
+            if count.scored + count.missing >= self.min_missing_samples and count.share > self.max_missing_share:
+                cause = count.causes.most_common(1)[0][0]
+                raise RewardError(
+                    f"Reward `{name}` is missing for {count.missing} of {count.scored + count.missing} samples "
+                    f"({count.share:.0%}, reward.max_missing_share allows {self.max_missing_share:.0%}). Commonest cause: {cause}"
+                )
+
+    def close(self) -> None:
+        """Stops processes and connections of the scorers. Idempotent."""
+        for scorer in self._scorers.values():
+            close_scorer(scorer)
+
+
+def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Weighted sum [B] of the optimised rewards, NaN where any of them is missing. For logs and tables.
+
+    Raises KeyError if a reward with a weight has no scores.
+    """
+    if missing := sorted(name for name, weight in weights.items() if weight and name not in scores):
+        raise KeyError(f"No scores for the optimised rewards {missing}; got {sorted(scores)}.")
+    terms = [weight * scores[name] for name, weight in weights.items() if weight]
+    return torch.stack(terms).sum(0)
+
+
+def _checked_weight(name: str, weight: object) -> float:
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise ValueError(f"Weight of reward `{name}` is {weight!r}: give a finite number (0 = only logged, negative = minimised).")
+    return float(weight)
+
+
+def _check_entry(name: str, entry: object, keys: Sequence[str]) -> None:
+    if not isinstance(entry, Mapping) or "scorer" not in entry:
+        raise ValueError(f"Reward `{name}` has no `scorer`: write {name}: {{scorer: {{_target_: reward_models.<file>.<Class>}}}}.")
+    for key in entry:
+        if key not in keys:
+            raise ValueError(f"Reward `{name}` has the unknown key `{key}`; known: {', '.join(keys)}.{_nearest(str(key), keys)}")
+
+
+def _nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f" Did you mean `{near[0]}`?" if near else ""

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from digenrl.rewards.protocol import RewardError, RewardUnavailable, sample_frames
+from digenrl.rewards.suite import RewardSuite, combine
+from digenrl.types import Prompt
+
+PROMPTS = [Prompt("a"), Prompt("b"), Prompt("c")]
+MEDIA = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def brightness(media, prompts):
+    return media.flatten(1).mean(1)
+
+
+def suite(scorer, **options):
+    return RewardSuite({"r": {"scorer": scorer, "weight": 1.0}}, placement="inline", **options)
+
+
+def test_scores_are_raw_and_held_out_ones_only_on_request():
+    mixture = RewardSuite(
+        {"bright": {"scorer": brightness, "weight": 2.0}, "logged": {"scorer": lambda m, p: -m.flatten(1).mean(1), "weight": 0}},
+        heldout={"kept": {"scorer": brightness}},
+        placement="inline",
+    )
+    scores = mixture.score(MEDIA, PROMPTS)
+    assert list(scores) == ["bright", "logged"] == list(mixture.names)
+    torch.testing.assert_close(scores["bright"], MEDIA.flatten(1).mean(1))
+    assert mixture.weights == {"bright": 2.0, "logged": 0.0}
+    assert list(mixture.score(MEDIA, PROMPTS, heldout=True)) == ["bright", "logged", "kept"]
+    torch.testing.assert_close(combine(scores, mixture.weights), 2 * scores["bright"])
+
+
+def test_unavailable_is_missing_never_zero_and_counted():
+    def down(media, prompts):
+        raise RewardUnavailable("service is down")
+
+    rewards = suite(down, min_missing_samples=6, max_missing_share=0.5)
+    assert torch.isnan(rewards.score(MEDIA, PROMPTS)["r"]).all()
+    rewards.check_missing()
+    rewards.score(MEDIA, PROMPTS)
+    count = rewards.failures()["r"]
+    assert (count.scored, count.missing, count.causes["service is down"]) == (0, 6, 6)
+    with pytest.raises(RewardError, match="`r` is missing for 6 of 6.*service is down"):
+        rewards.check_missing()
+
+
+def test_a_missing_member_stays_missing_in_the_sum():
+    rewards = RewardSuite(
+        {"a": {"scorer": brightness}, "b": {"scorer": lambda m, p: torch.tensor([1.0, math.nan, 1.0])}}, placement="inline"
+    )
+    total = combine(rewards.score(MEDIA, PROMPTS), rewards.weights)
+    assert torch.isnan(total).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda m, p: torch.zeros(2),
+        lambda m, p: torch.zeros(3, 1),
+        lambda m, p: torch.zeros(3, dtype=torch.int64),
+        lambda m, p: [0.0, 0.0, 0.0],
+        lambda m, p: torch.tensor([0.0, math.inf, 0.0]),
+        lambda m, p: None,
+    ],
+)
+def test_a_broken_scorer_stops_the_run(bad):
+    with pytest.raises(RewardError, match="Reward `r` returned"):
+        suite(bad).score(MEDIA, PROMPTS)
+
+
+def test_a_bug_in_a_scorer_is_not_swallowed():
+    def bug(media, prompts):
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        suite(bug).score(MEDIA, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "media, message",
+    [
+        (torch.zeros(3, 4, 8, 8), "shape"),
+        (torch.zeros(2, 3, 8, 8), "2 samples but 3 prompts"),
+        (torch.zeros(3, 3, 8, 8, dtype=torch.uint8), "dtype"),
+        (torch.full((3, 3, 8, 8), 2.0), "spans"),
+        (torch.full((3, 3, 8, 8), math.nan), "spans"),
+    ],
+)
+def test_media_outside_the_protocol_is_refused(media, message):
+    with pytest.raises(ValueError, match=message):
+        suite(brightness).score(media, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "rewards, heldout, message",
+    [
+        ({}, {}, "empty"),
+        ({"r": {"scorer": brightness, "wieght": 1}}, {}, "`wieght`.*Did you mean `weight`"),
+        ({"r": {"weight": 1}}, {}, "no `scorer`"),
+        ({"r": {"scorer": brightness, "weight": math.nan}}, {}, "finite number"),
+        ({"r": {"scorer": brightness, "weight": True}}, {}, "finite number"),
+        ({"r": {"scorer": brightness, "weight": 0}}, {}, "nothing would be optimised"),
+        ({"r": {"scorer": brightness}}, {"r": {"scorer": brightness}}, "held out at once"),
+        ({"r": {"scorer": brightness}}, {"h": {"scorer": brightness, "weight": 1}}, "unknown key `weight`"),
+        ({"r": {"scorer": brightness, "placement": "thred"}}, {}, "`thred`.*inline"),
+        ({"r": {"scorer": 3}}, {}, "callable"),
+        ({"r": {"scorer": {"target": "x"}}}, {}, "no `_target_`"),
+    ],
+)
+def test_a_wrong_mixture_is_refused_with_the_remedy(rewards, heldout, message):
+    with pytest.raises(ValueError, match=message):
+        RewardSuite(rewards, heldout)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(KeyError, match="known: r"):
+        suite(brightness).scorer("q")
+
+
+def test_yaml_builds_the_suite():
+    node = OmegaConf.create(
+        {
+            "_target_": "digenrl.rewards.suite.RewardSuite",
+            "_recursive_": False,
+            "rewards": {"jpeg": {"weight": -1.0, "scorer": {"_target_": "reward_models.jpeg_size.JpegSize", "quality": 50}}},
+        }
+    )
+    rewards = instantiate(node)
+    assert rewards.weights == {"jpeg": -1.0}
+    assert (rewards.score(MEDIA, PROMPTS)["jpeg"] < 0).all()
+    assert rewards.identities()["jpeg"].model_id == "jpeg_size(quality=50, maximise=False, frames=4)"
+
+
+def test_frames_are_spread_over_the_video():
+    video = torch.arange(10.0).view(1, 10, 1, 1, 1).expand(1, 10, 1, 2, 2)
+    assert sample_frames(video, 2)[0, :, 0, 0, 0].tolist() == [2, 7]
+    assert sample_frames(video, 10).shape == sample_frames(video, 99).shape == video.shape
+    assert sample_frames(video[:, 0], 4).shape == (1, 1, 1, 2, 2)
