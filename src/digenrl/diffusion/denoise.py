@@ -1,0 +1,234 @@
+"""Sampling and replay of trajectories through one transition kernel.
+
+`SampleState` is all that a trajectory is between two denoising steps: it can be suspended after any step, sent to another
+rank and resumed there, bit-equal on equal kernels and batch geometry (I12), because noise comes from keys, not generators.
+Legend of shapes: b samples of a task, T denoising steps, S trained steps, K steps of a cell block, *L latent dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from digenrl.diffusion import keys
+from digenrl.diffusion.sde import Kernel, Transition, ode_step
+from digenrl.diffusion.sigmas import step_sigmas
+from digenrl.diffusion.steps import StepPlan
+from digenrl.types import CellBlock
+
+if TYPE_CHECKING:
+    from digenrl.models.policy import Policy
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """Who the rows are; with the seed, everything that their randomness depends on."""
+
+    seed: int
+    step: int
+    """RL step."""
+    uid: int
+    samples: tuple[int, ...]
+    """Indices within the group, one per row."""
+
+
+@dataclass(frozen=True)
+class SampleState:
+    """A trajectory between two denoising steps."""
+
+    key: SampleKey
+    latents: Tensor
+    """[b, *L] storage dtype: what the network sees next."""
+    next_step: int = 0
+    """Denoising steps done so far; T = finished."""
+    kept_latents: tuple[Tensor, ...] = ()
+    """[b, *L] at each trained step passed so far."""
+    kept_next_latents: tuple[Tensor, ...] = ()
+    kept_log_probs: tuple[Tensor, ...] = ()
+    """[b] fp32 each."""
+    kept_means: tuple[Tensor, ...] = ()
+    """[b, *L] fp32 each; empty unless means are kept."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Finished trajectories of one task."""
+
+    steps: Tensor
+    """[S] int64 on CPU."""
+    latents: Tensor
+    """[b, S, *L] storage dtype; [b, S, 0] for forward-process methods, which noise `final` themselves."""
+    next_latents: Tensor
+    """Like `latents`."""
+    log_probs: Tensor
+    """[b, S] fp32; zeros for forward-process methods."""
+    final: Tensor
+    """[b, *L] storage dtype: the clean latent, to decode."""
+    means: Tensor | None = None
+    """[b, S, *L] fp32 if kept."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The transitions of a block's cells under the present weights, differentiable."""
+
+    log_prob: Tensor
+    """[b, K]."""
+    mean: Tensor
+    """[b, K, *L]."""
+    std: Tensor
+    """[b, K], without sqrt(h)."""
+    sqrt_h: Tensor
+    """[b, K]."""
+    velocity: Tensor
+    """[b, K, *L]."""
+
+    @property
+    def scale(self) -> Tensor:
+        """[b, K] S = std*sqrt(h), the standard deviation of a step's noise."""
+        return self.std * self.sqrt_h
+
+
+def start(
+    key: SampleKey,
+    shape: Sequence[int],
+    storage_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    same_noise: bool = False,
+) -> SampleState:
+    """The state before the first step: initial noise rounded to the storage dtype. `shape` = *L, one sample.
+
+    same_noise: all samples of a group begin from one noise (DanceGRPO `--use_same_noise`, MixGRPO).
+    """
+    samples = [0] * len(key.samples) if same_noise else key.samples
+    noise = keys.noise(key.seed, key.step, key.uid, samples, keys.INITIAL, shape)
+    return SampleState(key, noise.to(storage_dtype).to(device))
+
+
+@torch.no_grad()
+def advance(
+    policy: Policy,
+    condition: dict[str, Tensor],
+    state: SampleState,
+    sigmas: Tensor,
+    kernel: Kernel,
+    plan: StepPlan,
+    keep_means: bool = False,
+) -> SampleState:
+    """One denoising step of all rows. condition: leading dimension 1 or b. sigmas [T+1]. Raises when already finished."""
+    k, latents = state.next_step, state.latents
+    if k >= sigmas.numel() - 1:
+        raise ValueError(f"the trajectory has finished its {sigmas.numel() - 1} denoising steps: call finish()")
+    rows = latents.shape[0]
+    steps = torch.full((rows,), k, dtype=torch.int64, device=latents.device)
+    sigma, next_sigma, guard = step_sigmas(sigmas.to(latents.device), steps)
+    velocity = policy.velocity(latents, sigma, expand_condition(condition, rows))
+    if k not in plan.sde:
+        following = ode_step(latents, velocity, sigma, next_sigma, latents.dtype)
+        return replace(state, latents=following, next_step=k + 1)
+    key = state.key
+    noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:])
+    out = kernel.transition(
+        latents, velocity, sigma, next_sigma, guard, noise=noise.to(latents.device), storage_dtype=latents.dtype
+    )
+    if k not in plan.trained:
+        return replace(state, latents=out.next_latents, next_step=k + 1)
+    return replace(
+        state,
+        latents=out.next_latents,
+        next_step=k + 1,
+        kept_latents=(*state.kept_latents, latents),
+        kept_next_latents=(*state.kept_next_latents, out.next_latents),
+        kept_log_probs=(*state.kept_log_probs, _log_prob(out)),
+        kept_means=(*state.kept_means, out.mean) if keep_means else (),
+    )
+
+
+def finish(state: SampleState, plan: StepPlan) -> Samples:
+    """The stored tensors of a trajectory that has made all its steps. Raises if trained steps are missing."""
+    steps, final = torch.tensor(plan.trained, dtype=torch.int64), state.latents
+    rows, count = final.shape[0], len(plan.trained)
+    if plan.forward_process:
+        empty = final.new_empty(rows, count, 0)
+        return Samples(steps, empty, empty, torch.zeros(rows, count, device=final.device), final)
+    if len(state.kept_latents) != count:
+        raise ValueError(
+            f"the trajectory stopped after denoising step {state.next_step} with {len(state.kept_latents)} of the "
+            f"{count} trained steps {plan.trained}: call advance() until all steps are done"
+        )
+    return Samples(
+        steps=steps,
+        latents=torch.stack(state.kept_latents, dim=1),
+        next_latents=torch.stack(state.kept_next_latents, dim=1),
+        log_probs=torch.stack(state.kept_log_probs, dim=1),
+        final=final,
+        means=torch.stack(state.kept_means, dim=1) if state.kept_means else None,
+    )
+
+
+def sample(
+    policy: Policy,
+    condition: dict[str, Tensor],
+    key: SampleKey,
+    sigmas: Tensor,
+    kernel: Kernel,
+    plan: StepPlan,
+    storage_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    same_noise: bool = False,
+    keep_means: bool = False,
+) -> Samples:
+    """start, then advance through all T steps, then finish."""
+    state = start(key, policy.latent_shape, storage_dtype, device, same_noise)
+    for _ in range(sigmas.numel() - 1):
+        state = advance(policy, condition, state, sigmas, kernel, plan, keep_means)
+    return finish(state, plan)
+
+
+@torch.no_grad()
+def ode_sample(policy: Policy, condition: dict[str, Tensor], noise: Tensor, sigmas: Tensor) -> Tensor:
+    """Euler sampling for evaluation (always without SDE noise: flow_grpo train_sd3.py:258). noise [b, *L] -> final [b, *L]."""
+    latents, rows = noise, noise.shape[0]
+    grid = sigmas.to(noise.device)
+    for k in range(grid.numel() - 1):
+        sigma, next_sigma = grid[k].expand(rows), grid[k + 1].expand(rows)
+        velocity = policy.velocity(latents, sigma, expand_condition(condition, rows))
+        latents = ode_step(latents, velocity, sigma, next_sigma, noise.dtype)
+    return latents
+
+
+def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
+    """A block's stored transitions under the present weights: one forward over (sample x step) rows, sample-major.
+
+    At K = 1 the rows are those of the rollout, so that log-probs are bit-equal on equal weights and kernels. Call it under
+    `torch.no_grad()` inside `policy.reference()` for the base model's transitions.
+    """
+    rows, count = block.latents.shape[:2]
+    latents, following = block.latents.flatten(0, 1), block.next_latents.flatten(0, 1)
+    sigma, next_sigma, guard = step_sigmas(block.sigmas, block.steps.repeat(rows))
+    velocity = policy.velocity(latents, sigma, expand_condition(block.condition, rows * count))
+    out = kernel.transition(latents, velocity, sigma, next_sigma, guard, next_latents=following)
+    return Replay(
+        log_prob=_log_prob(out).unflatten(0, (rows, count)),
+        mean=out.mean.unflatten(0, (rows, count)),
+        std=out.std.unflatten(0, (rows, count)),
+        sqrt_h=out.sqrt_h.unflatten(0, (rows, count)),
+        velocity=velocity.unflatten(0, (rows, count)),
+    )
+
+
+def expand_condition(condition: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """One prompt's conditioning (leading dimension 1) as views with leading dimension `rows`; per-row conditioning unchanged."""
+    return {
+        name: value.expand(rows, *value.shape[1:]) if value.shape[0] == 1 else value for name, value in condition.items()
+    }
+
+
+def _log_prob(out: Transition) -> Tensor:
+    if out.log_prob is None:
+        raise ValueError("the kernel's noise level is 0, so its steps have no log-prob to train: raise algorithm.sde's level")
+    return out.log_prob

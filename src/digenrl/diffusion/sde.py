@@ -1,0 +1,268 @@
+"""Transition kernels of the denoising chain. Sampling and replay are one code path, so an on-policy ratio is exactly 1.
+
+Rectified flow, data at 0 and noise at 1: x_s = (1-s)*x0 + s*eps, v = eps - x0 (the network's output).
+s = sigma, s1 = next sigma < s, dt = s1 - s < 0, h = -dt. x0_hat = x - s*v, eps_hat = x + (1-s)*v.
+Legend of shapes: B rows, *L latent dimensions of any rank ([N, C] packed, [C, H, W], [C, F, H, W]).
+
+Conventions, one for all kernels:
+- log-probs are *means* over the latent dimensions, so a log-ratio is 1/D of the joint one and clip ranges are 1e-6..1e-3;
+- `std` excludes sqrt(h); the standard deviation of one step's noise is S = std * sqrt_h;
+- the next latent is rounded to the storage dtype *before* its log-prob is taken, and that tensor is what the network sees next;
+- arithmetic is fp32 at least (bf16 overflows in the mean: yifan123/flow_grpo sd3_sde_with_logprob.py:34); fp64 input stays fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One denoising step of B rows."""
+
+    next_latents: Tensor
+    """[B, *L] storage dtype."""
+    log_prob: Tensor | None
+    """[B] mean-per-dimension log-prob; None where the kernel's noise level is 0 (0/0 must never be stored)."""
+    mean: Tensor
+    """[B, *L]."""
+    std: Tensor
+    """[B], without sqrt(h)."""
+    sqrt_h: Tensor
+    """[B]."""
+
+
+class Kernel(Protocol):
+    """What sampling, replay and the losses need of an SDE."""
+
+    @property
+    def stochastic(self) -> bool:
+        """False at noise level 0: no log-prob exists, nothing can be trained."""
+
+    @property
+    def gaussian(self) -> bool:
+        """True if `log_prob` is the log-density of N(mean, S^2); False for Flow-CPS, which drops the variance."""
+
+    def transition(
+        self,
+        latents: Tensor,
+        velocity: Tensor,
+        sigma: Tensor,
+        next_sigma: Tensor,
+        sigma_guard: Tensor,
+        noise: Tensor | None = None,
+        next_latents: Tensor | None = None,
+        storage_dtype: torch.dtype = torch.float32,
+    ) -> Transition:
+        """One step: `noise` [B, *L] given = sample, `next_latents` [B, *L] given = replay. Exactly one of them.
+
+        latents, velocity [B, *L]; sigma, next_sigma [B]; sigma_guard [B] from `sigmas.step_sigmas`. The log-prob is
+        differentiable with respect to `velocity` only: the next latent counts as data.
+        """
+
+
+def ode_step(
+    latents: Tensor, velocity: Tensor, sigma: Tensor, next_sigma: Tensor, storage_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Euler step x + v*dt, [B, *L] in the storage dtype: the deterministic limit of every kernel here."""
+    x, v, s, s1 = _wide(latents, velocity, sigma, next_sigma)
+    return (x + v * (s1 - s)).to(storage_dtype)
+
+
+@dataclass(frozen=True)
+class FlowSDE:
+    """Flow-GRPO SDE (arXiv 2505.05470): std = a*sqrt(s/(1-d)), mean = x + v*dt + std^2/(2s)*eps_hat*dt.
+
+    d = s, except at the first step, where d = sigmas[1] (yifan123/flow_grpo sd3_sde_with_logprob.py:44), so that the noise
+    of the first step has standard deviation a on any grid.
+    """
+
+    noise_level: float = 0.7
+    """a. 0.7 is Flow-GRPO's default for SD3 and Wan2.1; 0.9 for 6-step FLUX; 1.2 for Qwen-Image windows."""
+    max_scale: float | None = None
+    """Upper bound of S = std*sqrt(h), applied before the mean; None = unbounded. LongCat uses 0.45 (ModelTC/GenRL
+    wan_pipeline_with_logprob.py:81)."""
+
+    def __post_init__(self) -> None:
+        _check_level("noise_level", self.noise_level)
+        if self.max_scale is not None and self.max_scale <= 0:
+            raise ValueError(f"max_scale must be positive or null, got {self.max_scale}: LongCat uses 0.45")
+
+    @property
+    def stochastic(self) -> bool:
+        return self.noise_level > 0
+
+    @property
+    def gaussian(self) -> bool:
+        return True
+
+    def transition(
+        self,
+        latents: Tensor,
+        velocity: Tensor,
+        sigma: Tensor,
+        next_sigma: Tensor,
+        sigma_guard: Tensor,
+        noise: Tensor | None = None,
+        next_latents: Tensor | None = None,
+        storage_dtype: torch.dtype = torch.float32,
+    ) -> Transition:
+        """See `Kernel.transition`."""
+        x, v, s, s1 = _wide(latents, velocity, sigma, next_sigma)
+        sqrt_h = torch.sqrt(s - s1)
+        std = self.noise_level * torch.sqrt(s / (1.0 - _broadcast(sigma_guard, x)))
+        if self.max_scale is not None:
+            std = torch.minimum(std, self.max_scale / sqrt_h)
+        mean = _euler_maruyama_mean(x, v, s, s1, std)
+        return _gaussian_transition(mean, std, sqrt_h, noise, next_latents, storage_dtype, self.stochastic)
+
+
+@dataclass(frozen=True)
+class DanceSDE:
+    """DanceGRPO SDE (arXiv 2505.07818): constant std = eta, mean = x + v*dt - eta^2/2*score*dt, score = -eps_hat/s.
+
+    Equal to `FlowSDE`'s step with std := eta; needs no guard at the first step (XueZeyue/DanceGRPO train_grpo_flux.py:131).
+    """
+
+    eta: float = 0.3
+    """0.3 for images and SkyReels, 0.25 for HunyuanVideo (DanceGRPO scripts/finetune)."""
+
+    def __post_init__(self) -> None:
+        _check_level("eta", self.eta)
+
+    @property
+    def stochastic(self) -> bool:
+        return self.eta > 0
+
+    @property
+    def gaussian(self) -> bool:
+        return True
+
+    def transition(
+        self,
+        latents: Tensor,
+        velocity: Tensor,
+        sigma: Tensor,
+        next_sigma: Tensor,
+        sigma_guard: Tensor,
+        noise: Tensor | None = None,
+        next_latents: Tensor | None = None,
+        storage_dtype: torch.dtype = torch.float32,
+    ) -> Transition:
+        """See `Kernel.transition`; `sigma_guard` is not used."""
+        x, v, s, s1 = _wide(latents, velocity, sigma, next_sigma)
+        std = torch.full_like(s, self.eta)
+        mean = _euler_maruyama_mean(x, v, s, s1, std)
+        return _gaussian_transition(mean, std, torch.sqrt(s - s1), noise, next_latents, storage_dtype, self.stochastic)
+
+
+@dataclass(frozen=True)
+class FlowCPS:
+    """Flow-CPS, coefficient-preserving sampling (arXiv 2509.05952): sig = s1*sin(a*pi/2),
+    mean = (1-s1)*x0_hat + s1*cos(a*pi/2)*eps_hat, x' = mean + sig*z, log-prob = -mean((x'-mean)^2).
+
+    The log-prob has neither variance nor constants (ModelTC/GenRL wan_pipeline_with_logprob.py:113), so its log-ratios are
+    2*sig^2 times the Gaussian ones and clip ranges do not transfer from `FlowSDE`. At the last step sig = 0.
+    """
+
+    noise_level: float = 0.8
+    """a in [0, 1]. 0.8 is recommended by yifan123/flow_grpo's README ("Training Speed")."""
+
+    def __post_init__(self) -> None:
+        _check_level("noise_level", self.noise_level)
+        if self.noise_level > 1:
+            raise ValueError(
+                f"FlowCPS noise_level must be in [0, 1] (it is an angle in quarter turns), got {self.noise_level}: use 0.8"
+            )
+
+    @property
+    def stochastic(self) -> bool:
+        return self.noise_level > 0
+
+    @property
+    def gaussian(self) -> bool:
+        return False
+
+    def transition(
+        self,
+        latents: Tensor,
+        velocity: Tensor,
+        sigma: Tensor,
+        next_sigma: Tensor,
+        sigma_guard: Tensor,
+        noise: Tensor | None = None,
+        next_latents: Tensor | None = None,
+        storage_dtype: torch.dtype = torch.float32,
+    ) -> Transition:
+        """See `Kernel.transition`; `sigma_guard` is not used."""
+        x, v, s, s1 = _wide(latents, velocity, sigma, next_sigma)
+        angle = self.noise_level * math.pi / 2
+        scale = s1 * math.sin(angle)
+        mean = (1.0 - s1) * (x - s * v) + s1 * math.cos(angle) * (x + (1.0 - s) * v)
+        following = _next(mean, scale, noise, next_latents, storage_dtype)
+        log_prob = _mean_dims(-((following.to(mean.dtype).detach() - mean) ** 2)) if self.stochastic else None
+        sqrt_h = torch.sqrt(s - s1)
+        return Transition(following, log_prob, mean, _row(scale / sqrt_h), _row(sqrt_h))
+
+
+def _euler_maruyama_mean(x: Tensor, v: Tensor, s: Tensor, s1: Tensor, std: Tensor) -> Tensor:
+    dt = s1 - s
+    return x + v * dt + std**2 / (2.0 * s) * (x + (1.0 - s) * v) * dt
+
+
+def _gaussian_transition(
+    mean: Tensor,
+    std: Tensor,
+    sqrt_h: Tensor,
+    noise: Tensor | None,
+    next_latents: Tensor | None,
+    storage_dtype: torch.dtype,
+    stochastic: bool,
+) -> Transition:
+    scale = std * sqrt_h
+    following = _next(mean, scale, noise, next_latents, storage_dtype)
+    log_prob = None
+    if stochastic:
+        squares = (following.to(mean.dtype).detach() - mean) ** 2
+        log_prob = _mean_dims(-squares / (2.0 * scale**2) - torch.log(scale) - 0.5 * math.log(2.0 * math.pi))
+    return Transition(following, log_prob, mean, _row(std), _row(sqrt_h))
+
+
+def _next(
+    mean: Tensor, scale: Tensor, noise: Tensor | None, next_latents: Tensor | None, storage_dtype: torch.dtype
+) -> Tensor:
+    if (noise is None) == (next_latents is None):
+        raise ValueError("transition takes exactly one of noise (to sample) and next_latents (to replay)")
+    if next_latents is not None:
+        return next_latents
+    assert noise is not None
+    return (mean + scale * noise.to(mean)).to(storage_dtype)
+
+
+def _wide(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All four in fp32 or wider, the sigmas with latent dimensions of size 1."""
+    dtype = torch.promote_types(torch.promote_types(v.dtype, x.dtype), torch.float32)
+    x, v = x.to(dtype), v.to(dtype)
+    return x, v, _broadcast(sigma, x), _broadcast(next_sigma, x)
+
+
+def _broadcast(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.to(like).reshape(-1, *([1] * (like.ndim - 1)))
+
+
+def _row(value: Tensor) -> Tensor:
+    return value.reshape(value.shape[0])
+
+
+def _mean_dims(value: Tensor) -> Tensor:
+    return value.flatten(1).mean(dim=1)
+
+
+def _check_level(name: str, value: float) -> None:
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} must be finite and >= 0, got {value}: 0 is the deterministic ODE, training needs > 0")

@@ -1,0 +1,99 @@
+"""Sigma grids: pure functions that the model adapters call, each shift applied exactly once.
+
+Notation: t in [0, 1] is the unshifted noise level, T the number of steps; a grid is [T+1] fp32, strictly decreasing, and
+ends with 0. diffusers' static path may shift twice (huggingface/diffusers#13243), so a family's grid is made here, once,
+and travels with the trajectory.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def linear_grid(steps: int) -> Tensor:
+    """t = linspace(1, 0, T+1) in fp64: equal to linspace(1, 1/T, T) with a final 0, the pipelines' default.
+
+    Raises ValueError for steps < 1.
+    """
+    if steps < 1:
+        raise ValueError(f"a sigma grid needs at least 1 step, got steps={steps}: set sampling.steps >= 1")
+    return torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64)
+
+
+def static_shift(t: Tensor, shift: float) -> Tensor:
+    """k*t / (1 + (k-1)*t) (Esser et al. 2024, arXiv 2403.03206, eq. 23; XueZeyue/DanceGRPO train_grpo_flux.py:127)."""
+    if shift <= 0:
+        raise ValueError(f"shift must be positive, got {shift}: 1.0 is no shift, SD3 and FLUX use 3.0, Wan 5.0")
+    return shift * t / (1.0 + (shift - 1.0) * t)
+
+
+def dynamic_mu(
+    tokens: int,
+    base_tokens: int = 256,
+    max_tokens: int = 4096,
+    base_shift: float = 0.5,
+    max_shift: float = 1.15,
+) -> float:
+    """Resolution-dependent log-shift mu = m*L + b over L packed image tokens (diffusers `calculate_shift`; FLUX defaults)."""
+    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
+    return slope * tokens + base_shift - slope * base_tokens
+
+
+def exponential_shift(t: Tensor, mu: float) -> Tensor:
+    """e^mu / (e^mu + 1/t - 1), written without the division by t so that 0 stays 0 (diffusers `_time_shift_exponential`)."""
+    scale = math.exp(mu)
+    return scale * t / (1.0 + (scale - 1.0) * t)
+
+
+def stretch_to_terminal(t: Tensor, terminal: float) -> Tensor:
+    """Rescale 1-t so that the last non-zero level is `terminal` (diffusers `stretch_shift_to_terminal`; Qwen-Image 0.02).
+
+    t is a grid [T+1] that ends with 0; the 0 is kept.
+    """
+    body = 1.0 - t[:-1]
+    if body[-1] <= 0:
+        return t
+    return torch.cat([1.0 - body * ((1.0 - terminal) / body[-1]), t[-1:]])
+
+
+def static_grid(steps: int, shift: float = 1.0) -> Tensor:
+    """Grid [T+1] fp32 with a static shift: SD3 and FLUX in DanceGRPO 3.0, Wan and HunyuanVideo 5.0."""
+    return check_grid(static_shift(linear_grid(steps), shift).float())
+
+
+def dynamic_grid(
+    steps: int,
+    tokens: int,
+    base_tokens: int = 256,
+    max_tokens: int = 4096,
+    base_shift: float = 0.5,
+    max_shift: float = 1.15,
+    terminal: float | None = None,
+) -> Tensor:
+    """Grid [T+1] fp32 with the exponential shift of `tokens` packed image tokens (FLUX; Qwen-Image adds `terminal`)."""
+    mu = dynamic_mu(tokens, base_tokens, max_tokens, base_shift, max_shift)
+    grid = exponential_shift(linear_grid(steps), mu)
+    return check_grid((grid if terminal is None else stretch_to_terminal(grid, terminal)).float())
+
+
+def check_grid(sigmas: Tensor) -> Tensor:
+    """`sigmas`, or ValueError if it is not a strictly decreasing [T+1] grid inside [0, 1] that ends with 0."""
+    if sigmas.ndim != 1 or sigmas.numel() < 2:
+        raise ValueError(f"a sigma grid has shape [T+1] with T >= 1, got {tuple(sigmas.shape)}")
+    values = sigmas.tolist()
+    if values[-1] != 0.0 or values[0] > 1.0 or any(a <= b for a, b in zip(values, values[1:], strict=False)):
+        raise ValueError(f"a sigma grid falls strictly from at most 1 to exactly 0, got {values}")
+    return sigmas
+
+
+def step_sigmas(sigmas: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(sigma, next_sigma, sigma_guard), each [B], of rows at denoising steps `steps` [B] int64 of one grid [T+1].
+
+    sigma_guard is sigmas[1] for rows at step 0 and sigma elsewhere: the first step is known by its index, because a float
+    test `sigma == 1` misses grids that start at 0.9999 (trap T8 of the field's repositories).
+    """
+    sigma = sigmas[steps]
+    return sigma, sigmas[steps + 1], torch.where(steps == 0, sigmas[1], sigma)
