@@ -1,12 +1,13 @@
-"""Judges and statistics of the digits task: does an image show the asked digit, and are the images still diverse and real?
+"""Judges and statistics of the digits task: is it the asked digit, and are the images still diverse and real?
 
-Two judges read disjoint halves of scikit-learn's 8x8 digits (UCI optical recognition of handwritten digits, 1797 images).
-Judge A is the reward; judge B is never optimised, so a rise of A that B does not confirm is reward hacking. Neither sees
-mode collapse, which is what policy-gradient training of a flow model does first: `DigitStatistics` does.
+Two judges learned from disjoint halves of scikit-learn's 8x8 digits (UCI optical recognition of handwritten digits,
+1797 images). Judge A is the reward; judge B is never optimised, so a rise of A that B does not confirm is reward
+hacking. Neither sees mode collapse, the usual price of policy-gradient training: `DigitStatistics` does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -84,7 +85,7 @@ def asked_digit(prompt: Prompt) -> int:
     if not found:
         raise ValueError(
             f"prompt {source!r} names no digit, so the digit judge cannot score it; write one of "
-            f"{', '.join(WORDS)} (or 0-9), or give the JSONL line a \"target\""
+            f'{", ".join(WORDS)} (or 0-9), or give the JSONL line a "target"'
         )
     return WORDS.index(found[-1]) if found[-1] in WORDS else int(found[-1])
 
@@ -94,7 +95,7 @@ class DigitJudge:
 
     Args:
         judge: "a" (the reward) or "b" (held out).
-        output: "probability" in [0, 1], or "accuracy" (1.0 where the asked digit is the judge's first choice, else 0.0).
+        output: "probability" in [0, 1], or "accuracy" (1.0 where the asked digit is the judge's first choice).
         path: safetensors with keys `a.*` and `b.*`, made by `make pretrain`; None = the committed file.
 
     Raises:
@@ -111,8 +112,10 @@ class DigitJudge:
         if not source.is_file():
             raise FileNotFoundError(f"no judge weights at {source}; run `make pretrain`, or give an existing path")
         prefix = f"{judge}."
-        weights = {key.removeprefix(prefix): value for key, value in load_file(source).items() if key.startswith(prefix)}
+        weights = {key.removeprefix(prefix): item for key, item in load_file(source).items() if key.startswith(prefix)}
         self.judge, self.output = judge, output
+        self.model_id = f"digit-judge-{judge}-{output}"
+        self.weights_digest = hashlib.blake2b(source.read_bytes(), digest_size=16).hexdigest()
         self.model = build_judge()
         self.model.load_state_dict(weights)
         self.model.eval().requires_grad_(False)
@@ -124,7 +127,7 @@ class DigitJudge:
             ValueError: another image shape, or a prompt count that differs from the batch's.
         """
         if media.ndim != 4 or tuple(media.shape[1:]) != (1, 8, 8):
-            raise ValueError(f"the digit judge reads images [b, 1, 8, 8], got {list(media.shape)}; use it with model=digits")
+            raise ValueError(f"the digit judge reads images [b, 1, 8, 8], got {list(media.shape)}; use model=digits")
         if len(prompts) != len(media):
             raise ValueError(f"{len(media)} images but {len(prompts)} prompts; give one prompt per image")
         digits = torch.tensor([asked_digit(prompt) for prompt in prompts], dtype=torch.int64)
@@ -148,7 +151,7 @@ def class_spread(images: Tensor, labels: Tensor) -> Tensor:
 class DigitStatistics:
     """What the judges cannot see, over an evaluation set: diversity and realism against the real digits.
 
-    * `diversity_ratio`: within-class mean pairwise L2 of the samples over that of the real images *of the same classes*;
+    * `diversity_ratio`: mean pairwise L2 among the samples of one prompt over that among real images of the same digit;
       1.0 = as varied as real handwriting, towards 0 = mode collapse. NaN when no prompt has two samples.
     * `nn_distance`: mean L2 distance (64 pixels in [0, 1]) from a sample to the nearest of the 1797 real images.
     """

@@ -1,0 +1,212 @@
+"""The embedded digits family: a text-conditional flow model of 8x8 handwritten digits that needs no download.
+
+The network is a small diffusers `FluxTransformer2DModel` (the architecture class of FLUX.1, 312k parameters), so a run
+exercises the transformer, LoRA and SDE paths of the real families. Two things are simpler, on purpose:
+
+* latents are pixels: images in [-1, 1], 2x2 patches packed as FLUX packs its VAE latents -> [16, 4]; there is no VAE;
+* text features are frozen hashes: a word is a fixed pseudo-random vector, the sequence input is a prompt's first words,
+  the pooled input their bag. There is no tokenizer and no text encoder, and a word unseen in pretraining means nothing.
+
+The committed base model (`make pretrain`) learned from captions of which a share is wrong *on purpose*: without that
+knob pretraining solves the task (0.96 of samples right) and leaves reinforcement learning nothing to improve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from digenrl.models.policy import Policy
+
+BASE_FILE = Path(__file__).with_name("digits_base.safetensors")
+SIDE = 8
+PATCH = 2
+TOKENS = (SIDE // PATCH) ** 2
+CHANNELS = PATCH * PATCH
+TEXT_WIDTH = 32
+TEXT_LENGTH = 4
+"""Words of the sequence input; later words reach the model through the pooled bag alone."""
+
+
+def build_transformer() -> FluxTransformer2DModel:
+    """The untrained network: one double-stream and two single-stream FLUX blocks, 4 heads of 16."""
+    return FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=CHANNELS,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=TEXT_WIDTH,
+        pooled_projection_dim=TEXT_WIDTH,
+        guidance_embeds=False,
+        axes_dims_rope=(4, 6, 6),
+    )
+
+
+def pack(images: Tensor) -> Tensor:
+    """Images [B, 1, 8, 8] in [-1, 1] -> latents [B, 16, 4]: one token per 2x2 patch, row by row."""
+    rows = SIDE // PATCH
+    patches = images.view(-1, rows, PATCH, rows, PATCH).permute(0, 1, 3, 2, 4)
+    return patches.reshape(-1, TOKENS, CHANNELS)
+
+
+def unpack(latents: Tensor) -> Tensor:
+    """Latents [B, 16, 4] -> images [B, 1, 8, 8] in [-1, 1]; the inverse of `pack`."""
+    rows = SIDE // PATCH
+    patches = latents.view(-1, rows, rows, PATCH, PATCH).permute(0, 1, 3, 2, 4)
+    return patches.reshape(-1, 1, SIDE, SIDE)
+
+
+@lru_cache(maxsize=4096)
+def _word_vector(word: str, salt: str) -> tuple[float, ...]:
+    """32 values of unit variance from the word's 64-byte hash: equal on every machine and library version."""
+    digest = hashlib.blake2b(f"{salt}:{word}".encode(), digest_size=2 * TEXT_WIDTH).digest()
+    units = [int.from_bytes(digest[2 * i : 2 * i + 2], "big") for i in range(TEXT_WIDTH)]
+    return tuple(math.sqrt(3.0) * ((unit + 0.5) / 32768.0 - 1.0) for unit in units)
+
+
+def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
+    """Frozen hash features of B texts: `text` [B, 4, 32] (zeros after the last word), `pooled` [B, 32], fp32."""
+    text = torch.zeros(len(texts), TEXT_LENGTH, TEXT_WIDTH)
+    pooled = torch.zeros(len(texts), TEXT_WIDTH)
+    for row, content in enumerate(texts):
+        words = re.findall(r"\w+", content.lower())
+        for position, word in enumerate(words[:TEXT_LENGTH]):
+            text[row, position] = torch.tensor(_word_vector(word, "sequence"))
+        if words:
+            bag = torch.tensor([_word_vector(word, "bag") for word in words])
+            pooled[row] = bag.sum(dim=0) / math.sqrt(len(words))
+    return {"text": text, "pooled": pooled}
+
+
+def token_positions() -> tuple[Tensor, Tensor]:
+    """Rotary positions of image tokens [16, 3] (row, column on axes 1, 2, as FLUX) and of the text [4, 3] (zeros)."""
+    image = torch.zeros(TOKENS, 3)
+    index = torch.arange(TOKENS)
+    image[:, 1], image[:, 2] = index // (SIDE // PATCH), index % (SIDE // PATCH)
+    return image, torch.zeros(TEXT_LENGTH, 3)
+
+
+class DigitsPolicy(Policy):
+    """The digits flow model behind the policy protocol (see the module docstring).
+
+    Args:
+        path: safetensors with the base weights; None = the committed file, "random" = untrained.
+        lora: {rank, alpha, targets, ...}, or None to train every weight (312k).
+        dtype: compute and storage dtype; float32 keeps replay bit-equal to sampling for any number of steps per forward
+            (measured on x86 CPUs, tests/models/test_digits.py).
+        shift: s of the sigma shift s*t / (1 + (s-1)*t) (SD3, arXiv:2403.03206, eq. 23); 1 = linear, right at 64 pixels.
+        guidance_scale: only 1.0: the base was never trained without a caption, so there is no unconditional branch.
+        height, width: only 8.
+        keep_reference: with lora=None, keep the frozen base for the KL term.
+        seed: of the untrained weights.
+
+    Raises:
+        ValueError: another resolution, guidance, or weights of another network.
+        FileNotFoundError: no weights at `path`.
+    """
+
+    family = "digits"
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        lora: Mapping[str, Any] | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        guidance_scale: float = 1.0,
+        height: int = SIDE,
+        width: int = SIDE,
+        shift: float = 1.0,
+        gradient_checkpointing: bool = False,
+        keep_reference: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if (height, width) != (SIDE, SIDE):
+            raise ValueError(
+                f"digits are 8x8, got height={height}, width={width}; set sampling.height=8 sampling.width=8"
+            )
+        if guidance_scale != 1.0:
+            raise ValueError(
+                f"digits has no unconditional branch: guidance_scale={guidance_scale}; set sampling.guidance_scale=1"
+            )
+        if not shift > 0:
+            raise ValueError(f"shift must be > 0, got {shift}; 1 is the linear grid")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            transformer = build_transformer()
+        if path != "random":
+            transformer.load_state_dict(self._base_weights(BASE_FILE if path is None else Path(path), transformer))
+        storage = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        super().__init__(
+            transformer if storage == torch.float32 else transformer.to(storage),
+            latent_shape=(TOKENS, CHANNELS),
+            guidance_scale=guidance_scale,
+            lora=lora,
+            dtype=dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            keep_reference=keep_reference,
+        )
+        self.shift = float(shift)
+        image_positions, text_positions = token_positions()
+        self.register_buffer("image_positions", image_positions, persistent=False)
+        self.register_buffer("text_positions", text_positions, persistent=False)
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        """Velocity [B, 16, 4] of latents [B, 16, 4] at sigmas [B] under `text` [B, 4, 32] and `pooled` [B, 32]."""
+        return self.network(
+            hidden_states=latents,
+            timestep=sigmas.to(latents.dtype),
+            encoder_hidden_states=condition["text"].to(latents.dtype),
+            pooled_projections=condition["pooled"].to(latents.dtype),
+            txt_ids=self.text_positions,
+            img_ids=self.image_positions,
+            return_dict=False,
+        )[0]
+
+    def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """`text_features` on the policy's device."""
+        return {key: value.to(self.device) for key, value in text_features(texts).items()}
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [B, 16, 4] -> images [B, 1, 8, 8] fp32 in [0, 1]."""
+        return (unpack(latents.float()) / 2 + 0.5).clamp(0.0, 1.0)
+
+    def sigma_grid(self, steps: int) -> Tensor:
+        """[steps + 1] fp32: shifted linspace(1, 1/steps), then 0 (diffusers' flow-match Euler given those)."""
+        if steps < 1:
+            raise ValueError(f"sampling.steps must be >= 1, got {steps}")
+        linear = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64)
+        shifted = self.shift * linear / (1 + (self.shift - 1) * linear)
+        return torch.cat([shifted, shifted.new_zeros(1)]).float()
+
+    def wrap_units(self) -> list[nn.Module]:
+        """The transformer blocks (of the reference copy too)."""
+        units: list[nn.Module] = []
+        for network in (self.transformer, self.reference_transformer):
+            if network is not None:
+                units += [*network.transformer_blocks, *network.single_transformer_blocks]  # type: ignore[misc]
+        return units
+
+    @staticmethod
+    def _base_weights(path: Path, transformer: nn.Module) -> dict[str, Tensor]:
+        if not path.is_file():
+            raise FileNotFoundError(f"no digits weights at {path}; run `make pretrain`, or set model.path=null")
+        weights = load_file(path)
+        own = transformer.state_dict()
+        wrong = sorted(set(own) ^ set(weights)) or [key for key in own if own[key].shape != weights[key].shape]
+        if wrong:
+            raise ValueError(
+                f"{path} holds another network: {len(wrong)} tensors differ ({wrong[0]}, ...); run `make pretrain`"
+            )
+        return weights
