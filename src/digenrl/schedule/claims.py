@@ -159,7 +159,7 @@ class ClaimBook:
             attempt = 0
             self.next_position += 1
         else:
-            raise ClaimError(f"rank {rank} asked for task {position}, which does not wait: claim one of {self.waiting()}.")
+            raise ClaimError(f"rank {rank} asked for task {position}, which is not waiting: ask for {self.waiting()}.")
         claim = Claim(position, rank, attempt, now + self.lease_seconds)
         self.owners[position] = claim
         return claim
@@ -207,8 +207,8 @@ class ClaimBook:
             task = self.tasks[position]
             raise ClaimError(
                 f"task {task.index} of step {task.step} (group {task.group}) lost {claim.attempt + 1} owners, the "
-                f"last being rank {claim.rank}, which {cause}: the task itself is the likely cause. Look at its prompt and "
-                "its reward."
+                f"last being rank {claim.rank}, which {cause}: the task itself is the likely cause. Look at its "
+                "prompt and its reward."
             )
         self.lost[position] = claim.attempt + 1
         return position

@@ -70,7 +70,8 @@ def accepted(free: tuple[float, ...], seconds: tuple[float, ...], tasks: int) ->
 
     The accepted finishing times are the `tasks` smallest of the union of {free_i + j seconds_i} (see `claims`).
     """
-    heap = [(max(0.0, start) + cost, rank, max(0.0, start)) for rank, (start, cost) in enumerate(zip(free, seconds, strict=True))]
+    begin = [max(0.0, start) for start in free]
+    heap = [(begin[rank] + cost, rank, begin[rank]) for rank, cost in enumerate(seconds)]
     heapq.heapify(heap)
     claims = []
     for _ in range(tasks if heap else 0):
@@ -291,7 +292,7 @@ class LendingMonitor:
             return None
         self.off = True
         return (
-            f"schedule.tag switched itself off after {self.loans} loans: predictions were exceeded by {self.error:.3f} s "
-            f"on average, more than the {self.gain:.3f} s that lending was to save. Run `make profile` for this machine's "
-            "costs, or set schedule.tag=false."
+            f"schedule.tag switched itself off after {self.loans} loans: steps took {self.error:.3f} s longer than "
+            f"predicted on average, more than the {self.gain:.3f} s that lending was to save. Run `make profile` for "
+            "this machine's costs, or set schedule.tag=false."
         )

@@ -73,8 +73,8 @@ class Span:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Span:
-        """Inverse of `to_dict`. Raises ValueError naming the fields that are missing."""
-        missing = [name for name in _FIELDS if name not in record]
+        """Inverse of `to_dict`; a missing step is -1. Raises ValueError naming any other field that is missing."""
+        missing = [name for name in _FIELDS if name not in record and name != "step"]
         if missing:
             raise ValueError(f"span record lacks {', '.join(missing)}: {dict(record)}.")
         args = {key: value for key, value in record.items() if key not in _FIELDS}
@@ -84,7 +84,7 @@ class Span:
             str(record["stage"]),
             float(record["start"]),
             float(record["end"]),
-            int(record["step"]),
+            int(record.get("step", -1)),
             args,
         )
 
