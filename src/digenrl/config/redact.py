@@ -1,0 +1,58 @@
+"""Keeps secrets out of messages, config.yaml, logs and reports.
+
+Three signs of a secret: the name of its key, the shape of its value, and that an environment variable with a
+secret's name holds it. `num_tokens`, `tokenizer` or `token_env` are not secrets.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "<redacted>"
+
+_SECRET_NAME = re.compile(
+    r"(^|_)(api_?key|access_?key|secret|secret_?key|password|passwd|credentials?|auth|authorization|bearer|token)$",
+    re.IGNORECASE,
+)
+_SECRET_SHAPE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|wandb_v1_[A-Za-z0-9_]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|AKIA[0-9A-Z]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
+)
+_URL_USER = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^/\s@]+@")
+_ASSIGNMENT = re.compile(
+    r"(?P<name>[\w.]*(?:api_?key|access_?key|secret|password|passwd|bearer|token))(?P<sign>\s*[=:]\s*)(?P<value>[^\s,}\]]+)",
+    re.IGNORECASE,
+)
+_SHORTEST_SECRET = 8  # a shorter environment value would mask ordinary words
+
+
+def is_secret_name(key: str) -> bool:
+    """Whether the last part of a dotted `key` names a secret."""
+    return bool(_SECRET_NAME.search(key.rsplit(".", 1)[-1]))
+
+
+def redact_text(text: str) -> str:
+    """`text` without known token shapes, user names in URLs, `key=value` secrets and secrets of the environment."""
+    text = _SECRET_SHAPE.sub(MASK, text)
+    text = _URL_USER.sub(lambda match: f"{match['scheme']}{MASK}@", text)
+    text = _ASSIGNMENT.sub(
+        lambda match: f"{match['name']}{match['sign']}{MASK}" if is_secret_name(match["name"]) else match[0], text
+    )
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_SECRET and is_secret_name(name) and value in text:
+            text = text.replace(value, MASK)
+    return text
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """`value` (nested dicts and lists of plain values) with every secret replaced by a mask."""
+    if isinstance(value, Mapping):
+        return {name: redact(item, str(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact(item, key) for item in value]
+    if value not in (None, "") and is_secret_name(key):
+        return MASK
+    return redact_text(value) if isinstance(value, str) else value

@@ -1,0 +1,215 @@
+"""Which objects `_target_` may name, checked without importing any of them.
+
+Hydra turns `_target_` into a call, so a configuration is code. Two gates: before anything is imported, every target
+of the whole tree must lie in an allowed package and be defined there (own packages: found by reading their source,
+which also yields misspelt constructor arguments); at instantiation, the object that was found must itself have been
+defined in an allowed package, so that an alias such as `digenrl.x.os.system` leads nowhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from digenrl.config.errors import listing, nearest
+
+ALLOWED_PACKAGES: tuple[str, ...] = ("digenrl", "reward_models", "lightning", "torch.optim", "torchmetrics")
+_OWN = ("digenrl", "reward_models")
+_HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
+_Definition = ast.ClassDef | ast.FunctionDef
+
+
+def targets(tree: Any, path: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """(dotted path, target, node) of every node with `_target_`, depth first, inside dicts and lists."""
+    if isinstance(tree, Mapping):
+        if "_target_" in tree:
+            yield path, tree["_target_"], tree
+        for key, item in tree.items():
+            yield from targets(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, (list, tuple)):
+        for index, item in enumerate(tree):
+            yield from targets(item, f"{path}[{index}]")
+
+
+def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
+    """Whether the dotted name is a public one inside an allowed package."""
+    if any(part.startswith("_") for part in target.split(".")):
+        return False  # private helpers, such as Lightning's `_load`, are no components
+    return any(target.startswith(f"{package}.") for package in (*ALLOWED_PACKAGES, *allow))
+
+
+def target_problems(tree: Any, allow: Sequence[str] = ()) -> list[str]:
+    """Everything wrong with the targets of `tree`; nothing is imported."""
+    problems = []
+    for path, target, node in targets(tree):
+        where = f"{path}._target_" if path else "_target_"
+        if not isinstance(target, str):
+            problems.append(f"{where} = {target!r}: use the dotted name of a class, as text.")
+        elif not is_allowed(target, allow):
+            problems.append(
+                f"{where} = {target}: refused. Targets may lie in {listing(ALLOWED_PACKAGES)}; "
+                f"allow_targets=[{target.partition('.')[0]}] on the command line adds a package that you trust."
+            )
+        elif target.partition(".")[0] in (*_OWN, "lightning"):
+            problems += _definition_problems(where, path, target, node)
+    return problems
+
+
+def _definition_problems(where: str, path: str, target: str, node: Mapping[str, Any]) -> list[str]:
+    module, name = target.rpartition(".")[::2]
+    source = _module_file(module)
+    if source is None:
+        parent, child = module.rpartition(".")[::2]
+        close = nearest(child, _submodules(parent))
+        hint = f"; nearest: {parent}.{close}" if close else ""
+        return [f"{where} = {target}: there is no module {module}{hint}."]
+    definition = _find(module, name)
+    if definition is None:
+        known = _names(source)
+        close = nearest(name, known)
+        hint = f"nearest: {module}.{close}" if close else f"it has {listing(known)}"
+        return [f"{where} = {target}: {module} defines no {name}; {hint}."]
+    accepted = _arguments(module, definition)
+    if accepted is None:
+        return []
+    problems = []
+    for key in node:
+        if key not in accepted and key not in _HYDRA_KEYS:
+            close = nearest(str(key), accepted)
+            hint = f"nearest: {path}.{close}" if close else f"it takes {listing(accepted)}"
+            problems.append(f"{path}.{key}: {name} takes no such argument; {hint}.")
+    return problems
+
+
+@functools.lru_cache(maxsize=None)
+def _package_directory(package: str) -> Path | None:
+    """Directory of a top-level package. `find_spec` of a top-level name executes no code of the package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _module_file(module: str) -> Path | None:
+    parts = module.split(".")
+    directory = _package_directory(parts[0])
+    if directory is None:
+        return None
+    base = directory.joinpath(*parts[1:])
+    candidates = (base / "__init__.py", base.with_suffix(".py") if len(parts) > 1 else base / "__init__.py")
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _submodules(module: str) -> list[str]:
+    if not module or (directory := _package_directory(module.partition(".")[0])) is None:
+        return []
+    folder = directory.joinpath(*module.split(".")[1:])
+    return [file.stem for file in folder.glob("*.py") if file.stem != "__init__"] if folder.is_dir() else []
+
+
+@functools.lru_cache(maxsize=None)
+def _body(source: Path) -> tuple[ast.stmt, ...]:
+    return tuple(ast.parse(source.read_text(encoding="utf-8")).body)
+
+
+def _names(source: Path) -> list[str]:
+    return [item.name for item in _body(source) if isinstance(item, _Definition) and not item.name.startswith("_")]
+
+
+def _find(module: str, name: str, depth: int = 0) -> _Definition | None:
+    """Definition of `name` in `module`, following imports from the same top-level package."""
+    source = _module_file(module)
+    if source is None or depth > 4:
+        return None
+    for item in _body(source):
+        if isinstance(item, _Definition) and item.name == name:
+            return item
+        if isinstance(item, ast.ImportFrom):
+            for alias in item.names:
+                if (alias.asname or alias.name) == name:
+                    origin = _import_origin(module, source, item)
+                    if origin.partition(".")[0] == module.partition(".")[0]:
+                        return _find(origin, alias.name, depth + 1)
+    return None
+
+
+def _import_origin(module: str, source: Path, item: ast.ImportFrom) -> str:
+    if item.level == 0:
+        return item.module or ""
+    parts = module.split(".")
+    package = parts if source.name == "__init__.py" else parts[:-1]
+    kept = package[: len(package) - item.level + 1]
+    return ".".join([*kept, *([item.module] if item.module else [])])
+
+
+@dataclass(frozen=True)
+class _Signature:
+    names: tuple[str, ...]
+    open: bool
+    """It has **kwargs."""
+
+
+def _signature(function: ast.FunctionDef, method: bool) -> _Signature:
+    arguments = function.args
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1 if method else 0 :]
+    keyword = [argument.arg for argument in arguments.kwonlyargs]
+    return _Signature((*positional, *keyword), arguments.kwarg is not None)
+
+
+def _arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[str, ...] | None:
+    """Names that the constructor (or function) accepts; None = not knowable from its source."""
+    if isinstance(definition, ast.FunctionDef):
+        signature = _signature(definition, method=False)
+        return None if signature.open else signature.names
+    for item in definition.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            signature = _signature(item, method=True)
+            return None if signature.open else signature.names
+    if depth > 4:
+        return None
+    inherited: list[str] = []
+    for base in definition.bases:
+        found = _find(module, base.id) if isinstance(base, ast.Name) else None
+        if found is not None:
+            names = _arguments(module, found, depth + 1)
+            if names is None:
+                return None
+            inherited += names
+        elif not (isinstance(base, ast.Name) and base.id in ("object", "Protocol", "ABC")):
+            return None
+    if any("dataclass" in ast.unparse(decorator) for decorator in definition.decorator_list):
+        own = [
+            item.target.id
+            for item in definition.body
+            if isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and not ast.unparse(item.annotation).startswith(("ClassVar", "typing.ClassVar"))
+        ]
+        return (*inherited, *own)
+    return tuple(inherited) if definition.bases else ()
+
+
+def instantiate(node: Any, *arguments: Any, allow_targets: Sequence[str] = (), **named: Any) -> Any:
+    """`hydra.utils.instantiate(node, *arguments, **named)` behind the allow-list.
+
+    Raises:
+        PermissionError: a target of `node`, or of anything below it, is not allowed, or is an alias of something
+            that was defined outside the allowed packages.
+    """
+    import hydra.utils
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    if problems := target_problems(plain, allow_targets):
+        raise PermissionError("; ".join(problems))
+    for path, target, _ in targets(plain):
+        found = hydra.utils.get_object(target)
+        home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
+        if not is_allowed(home, allow_targets):
+            raise PermissionError(f"{path or 'node'}: _target_ = {target} is an alias of {home}, which is refused.")
+    return hydra.utils.instantiate(node, *arguments, **named)

@@ -1,0 +1,176 @@
+"""Prompt files: where they are and what a valid one looks like. Standard library only (no torch).
+
+`.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, ...metadata}` a line. Blank lines
+are skipped; a byte order mark and CRLF are accepted. Text is kept as written: no Unicode normalisation.
+The files beside this module are the project's own sets; `python -m digenrl.prompts.generate` writes them again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DIRECTORY = Path(__file__).resolve().parent
+SUFFIXES = (".txt", ".jsonl")
+MAX_CHARACTERS = 10_000
+"""Longest accepted prompt. Text encoders cut at 77 to 512 tokens, so that a longer line is a damaged file."""
+_MAX_LINE_BYTES = 1 << 20
+_MAX_PROBLEMS = 20
+
+
+class PromptFileError(ValueError):
+    """A prompt file that cannot be used; the message names file and line of every problem (the first twenty)."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt as its file gives it."""
+
+    text: str
+    line: int
+    """1-based line number, for messages only."""
+    negative: str | None = None
+    target: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Every other field, `id` included."""
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """A valid prompt file, duplicates removed."""
+
+    path: Path
+    records: tuple[Record, ...]
+    """In file order. Never empty."""
+    duplicates: tuple[tuple[int, int], ...]
+    """(line, line of its first occurrence) of every record that was left out because its content occurred before."""
+
+
+def builtin() -> list[str]:
+    """Names of the project's own prompt files."""
+    return sorted(path.name for path in DIRECTORY.iterdir() if path.suffix in SUFFIXES)
+
+
+def locate(name: str | Path) -> Path:
+    """The file that `name` means: a path (from the working directory), else one of the project's own sets.
+
+    Raises:
+        PromptFileError: there is neither, or it is no regular file.
+    """
+    given = Path(name).expanduser()
+    candidates = [given] if given.is_absolute() else [given, DIRECTORY / given.name if given.name == str(given) else given]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+        if candidate.exists():
+            raise PromptFileError(f"{candidate}: not a regular file; name a {' or '.join(SUFFIXES)} file.")
+    raise PromptFileError(
+        f"{name}: no such prompt file (looked in {Path.cwd()} and among the project's own sets: {', '.join(builtin())})."
+    )
+
+
+def read(name: str | Path) -> PromptFile:
+    """Read and check the prompt file `name` (see `locate`).
+
+    Raises:
+        PromptFileError: missing, unreadable, not UTF-8, empty, or with malformed lines.
+    """
+    path = locate(name)
+    if path.suffix not in SUFFIXES:
+        raise PromptFileError(f"{path}: unknown kind {path.suffix!r}; use {' or '.join(SUFFIXES)}.")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise PromptFileError(f"{path}: cannot be read ({error.strerror}).") from error
+    parse = _text_record if path.suffix == ".txt" else _json_record
+    records: list[Record] = []
+    duplicates: list[tuple[int, int]] = []
+    problems: list[str] = []
+    first_line: dict[str, int] = {}
+    for line, raw in _lines(content):
+        try:
+            record = parse(_decoded(raw), line)
+        except ValueError as error:
+            problems.append(f"{path}:{line}: {error}")
+            continue
+        identity = json.dumps([record.text, record.negative, record.target, record.metadata], sort_keys=True)
+        if identity in first_line:
+            duplicates.append((line, first_line[identity]))
+        else:
+            first_line[identity] = line
+            records.append(record)
+    if problems:
+        more = [f"... and {len(problems) - _MAX_PROBLEMS} more lines"] if len(problems) > _MAX_PROBLEMS else []
+        raise PromptFileError("; ".join([*problems[:_MAX_PROBLEMS], *more]))
+    if not records:
+        raise PromptFileError(f"{path}: holds no prompt; write one {'prompt' if path.suffix == '.txt' else 'object'} a line.")
+    return PromptFile(path, tuple(records), tuple(duplicates))
+
+
+def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """(1-based number, bytes) of every line that is not blank. Only LF ends a line; the CR of CRLF is blank space."""
+    for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if stripped := raw.strip(b" \t\r\v\f"):
+            yield number, stripped
+
+
+def _decoded(raw: bytes) -> str:
+    if len(raw) > _MAX_LINE_BYTES:
+        raise ValueError(f"the line has {len(raw)} bytes; at most {_MAX_LINE_BYTES}.")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8 ({error.reason}); save the file as UTF-8.") from error
+
+
+def _checked(text: Any, name: str) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} = {json.dumps(text)[:60]} must be text.")
+    if "\0" in text:
+        raise ValueError(f"{name} holds a NUL character; remove it.")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{name} has {len(text)} characters; at most {MAX_CHARACTERS}.")
+    return text
+
+
+def _text_record(text: str, line: int) -> Record:
+    return Record(_checked(text, "prompt"), line)
+
+
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number.")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is out of the range of a number.")
+    return value
+
+
+def _json_record(text: str, line: int) -> Record:
+    try:
+        fields = json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON at column {error.colno} ({error.msg}).") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"must be an object such as {{\"prompt\": ...}}, not {type(fields).__name__}.")
+    if "prompt" not in fields:
+        raise ValueError(f"the field \"prompt\" is missing (it has {', '.join(sorted(fields)) or 'no field'}).")
+    prompt = _checked(fields.pop("prompt"), "prompt")
+    if not prompt.strip():
+        raise ValueError("prompt is empty.")
+    negative, target = fields.pop("negative", None), fields.pop("target", None)
+    return Record(
+        prompt,
+        line,
+        None if negative is None else _checked(negative, "negative"),
+        None if target is None else _checked(target, "target"),
+        fields,
+    )
