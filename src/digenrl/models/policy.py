@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import logging
 import re
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,10 +26,14 @@ from torch import Tensor, nn
 
 from digenrl.types import Prompt, move
 
+logger = logging.getLogger(__name__)
+
 ADAPTER = "default"
 """diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
 NEGATIVE = "negative_"
 """Prefix of the conditioning of the unconditional branch of classifier-free guidance."""
+CACHED_TEXTS = 1024
+"""Texts whose embeddings stay on the CPU (4 MB each at 512 tokens x 4096 in bf16); least recently used go first."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,8 @@ def lora_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
 def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
     """Add the adapter to `transformer` (base frozen, adapter in fp32); returns the names of the adapted layers.
 
-    A is Gaussian and B zero, as Flow-GRPO initialises (yifan123/flow_grpo scripts/train_sd3.py). Raises ValueError when a
-    target matches nothing, when the number of layers is not `spec.expected`, or when the scale is not alpha / rank.
+    A is Gaussian and B zero, as Flow-GRPO initialises (yifan123/flow_grpo scripts/train_sd3.py). Raises ValueError when
+    a target matches nothing, when the number of layers is not `spec.expected`, or when the scale is not alpha / rank.
     """
     names = lora_modules(transformer, spec.targets)
     if spec.expected is not None and len(names) != spec.expected:
@@ -114,15 +120,25 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
         transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
     adapted = {name: m for name, m in transformer.named_modules() if isinstance(m, BaseTunerLayer)}
     if sorted(adapted) != sorted(names):
-        raise ValueError(f"peft adapted {len(adapted)} layers, {len(names)} were named: {sorted(set(names) ^ set(adapted))}")
+        differing = sorted(set(names) ^ set(adapted))
+        raise ValueError(f"peft adapted {len(adapted)} layers, {len(names)} were named: {differing}")
     for name, layer in adapted.items():
-        scale = layer.scaling[ADAPTER]  # type: ignore[index, operator]
+        scale = layer.scaling[ADAPTER]  # type: ignore[attr-defined]
         if scale != spec.alpha / spec.rank:
             raise ValueError(f"LoRA scale of {name} is {scale}, not alpha / rank = {spec.alpha / spec.rank}")
     for parameter in transformer.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+            parameter.data = _widen(parameter.data)
     return names
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """dtype of trained weights, noise levels and velocities: fp32, or fp64 where the policy computes in fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(wide(tensor.dtype))
 
 
 class Policy(nn.Module, ABC):
@@ -145,21 +161,21 @@ class Policy(nn.Module, ABC):
         keep_reference: bool = False,
         cfg: bool = False,
     ) -> None:
-        """Take `transformer` (with LoRA: already in its storage dtype, usually `dtype`), add LoRA or make every weight trainable.
+        """Take `transformer` (with LoRA: already in its storage dtype, usually `dtype`) and make it trainable.
 
-        `lora=None` trains all weights in fp32 and computes under autocast to `dtype`; `reference()` then needs the frozen
-        copy that `keep_reference=True` makes (with LoRA the base under the adapter serves). `cfg=True` means guidance by
-        a second, unconditional forward whenever guidance_scale > 1; False leaves guidance to the family's `predict`.
+        `lora=None` trains all weights in fp32 and computes under autocast to `dtype`; `reference()` then needs the
+        frozen copy that `keep_reference=True` makes (with LoRA the base under the adapter serves). `cfg=True` means
+        guidance by a second, unconditional forward whenever guidance_scale > 1; False leaves it to `predict`.
         """
         super().__init__()
         self.latent_shape = tuple(latent_shape)
         self.guidance_scale = float(guidance_scale)
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        self.two_forwards = cfg and self.guidance_scale > 1.0
+        self.cfg_scale = self.guidance_scale if cfg else 1.0
         self.lora = lora if isinstance(lora, LoraSpec) or lora is None else LoraSpec.from_config(lora)
         self.reference_transformer: nn.Module | None = None
         if self.lora is None:
-            transformer.float().requires_grad_(True)
+            transformer.to(wide(self.dtype)).requires_grad_(True)
             if keep_reference:
                 self.reference_transformer = copy.deepcopy(transformer).requires_grad_(False)
             self.lora_layers: list[str] = []
@@ -169,13 +185,14 @@ class Policy(nn.Module, ABC):
             transformer.enable_gradient_checkpointing()  # type: ignore[operator]
         self.transformer = transformer
         self._network = [transformer]
-        self._conditions: dict[int, dict[str, Tensor]] = {}
+        self._embeddings: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._said: set[str] = set()
 
     # ---- what a family implements
 
     @abstractmethod
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """One forward of `self.network`: latents [B, *L] in `self.dtype`, sigmas [B] fp32 -> velocity [B, *L], any float."""
+        """One forward of `self.network`: latents [B, *L] in `self.dtype`, sigmas [B] fp32 -> velocity [B, *L]."""
 
     @abstractmethod
     def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
@@ -200,7 +217,7 @@ class Policy(nn.Module, ABC):
 
     def guide(self, conditional: Tensor, unconditional: Tensor) -> Tensor:
         """Classifier-free guidance of two fp32 velocities [B, *L] (Ho & Salimans 2022, arXiv:2207.12598)."""
-        return unconditional + self.guidance_scale * (conditional - unconditional)
+        return unconditional + self.cfg_scale * (conditional - unconditional)
 
     # ---- what everybody calls
 
@@ -210,6 +227,11 @@ class Policy(nn.Module, ABC):
         return self._network[0]
 
     @property
+    def two_forwards(self) -> bool:
+        """Whether `velocity` needs the `negative_...` conditioning."""
+        return self.cfg_scale > 1.0
+
+    @property
     def device(self) -> torch.device:
         """Where the transformer's weights are."""
         return next(self.transformer.parameters()).device
@@ -217,35 +239,52 @@ class Policy(nn.Module, ABC):
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """Guided velocity eps - x0, differentiable.
 
-        latents [B, *L], sigmas [B] (one noise level per row), condition tensors with leading dimension B -> [B, *L] fp32.
+        latents [B, *L], sigmas [B] (one noise level per row), condition with leading dimension B -> [B, *L] fp32.
         Both branches of classifier-free guidance share one forward of 2B rows, the unconditional rows first.
         """
         latents = latents.to(self.dtype)
-        sigmas = sigmas.float()
+        sigmas = sigmas.to(wide(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
-        autocast = self.lora is None and self.dtype != torch.float32
+        autocast = self.lora is None and self.dtype != wide(self.dtype)
         with torch.autocast(latents.device.type, dtype=self.dtype) if autocast else nullcontext():
             if not self.two_forwards:
-                return self.predict(latents, sigmas, positive).float()
+                return _widen(self.predict(latents, sigmas, positive))
             both = {key: torch.cat([self._negative(condition, key), value]) for key, value in positive.items()}
             output = self.predict(torch.cat([latents, latents]), torch.cat([sigmas, sigmas]), both)
-        unconditional, conditional = output.float().chunk(2)
+        unconditional, conditional = _widen(output).chunk(2)
         return self.guide(conditional, unconditional)
 
     def encode(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """Conditioning with leading dimension len(prompts), on `self.device`; computed once per prompt and kept on the CPU.
+        """Conditioning with leading dimension len(prompts), on `self.device`; each text is encoded once and kept.
 
         Under classifier-free guidance it includes the `negative_...` tensors. Raises ValueError when a negative prompt
         is needed and neither the prompt nor the family has one.
         """
-        missing = {prompt.uid: prompt for prompt in prompts if prompt.uid not in self._conditions}
+        positive = [prompt.text for prompt in prompts]
+        negative = [self._negative_text(prompt) for prompt in prompts] if self.two_forwards else []
+        wanted = list(dict.fromkeys(positive + negative))
+        missing = [text for text in wanted if text not in self._embeddings]
         if missing:
             with torch.no_grad():
-                encoded = self._encode(list(missing.values()))
-            for row, uid in enumerate(missing):
-                self._conditions[uid] = {key: value[row : row + 1].cpu().clone() for key, value in encoded.items()}
-        rows = [self._conditions[prompt.uid] for prompt in prompts]
-        return move({key: torch.cat([row[key] for row in rows]) for key in rows[0]}, self.device)
+                encoded = self.encode_prompts(missing)
+            for row, text in enumerate(missing):
+                self._embeddings[text] = {key: value[row : row + 1].cpu().clone() for key, value in encoded.items()}
+        for text in wanted:
+            self._embeddings.move_to_end(text)
+        condition = self._rows(positive)
+        if negative:
+            condition |= {NEGATIVE + key: value for key, value in self._rows(negative).items()}
+        elif any(prompt.negative for prompt in prompts):
+            self.say_once(f"negative prompts are ignored: {self.family} runs without classifier-free guidance here")
+        while len(self._embeddings) > CACHED_TEXTS:
+            self._embeddings.popitem(last=False)
+        return move(condition, self.device)
+
+    def say_once(self, message: str) -> None:
+        """Log `message` as a warning, the first time only."""
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning(message)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -281,7 +320,7 @@ class Policy(nn.Module, ABC):
         return {name: value for name, value in self.transformer.named_parameters() if value.requires_grad}
 
     def load_trained_parameters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` (names and shapes of `trained_parameters()`) into the policy; raises ValueError on any mismatch."""
+        """Copy `tensors` (names and shapes of `trained_parameters()`) into the policy; ValueError on any mismatch."""
         own = self.trained_parameters()
         unknown, absent = sorted(set(tensors) - set(own)), sorted(set(own) - set(tensors))
         if unknown or absent:
@@ -299,29 +338,24 @@ class Policy(nn.Module, ABC):
         """Names of trained parameters whose .grad is None: after a backward this must be empty."""
         return [name for name, parameter in self.trained_parameters().items() if parameter.grad is None]
 
-    def _encode(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        encoded = self.encode_prompts([prompt.text for prompt in prompts])
-        if not self.two_forwards:
-            return encoded
-        negatives: list[str] = []
-        for prompt in prompts:
-            negative = self.default_negative() if prompt.negative is None else prompt.negative
-            if negative is None:
-                raise ValueError(
-                    f"guidance_scale={self.guidance_scale} needs a negative prompt, and '{prompt.text[:60]}' has none: "
-                    "add \"negative\" to the prompt file, set model.negative_prompt, or sampling.guidance_scale=1"
-                )
-            negatives.append(negative)
-        unique = list(dict.fromkeys(negatives))
-        table = self.encode_prompts(unique)
-        index = torch.tensor([unique.index(negative) for negative in negatives])
-        return encoded | {NEGATIVE + key: value[index.to(value.device)] for key, value in table.items()}
+    def _rows(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        rows = [self._embeddings[text] for text in texts]
+        return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+
+    def _negative_text(self, prompt: Prompt) -> str:
+        negative = self.default_negative() if prompt.negative is None else prompt.negative
+        if negative is None:
+            raise ValueError(
+                f"guidance scale {self.cfg_scale} needs a negative prompt, and '{prompt.text[:60]}' has none: "
+                'add "negative" to the prompt file, set model.negative_prompt, or sampling.guidance_scale=1'
+            )
+        return negative
 
     def _negative(self, condition: dict[str, Tensor], key: str) -> Tensor:
         try:
             return condition[NEGATIVE + key]
         except KeyError:
             raise ValueError(
-                f"guidance_scale={self.guidance_scale} needs condition['{NEGATIVE}{key}'], got {sorted(condition)}: "
+                f"guidance scale {self.cfg_scale} needs condition['{NEGATIVE}{key}'], got {sorted(condition)}: "
                 "encode the prompts with this policy"
             ) from None
