@@ -1,6 +1,15 @@
 """The schedule of one RL step, pure: the runtime and the simulator run the same code. Standard library only."""
 
-from digenrl.schedule.order import fragments, group_tasks, group_version, queue, resumed_queue, stale_groups, update_of
+from digenrl.schedule.order import (
+    fragments,
+    group_tasks,
+    group_version,
+    next_fragment,
+    queue,
+    resumed_queue,
+    stale_groups,
+    update_of,
+)
 from digenrl.schedule.spec import ScheduleSpec, Task
 from digenrl.schedule.timesteps import Block, micro_batches_per_update, place
 
@@ -12,6 +21,7 @@ __all__ = [
     "group_tasks",
     "group_version",
     "micro_batches_per_update",
+    "next_fragment",
     "place",
     "queue",
     "resumed_queue",

@@ -11,6 +11,7 @@ I9 a consumed version is never older than the trainer's minus one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from digenrl.schedule.spec import ScheduleSpec, Task
 
@@ -62,3 +63,20 @@ def fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
     groups = range(first, first + spec.groups_per_update)
     size = spec.fragment_groups
     return tuple(tuple(groups[i : i + size]) for i in range(0, len(groups), size))
+
+
+def next_fragment(
+    spec: ScheduleSpec, pending: Sequence[tuple[int, ...]], completed: Sequence[int]
+) -> tuple[int, ...] | None:
+    """The fragment of `pending` to train now, or None while it must be waited for.
+
+    `completed` lists the complete groups of the step in order of completion. With gap=0 the whole logical batch is one
+    fragment: nothing is trained before every group is complete, also with several updates per batch.
+    """
+    done = set(completed)
+    if spec.gap == 0:
+        return pending[0] if len(done) == spec.prompts else None
+    if spec.order == "canonical":
+        return pending[0] if done.issuperset(pending[0]) else None
+    ready = [fragment for fragment in pending if done.issuperset(fragment)]
+    return min(ready, key=lambda fragment: max(completed.index(group) for group in fragment), default=None)

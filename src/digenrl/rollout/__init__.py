@@ -1,0 +1,1 @@
+"""Generation: encode, sample, decode, score."""

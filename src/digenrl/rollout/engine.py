@@ -1,0 +1,182 @@
+"""The rollout engine: encode -> sample -> decode -> score -> `Trajectory`.
+
+It runs unchanged on rollout ranks, colocated ranks, lending trainers and in evaluation, and knows none of them: a task's
+result depends on the task, the seed and the weights alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from digenrl.diffusion import denoise, keys
+from digenrl.diffusion.sde import Kernel
+from digenrl.diffusion.steps import StepSelection
+from digenrl.models.policy import Policy
+from digenrl.rewards.suite import RewardSuite
+from digenrl.schedule import Task
+from digenrl.types import Prompt, Trajectory
+
+EVAL_STREAM = "evaluation"
+"""Noise stream of evaluation: never the noise of any rollout."""
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """The `sampling` group: how trajectories are made."""
+
+    steps: int
+    """T."""
+    storage_dtype: torch.dtype = torch.float32
+    """dtype of stored latents; log-probs are taken after rounding to it."""
+    same_noise: bool = False
+    """All samples of a group start from one noise (DanceGRPO)."""
+    eval_steps: int = 0
+    """ODE steps of evaluation; 0 = as in rollouts."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Samples made by the ODE with fixed noise, and their scores."""
+
+    media: Tensor
+    """[N, C, H, W] or [N, F, C, H, W] in [0, 1], on CPU; prompt-major."""
+    prompts: tuple[Prompt, ...]
+    """N prompts, one per row."""
+    rewards: dict[str, Tensor]
+    """name -> [N] fp32, held-out rewards included; NaN = missing."""
+    final: Tensor
+    """[N, *L] clean latents, on CPU."""
+
+
+class RolloutEngine:
+    """Everything needed to turn a task into a trajectory.
+
+    Args:
+        policy: the model; its weights are whatever version its owner has adopted.
+        rewards: the scorers.
+        kernel: SDE transition, shared with replay.
+        selection: which steps get noise and which are trained.
+        sampling: grid, dtype and noise options.
+        seed: the run's seed.
+        keep_means: ship the rollout's transition means (GRPO-Guard, Flow-DPPO).
+        keep_final: ship the clean latents (forward-process methods).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        rewards: RewardSuite,
+        kernel: Kernel,
+        selection: StepSelection,
+        sampling: SamplingSpec,
+        seed: int,
+        keep_means: bool = False,
+        keep_final: bool = False,
+    ) -> None:
+        self.policy, self._rewards, self._kernel, self._selection = policy, rewards, kernel, selection
+        self.sampling, self.seed = sampling, seed
+        self._keep_means, self._keep_final = keep_means, keep_final
+        self._grid = policy.sigma_grid(sampling.steps)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """name -> weight of the optimised rewards."""
+        return {name: weight for name, weight in self._rewards.weights.items() if weight}
+
+    @torch.no_grad()
+    def generate(self, task: Task, prompt: Prompt) -> Trajectory:
+        """Run one task from noise to reward."""
+        with _inference(self.policy):
+            condition = self.policy.encode([prompt])
+            plan = self._selection.plan(self.seed, task.step, self.sampling.steps)
+            rows = tuple(range(task.first_sample, task.first_sample + task.samples))
+            samples = denoise.sample(
+                self.policy,
+                condition,
+                denoise.SampleKey(self.seed, task.step, prompt.uid, rows),
+                self._grid,
+                self._kernel,
+                plan,
+                self.sampling.storage_dtype,
+                self.policy.device,
+                self.sampling.same_noise,
+                self._keep_means,
+            )
+            media = self.policy.decode(samples.final)
+        return Trajectory(
+            step=task.step,
+            index=task.index,
+            group=task.group,
+            uid=prompt.uid,
+            first_sample=task.first_sample,
+            version=task.version,
+            steps=samples.steps,
+            sigmas=self._grid,
+            latents=samples.latents,
+            next_latents=samples.next_latents,
+            log_probs=samples.log_probs,
+            rewards=self._score(media, [prompt] * task.samples),
+            condition=condition,
+            final=samples.final if self._keep_final or plan.forward_process else None,
+            means=samples.means,
+        )
+
+    @torch.no_grad()
+    def evaluate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, steps: int | None = None
+    ) -> Evaluation:
+        """ODE samples with noise that depends on (seed, prompt, sample) alone, scored by every reward.
+
+        Args:
+            prompts: distinct prompts.
+            samples_per_prompt: rows per prompt.
+            seed: of the evaluation noise.
+            steps: ODE steps; None = `sampling.eval_steps`.
+        """
+        grid = self.policy.sigma_grid(steps or self.sampling.eval_steps or self.sampling.steps)
+        media, finals, rows = [], [], []
+        with _inference(self.policy):
+            for prompt in prompts:
+                shape = self.policy.latent_shape
+                noise = keys.noise(seed, 0, prompt.uid, range(samples_per_prompt), keys.INITIAL, shape, EVAL_STREAM)
+                condition = self.policy.encode([prompt])
+                latents = noise.to(self.policy.device, self.sampling.storage_dtype)
+                final = denoise.ode_sample(self.policy, condition, latents, grid)
+                media.append(self.policy.decode(final).cpu())
+                finals.append(final.cpu())
+                rows += [prompt] * samples_per_prompt
+        pictures = torch.cat(media)
+        rewards = self._rewards.score(pictures, rows, heldout=True)
+        return Evaluation(pictures, tuple(rows), rewards, torch.cat(finals))
+
+    def close(self) -> None:
+        """Stop the scorers."""
+        self._rewards.close()
+
+    def _score(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """Scores of one task; samples without one are scored a second time before they count as missing."""
+        scores = self._rewards.score(media, prompts)
+        missing = torch.stack([torch.isnan(scores[name]) for name in self.reward_weights]).any(dim=0)
+        if missing.any():
+            rows = missing.nonzero().flatten()
+            again = self._rewards.score(media[rows], [prompts[int(row)] for row in rows])
+            for name, values in again.items():
+                scores[name][rows] = torch.where(torch.isnan(scores[name][rows]), values, scores[name][rows])
+        self._rewards.check_missing()
+        return scores
+
+
+@contextmanager
+def _inference(policy: Policy) -> Iterator[None]:
+    """The policy in evaluation mode, put back afterwards."""
+    training = policy.training
+    policy.eval()
+    try:
+        yield
+    finally:
+        policy.train(training)

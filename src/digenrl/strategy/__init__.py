@@ -1,0 +1,1 @@
+"""Roles, processes, and the movement of trajectories and weights between them."""

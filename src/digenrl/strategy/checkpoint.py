@@ -1,0 +1,155 @@
+"""Checkpoints as directories that are either whole or not there.
+
+    checkpoints/step-000010/policy.safetensors   the trained parameters, by their names in the transformer
+                            state.pt             optimizer, loops, callbacks, RNG (tensors and plain values only)
+                            manifest.json        size and xxh3 of both files; without it the directory is no checkpoint
+    checkpoints/last -> step-000010
+
+Files are written under a temporary name, flushed to disk, read back and compared, then renamed; `last` moves afterwards,
+in one rename. Neither safetensors nor torch.save notices a flipped bit: the manifest does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from safetensors.torch import load_file, save_file
+
+POLICY = "policy.safetensors"
+STATE = "state.pt"
+MANIFEST = "manifest.json"
+PREFIX = "policy.transformer."
+"""Where the LightningModule's state dict holds the transformer."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is damaged, incomplete or foreign."""
+
+
+class DirectoryCheckpointIO(CheckpointIO):
+    """Lightning's checkpoint dictionary as a directory (see the module docstring).
+
+    Args:
+        keep: newest checkpoints kept; older ones are removed after a successful save.
+    """
+
+    def __init__(self, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"callbacks.checkpoint.keep = {keep}: keep at least 1 checkpoint.")
+        self._keep = keep
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write one checkpoint; nothing of an older one is touched before this one is complete.
+
+        Raises:
+            OSError: no space or no permission; the temporary directory is removed.
+            CheckpointError: what was read back is not what was written.
+        """
+        target = Path(path)
+        temporary = target.with_name(f".tmp-{target.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            rest = dict(checkpoint)
+            state = rest.pop("state_dict")
+            policy = {k.removeprefix(PREFIX): v.detach().cpu().contiguous() for k, v in state.items() if k.startswith(PREFIX)}
+            rest["state_dict"] = {k: v for k, v in state.items() if not k.startswith(PREFIX)}
+            save_file(policy, temporary / POLICY)
+            torch.save(rest, temporary / STATE)
+            files = {name: _describe(temporary / name) for name in (POLICY, STATE)}
+            (temporary / MANIFEST).write_text(json.dumps({"epoch": rest.get("epoch"), "files": files}, indent=2))
+            for name in (POLICY, STATE, MANIFEST):
+                _flush(temporary / name)
+            verify(temporary)
+            shutil.rmtree(target, ignore_errors=True)
+            temporary.rename(target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _point(target.with_name("last"), target.name)
+        for old in sorted(target.parent.glob("step-*"))[: -self._keep]:
+            if old != target:
+                shutil.rmtree(old)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read and verify one checkpoint. Tensors and plain values only: nothing in it can execute.
+
+        Raises:
+            CheckpointError: see `verify`.
+        """
+        source = Path(path)
+        verify(source)
+        checkpoint: dict[str, Any] = torch.load(source / STATE, map_location=map_location or "cpu", weights_only=True)
+        policy = {PREFIX + name: tensor for name, tensor in load_file(source / POLICY).items()}
+        checkpoint["state_dict"] = checkpoint["state_dict"] | policy
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def verify(directory: Path) -> None:
+    """Compare every file with the manifest.
+
+    Raises:
+        CheckpointError: no manifest (the write never finished), a missing file, or other bytes than were written.
+    """
+    try:
+        files = json.loads((directory / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{directory} is not a complete checkpoint: {MANIFEST} cannot be read ({error}).") from error
+    for name, written in files.items():
+        found = _describe(directory / name) if (directory / name).is_file() else None
+        if found != written:
+            raise CheckpointError(
+                f"{directory / name} is damaged: its manifest says {written}, the file is {found}. "
+                "Resume from an older checkpoint of the run, or restore the file."
+            )
+
+
+def newest_valid(checkpoints: Path) -> Path:
+    """The newest checkpoint of a run that verifies; damaged ones are passed over.
+
+    Raises:
+        CheckpointError: there is none; the message tells what is wrong with each.
+    """
+    found = sorted(checkpoints.glob("step-*"), reverse=True)
+    problems: list[str] = []
+    for directory in found:
+        try:
+            verify(directory)
+            return directory
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise CheckpointError("\n".join([f"no valid checkpoint in {checkpoints} ({len(found)} looked at).", *problems]))
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    state = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(16 << 20):
+            state.update(chunk)
+    return {"bytes": path.stat().st_size, "xxh3": state.hexdigest()}
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _point(link: Path, name: str) -> None:
+    """Make `link` point to its sibling `name`, in one rename."""
+    temporary = link.with_name(f".tmp-{link.name}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(name)
+    temporary.rename(link)

@@ -1,0 +1,329 @@
+"""`DisaggregatedStrategy`: rollout ranks generate while trainer ranks learn. This file is wiring and hooks.
+
+Lightning sees the trainers only (see `world`). On a trainer rank the fit loop is stock: the Strategy replaces the train
+dataloader by a `FragmentStream`, scales the loss in `backward`, reduces gradients once per optimizer update, and
+publishes weights after the last update of a logical batch. On a rollout rank the fit loop is replaced by a
+`RolloutWorker`. One Lightning epoch is one RL step.
+
+Researchers override the four hooks `plan_tasks`, `cut_fragment`, `place_timesteps`, `on_bubble`; each is a thin call
+into the pure `digenrl.schedule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from digenrl.data import PromptSampler
+from digenrl.report.run_dir import append_event
+from digenrl.rollout.engine import RolloutEngine
+from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
+from digenrl.strategy import gradients
+from digenrl.strategy.cells import Placement, StepBoard
+from digenrl.strategy.control import Aborted, Control, join_store
+from digenrl.strategy.link import SocketLink
+from digenrl.strategy.spans import SpanLog
+from digenrl.strategy.stream import FragmentStream
+from digenrl.strategy.weights import digest, snapshot, weights_message
+from digenrl.strategy.worker import RolloutWorker, TaskRunner
+from digenrl.strategy.world import RoleEnvironment, Session, World
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class DisaggregatedStrategy(DDPStrategy):
+    """Roles, schedule, data and weight movement of one run.
+
+    Args:
+        world: this process's rank and the number of trainers and rollouts.
+        session: how to reach the run.
+        spec: the schedule.
+        engine: generates one task; also used by evaluation.
+        sampler: prompts of each RL step, the same on every rank.
+        last_step: index of the final RL step (max_rl_steps - 1).
+        sharding: how trainers hold the model: ddp (replicas), hsdp or fsdp.
+    """
+
+    strategy_name = "disaggregated"
+
+    def __init__(
+        self,
+        world: World,
+        session: Session,
+        spec: ScheduleSpec,
+        engine: RolloutEngine,
+        sampler: PromptSampler,
+        last_step: int,
+        sharding: str = "ddp",
+        checkpoint_io: Any = None,
+    ) -> None:
+        super().__init__(
+            cluster_environment=RoleEnvironment(world),
+            checkpoint_io=checkpoint_io,
+            timeout=timedelta(seconds=session.timeout_s),
+        )
+        self.world, self.session, self.spec, self.engine = world, session, spec, engine
+        self.sharding, self._sampler, self._last_step = sharding, sampler, last_step
+        self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
+        self.version = 0
+        """Logical batches published so far = the RL step in progress."""
+        self.updates_done = 0
+        """Optimizer updates done within the step in progress."""
+        self.previous: dict[str, Tensor] | None = None
+        """Weights of version-1, kept for an exact resume of one-step asynchrony (part of the checkpoint)."""
+        self._first_step = 0
+        self._accumulating = False
+        self._step_facts: dict[str, float] = {}
+        self._step_began = 0.0
+        self._staleness = 0
+        self.dropped: dict[str, int] = {}
+
+    # ---- hooks for researchers: thin calls into schedule/
+
+    def plan_tasks(self, version: int) -> tuple[Task, ...]:
+        """GAP: the tasks that holders of `version` generate, in claim order."""
+        if version == self._first_step - 1:
+            return resumed_queue(self.spec, self._first_step)
+        return queue(self.spec, version, self._last_step)
+
+    def cut_fragment(self, pending: Sequence[tuple[int, ...]], board: StepBoard) -> tuple[int, ...] | None:
+        """GAP: which of the pending fragments to train now, or None to wait."""
+        return next_fragment(self.spec, pending, board.completed)
+
+    def place_timesteps(self, fragment: tuple[int, ...]) -> Placement:
+        """TSP: which trainer rank trains which cells of a fragment, and in which micro-batch."""
+        return place(self.spec, self.world.trainers, fragment)
+
+    def on_bubble(self, board: StepBoard) -> int:
+        """TAG: how many rollout tasks this idle trainer should take now. Colocated ranks take one at a time."""
+        return 1 if self.world.rollouts == 0 else 0
+
+    # ---- roles
+
+    @property
+    def world_size(self) -> int:
+        return self.world.role_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.world.rank == 0
+
+    def set_world_ranks(self) -> None:
+        rank_zero_only.rank = self.world.rank  # rollouts stay silent though each is rank 0 of its own world
+
+    def setup_distributed(self) -> None:
+        """Join the store, open the data link, and make the role's group the default process group."""
+        reset_seed()
+        self.set_world_ranks()
+        session, world = self.session, self.world
+        store = join_store(session.store_host, session.store_port, session.prefix)
+        self.control = Control(store, world.rank, session.patience_s)
+        self.link = SocketLink(self.control, world.rank, session.host, session.token)
+        self._state_control = Control(
+            join_store(session.store_host, session.store_port, session.prefix), world.rank, session.patience_s
+        )
+        path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
+        self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
+        self._process_group_backend = self._get_process_group_backend()
+        name = "trainers" if world.is_trainer else f"rollout-{world.rank}"
+        dist.init_process_group(
+            self._process_group_backend,
+            store=dist.PrefixStore(f"world/{name}", store),
+            rank=world.role_rank,
+            world_size=world.role_size,
+            timeout=self._timeout,
+        )
+        self.runner = TaskRunner(
+            self.spec,
+            lambda version: self.plan_tasks(version),
+            lambda fragment: self.place_timesteps(fragment),
+            world.trainers,
+            self.engine,
+            self._sampler,
+            self.control,
+            self.link,
+            self.spans,
+        )
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not self.world.is_trainer and trainer.state.fn == TrainerFn.FITTING:
+            trainer.fit_loop = _RolloutLoop.replacing(trainer.fit_loop)
+            trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
+
+    def configure_ddp(self) -> None:
+        """Gradients are reduced once per update by `gradients.average`; no wrapper, so no unused-parameter rules."""
+
+    # ---- data
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        assert self.lightning_module is not None
+        if self.world.is_trainer and self.lightning_module.trainer.training:
+            return FragmentStream(self)
+        return dataloader
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether this trainer holds exactly the published version, and may generate with it."""
+        return self.updates_done == 0 and (self.world.rollouts == 0 or self.spec.tag)
+
+    def lend(self, board: StepBoard) -> Task | None:
+        """A rollout task for this idle trainer, or None."""
+        if self.runner.remaining(self.version) == 0 or self.on_bubble(board) == 0:
+            return None
+        return self.runner.claim(self.version)
+
+    def trained(self, board: StepBoard, fragment: tuple[int, ...]) -> None:
+        """Book a fragment that is about to be trained: staleness (I9) and dropped groups (I10)."""
+        self._staleness = max(self._staleness, *(self.version - v for v in board.versions(fragment)))
+        for group in fragment:
+            if group in board.dropped:
+                self.dropped["missing_reward"] = self.dropped.get("missing_reward", 0) + self.spec.group_size
+                if self.is_global_zero:
+                    facts = {"reason": "missing_reward", "step": board.step, "group": group, "samples": self.spec.group_size}
+                    append_event(self.session.run_dir, "dropped", facts)
+
+    # ---- gradients: the one place that scales (design, "Scaling of gradients")
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning's mark of every micro-batch but the last of an update."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Undo Lightning's division by the accumulation count and the mean over ranks: losses are sums already."""
+        scaled = closure_loss * (self.micro_batches_per_update * self.world.trainers)
+        loss = super().backward(scaled, optimizer, *args, **kwargs)
+        if not self._accumulating:
+            with self.spans.span("reduce", step=self.version):
+                gradients.average(self._trained().values(), self.world.trainers)
+        return loss
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.updates_done += 1
+        if self.updates_done == self.spec.updates_per_batch:
+            self.publish(self.version + 1)
+            self._finish_step()
+        return output
+
+    # ---- weights and life cycle
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Make the current weights (or `tensors`) version `version` and send them to every rollout rank.
+
+        Raises:
+            WeightsError: replicated trainers disagree about their weights.
+        """
+        with self.spans.span("publish", version=version) as facts:
+            copies = dict(tensors) if tensors is not None else snapshot(self._trained())
+            facts["digest"] = digest(copies.values())
+            gradients.assert_equal_digests(facts["digest"], self.world.trainers, version)
+            if self.spec.async_steps and tensors is None:
+                self.previous, self._current = getattr(self, "_current", None), copies
+            if self.is_global_zero:
+                for rank in self.world.rollout_ranks:
+                    self.link.send(rank, weights_message(version, copies, facts["digest"]))
+                append_event(self.session.run_dir, "publish", {"version": version, "digest": facts["digest"]})
+        self.version = version
+
+    def on_train_start(self) -> None:
+        """Publish the version that training starts from (and, for an exact asynchronous resume, the one before)."""
+        if not self.world.is_trainer:
+            return
+        assert self.lightning_module is not None
+        self._first_step = self.version = self.lightning_module.trainer.current_epoch
+        if self.is_global_zero:
+            self.control.set("first_step", str(self._first_step))
+        if self.previous is not None and self._first_step > 0:
+            self.publish(self._first_step - 1, self.previous)
+        self.publish(self._first_step)
+        self._step_began = self.spans.now()
+
+    def _finish_step(self) -> None:
+        assert self.lightning_module is not None
+        now = self.spans.now()
+        samples = self.spec.prompts * self.spec.group_size
+        seconds = now - self._step_began
+        waits = {cause: s for (stage, cause), s in self.spans.take_seconds().items() if stage == "wait"}
+        self._step_facts = {
+            "samples": samples,
+            "step_s": seconds,
+            "samples_per_s": samples / seconds,
+            "staleness_max": self._staleness,
+        } | {f"bubble/{cause}": s for cause, s in waits.items()}
+        self._step_began, self.updates_done, self._staleness = now, 0, 0
+        stop = torch.tensor(self.control.stopping, device=self.root_device)
+        if self.reduce_boolean_decision(bool(stop), all=False):
+            self.lightning_module.trainer.should_stop = True
+
+    def step_facts(self) -> dict[str, float]:
+        """Numbers of the last finished RL step, for the recorder."""
+        return dict(self._step_facts)
+
+    def show(self, text: str) -> None:
+        """Say on the store what this rank does now."""
+        self._state_control.set(f"state/{self.world.rank}", text)
+
+    def on_train_end(self) -> None:
+        if self.is_global_zero:
+            self.control.set("done", "1")
+
+    def on_exception(self, exception: BaseException) -> None:
+        if hasattr(self, "control") and not isinstance(exception, Aborted):
+            cause = f"rank {self.world.rank} ({self.world.role}) raised {type(exception).__name__}: {exception}"
+            try:
+                self.control.abort(cause)
+            except RuntimeError:  # the store died first; the launcher reports that
+                return
+
+    def teardown(self) -> None:
+        if hasattr(self, "link"):
+            self.link.close()
+            self.spans.close()
+        self.engine.close()
+        super().teardown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def run_rollouts(self) -> None:
+        """The life of a rollout rank (called in place of the fit loop)."""
+        self._first_step = int(self.control.wait_for("first_step", "the trainers to start"))
+        RolloutWorker(self.runner, self._trained(), self.control, self.link, self.spans).run()
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return self.engine.policy.trained_parameters()
+
+
+class _RolloutLoop(_FitLoop):
+    """Takes the fit loop's place on rollout ranks; shares its epoch loop, so that a checkpoint restores counters."""
+
+    @classmethod
+    def replacing(cls, loop: _FitLoop) -> _RolloutLoop:
+        new = cls(loop.trainer, loop.min_epochs, loop.max_epochs)
+        new.epoch_loop, new._data_source = loop.epoch_loop, loop._data_source
+        return new
+
+    def run(self) -> None:
+        self.trainer.strategy.run_rollouts()  # type: ignore[attr-defined]
+
+    def teardown(self) -> None:
+        """Nothing was set up."""

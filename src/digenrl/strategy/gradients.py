@@ -1,0 +1,59 @@
+"""Collectives among replicated trainers: one gradient average per optimizer update, and proof of equal weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from digenrl.strategy.weights import WeightsError
+
+
+@torch.no_grad()
+def average(parameters: Iterable[Tensor], trainers: int) -> None:
+    """Average `.grad` over the trainers, in one flat all-reduce per dtype.
+
+    A gradient that is None on every rank stays None (a text branch that the output does not use); one that is None on
+    some ranks counts as zero there. Sharded parameters are skipped: FSDP has reduced them in the backward pass.
+    """
+    if trainers == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for dtype, members in by_dtype.items():
+        present = torch.tensor([p.grad is not None for p in members], dtype=dtype, device=members[0].device)
+        grads = [p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten() for p in members]
+        flat = torch.cat([present, *grads])
+        dist.all_reduce(flat)
+        flat /= trainers
+        offset = len(members)
+        for i, parameter in enumerate(members):
+            piece = flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+            if flat[i] > 0:
+                if parameter.grad is None:
+                    parameter.grad = piece.clone()
+                else:
+                    parameter.grad.copy_(piece)
+
+
+def assert_equal_digests(own: str, trainers: int, version: int) -> None:
+    """Every trainer calls this with its digest of a version.
+
+    Raises:
+        WeightsError: the replicas have drifted apart, so nothing that follows could be trusted.
+    """
+    if trainers == 1:
+        return
+    mine = torch.tensor([int(own[:8], 16), int(own[8:], 16)], dtype=torch.int64)
+    if dist.get_backend() == "nccl":
+        mine = mine.cuda()
+    everyone = [torch.empty_like(mine) for _ in range(trainers)]
+    dist.all_gather(everyone, mine)
+    if any(not torch.equal(other, everyone[0]) for other in everyone):
+        raise WeightsError(f"trainers hold different weights at version {version}: an update was not the same on all ranks.")

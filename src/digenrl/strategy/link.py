@@ -1,0 +1,139 @@
+"""The data plane: one TCP connection per (sender, receiver), opened on first use, so that a dead peer poisons nobody.
+
+Why sockets and not gloo pairs: an expired gloo wait closes the pair, a posted receive cannot be polled, and building
+a pair is a rendezvous that can deadlock two ranks that send to each other. A socket reports a dead peer at once (EOF),
+needs no rendezvous, and costs one descriptor. Collectives stay with torch.distributed.
+
+Every rank listens, and publishes its address on the control store. A connection begins with a HELLO that carries the
+run's token (constant-time compare), so a stray client is dropped before it can send anything else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import socket
+import threading
+from typing import Protocol
+
+from digenrl.strategy.control import Aborted, Control
+from digenrl.strategy.wire import Buffers, Kind, Message, WireError, decode, encode
+
+_BUFFER = 4 << 20
+MAX_MESSAGE_BYTES = 64 << 30
+
+
+class Link(Protocol):
+    """What the strategy needs from a transport. RDMA or NCCL transports fit behind these three calls."""
+
+    def send(self, peer: int, message: Message) -> None:
+        """Queue `message` for `peer`; blocks only while the peer's bounded queue is full. The tensors belong to the
+        link from now on: do not write to them."""
+
+    def receive(self, timeout: float) -> Message | None:
+        """The next message from anybody, or None after `timeout` seconds. Raises what broke a connection."""
+
+    def close(self) -> None:
+        """Flush queued messages, then close."""
+
+
+class SocketLink:
+    """`Link` over TCP with one sender thread per peer and one reader thread per inbound connection."""
+
+    def __init__(self, control: Control, rank: int, host: str, token: str, queue_depth: int = 64) -> None:
+        self._control, self._rank, self._token, self._depth = control, rank, token, queue_depth
+        self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
+        self._outboxes: dict[int, tuple[queue.Queue[Buffers | None], threading.Thread]] = {}
+        self._closing = threading.Event()
+        self._listener = socket.create_server((host, 0), backlog=256)
+        port = self._listener.getsockname()[1]
+        control.set(f"address/{rank}", f"{host}:{port}")
+        threading.Thread(target=self._accept, name=f"link-accept-{rank}", daemon=True).start()
+
+    def send(self, peer: int, message: Message) -> None:
+        if peer == self._rank:
+            self._inbox.put(message)
+            return
+        buffers = encode(message)  # here, so that a bad message fails in its author's stack
+        if peer not in self._outboxes:
+            outbox: queue.Queue[Buffers | None] = queue.Queue(self._depth)
+            thread = threading.Thread(target=self._sender, args=(peer, outbox), name=f"link-to-{peer}", daemon=True)
+            thread.start()
+            self._outboxes[peer] = (outbox, thread)
+        outbox, thread = self._outboxes[peer]
+        while True:
+            try:
+                return outbox.put(buffers, timeout=0.5)
+            except queue.Full:
+                self._control.check()
+                if not thread.is_alive():
+                    raise ConnectionError(f"rank {self._rank} can no longer send to rank {peer}.") from None
+
+    def receive(self, timeout: float) -> Message | None:
+        try:
+            item = self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        for outbox, _ in self._outboxes.values():
+            outbox.put(None)
+        for _, thread in self._outboxes.values():
+            thread.join(timeout=10.0)
+        self._closing.set()
+        self._listener.close()
+
+    def _sender(self, peer: int, outbox: queue.Queue[Buffers | None]) -> None:
+        try:
+            host, port = self._control.wait_for(f"address/{peer}", f"address of rank {peer}").rsplit(":", 1)
+            with socket.create_connection((host, int(port)), timeout=30.0) as sock:
+                sock.settimeout(None)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+                hello = encode(Message(Kind.HELLO, {"rank": self._rank, "token": self._token}))
+                _write(sock, hello)
+                while (buffers := outbox.get()) is not None:
+                    _write(sock, buffers)
+        except (OSError, Aborted) as error:
+            if not self._closing.is_set():
+                self._inbox.put(ConnectionError(f"rank {self._rank} lost its link to rank {peer}: {error}"))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # closed: the run is over
+                return
+            threading.Thread(target=self._reader, args=(sock,), name=f"link-reader-{self._rank}", daemon=True).start()
+
+    def _reader(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+
+        def read(buffer: memoryview) -> None:
+            while buffer:
+                received = sock.recv_into(buffer)
+                if received == 0:
+                    raise EOFError("the peer closed the connection in the middle of a message")
+                buffer = buffer[received:]
+
+        with sock:
+            try:
+                sock.settimeout(10.0)
+                hello = decode(read, 0)
+                if hello.kind is not Kind.HELLO or not hmac.compare_digest(str(hello.meta.get("token")), self._token):
+                    return
+                sock.settimeout(None)
+                while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
+                    self._inbox.put(decode(read, MAX_MESSAGE_BYTES))
+            except (OSError, EOFError, WireError) as error:
+                # A dead peer is the launcher's to judge; a broken message is ours.
+                if isinstance(error, WireError) and not self._closing.is_set():
+                    self._inbox.put(error)
+
+
+def _write(sock: socket.socket, buffers: Buffers) -> None:
+    for buffer in buffers:
+        sock.sendall(buffer)

@@ -1,0 +1,71 @@
+"""What this rank did when: one JSON line per span, in a file of its own, so that a crash loses nothing that was flushed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class SpanLog:
+    """Spans of one rank, in seconds since the run started.
+
+    Args:
+        path: JSON-lines file, created with its directory; None keeps spans in memory only.
+        epoch: wall-clock second that the launcher calls zero. Durations use the monotonic clock alone.
+        on_stage: called with a short text when a stage begins (the live display's "what does each rank do").
+    """
+
+    def __init__(
+        self, path: Path | None, rank: int, role: str, epoch: float, on_stage: Callable[[str], None] | None = None
+    ) -> None:
+        self.rank, self.role = rank, role
+        self._offset = time.time() - epoch - time.monotonic()
+        self._on_stage = on_stage
+        self._file = None
+        self._dirty = 0.0
+        self.seconds: dict[tuple[str, str], float] = defaultdict(float)
+        """(stage, cause) -> seconds since the last `take_seconds`."""
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+
+    def now(self) -> float:
+        """Seconds since the run started."""
+        return time.monotonic() + self._offset
+
+    @contextmanager
+    def span(self, stage: str, **args: Any) -> Iterator[dict[str, Any]]:
+        """Record the body as one span; the yielded dict takes facts that are known only inside."""
+        start = self.now()
+        if self._on_stage is not None:
+            where = next((f" {key[0]}{args[key]}" for key in ("group", "version") if key in args), "")
+            self._on_stage(f"{stage}{where}" + (f" {args['cause']}" if "cause" in args else ""))
+        try:
+            yield args
+        finally:
+            self.add(stage, start, self.now(), **args)
+
+    def add(self, stage: str, start: float, end: float, **args: Any) -> None:
+        """Record a span that was measured elsewhere."""
+        self.seconds[stage, str(args.get("cause", ""))] += end - start
+        if self._file is not None:
+            row = {"rank": self.rank, "role": self.role, "stage": stage, "start": round(start, 6), "end": round(end, 6)}
+            self._file.write(json.dumps(row | args) + "\n")
+            if end - self._dirty > 1.0:
+                self._file.flush()
+                self._dirty = end
+
+    def take_seconds(self) -> dict[tuple[str, str], float]:
+        """Seconds by (stage, cause) since the last call."""
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,125 @@
+"""Messages between ranks: a fixed, checked header and raw tensor bytes. No pickle, nothing executable.
+
+A message on the wire is
+    b"DGRL" | kind u16 | meta length u32 | tensor count u16 | meta (UTF-8 JSON object of plain values)
+    then per tensor: dtype code u8 | dims u8 | dims x u64 | raw bytes.
+The receiver knows every size before it allocates, and refuses what is over its limits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAGIC = b"DGRL"
+_HEAD = struct.Struct("!4sHIH")
+_TENSOR = struct.Struct("!BB")
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+MAX_META_BYTES = 16 << 20
+MAX_TENSORS = 4096
+MAX_DIMS = 8
+
+
+class Kind(IntEnum):
+    """What a message is about."""
+
+    HELLO = 1
+    CELLS = 2
+    WEIGHTS = 3
+    STATE = 4
+
+
+class WireError(ConnectionError):
+    """The peer sent something that is not a digenrl message within the limits."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message: JSON-plain `meta`, and tensors by name (names travel in the meta)."""
+
+    kind: Kind
+    meta: Mapping[str, Any]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The raw bytes of a contiguous CPU tensor, without a copy."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+
+
+Buffers = list[bytes | memoryview]
+
+
+def encode(message: Message) -> Buffers:
+    """The buffers to put on the wire, in order. Tensors are made contiguous CPU tensors; their bytes are not copied again."""
+    names = list(message.tensors)
+    meta = json.dumps({"names": names, "meta": dict(message.meta)}, separators=(",", ":")).encode()
+    if len(meta) > MAX_META_BYTES or len(names) > MAX_TENSORS:
+        raise WireError(f"message of kind {message.kind.name} is too large: {len(meta)} bytes of meta, {len(names)} tensors.")
+    head = bytearray(_HEAD.pack(MAGIC, message.kind, len(meta), len(names)) + meta)
+    buffers: Buffers = []
+    for name in names:
+        tensor = message.tensors[name].detach().to("cpu").contiguous()
+        if tensor.dtype not in _CODES:
+            raise WireError(f"tensor {name!r} has dtype {tensor.dtype}; the wire carries {', '.join(map(str, _DTYPES))}.")
+        head += _TENSOR.pack(_CODES[tensor.dtype], tensor.dim()) + struct.pack(f"!{tensor.dim()}Q", *tensor.shape)
+        buffers += [bytes(head), tensor_bytes(tensor)]
+        head = bytearray()
+    return buffers if names else [bytes(head)]
+
+
+def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
+    """The next message. `read` fills a buffer completely or raises; `max_bytes` bounds the sum of all tensors.
+
+    Raises:
+        WireError: wrong magic, unknown kind or dtype, sizes over the limits, or meta that is not the agreed JSON.
+    """
+
+    def take(size: int) -> bytes:
+        buffer = bytearray(size)
+        read(memoryview(buffer))
+        return bytes(buffer)
+
+    magic, kind, meta_size, count = _HEAD.unpack(take(_HEAD.size))
+    if magic != MAGIC or kind not in Kind._value2member_map_ or meta_size > MAX_META_BYTES or count > MAX_TENSORS:
+        raise WireError(f"not a digenrl message: magic {magic!r}, kind {kind}, meta {meta_size} bytes, {count} tensors.")
+    try:
+        body = json.loads(take(meta_size))
+        names, meta = body["names"], body["meta"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WireError(f"message meta is not the agreed JSON: {error}.") from error
+    if not (isinstance(meta, dict) and isinstance(names, list) and len(names) == count and all(isinstance(n, str) for n in names)):
+        raise WireError(f"message meta announces {names!r} for {count} tensors.")
+    tensors: dict[str, Tensor] = {}
+    total = 0
+    for name in names:
+        code, dims = _TENSOR.unpack(take(_TENSOR.size))
+        if code >= len(_DTYPES) or dims > MAX_DIMS:
+            raise WireError(f"tensor {name!r}: dtype code {code}, {dims} dimensions.")
+        shape: Sequence[int] = struct.unpack(f"!{dims}Q", take(8 * dims))
+        total += math.prod(shape) * _DTYPES[code].itemsize
+        if total > max_bytes:
+            raise WireError(f"message of {total} bytes at tensor {name!r} {tuple(shape)}: the limit is {max_bytes} bytes.")
+        tensor = torch.empty(tuple(shape), dtype=_DTYPES[code])
+        if tensor.numel():
+            read(tensor_bytes(tensor))
+        tensors[name] = tensor
+    return Message(Kind(kind), meta, tensors)

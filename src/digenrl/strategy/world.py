@@ -1,0 +1,117 @@
+"""Who is who: launch ranks, roles, and the role-scoped world that Lightning sees.
+
+Launch ranks 0..n-1 are trainers, the rest are rollouts. Each process's *default* process group is its role's group
+(all trainers; each rollout alone), because Lightning, torchmetrics and DeviceMesh use the default group in places that
+no override reaches: Lightning broadcasts on it before every micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.fabric.plugins.environments import ClusterEnvironment
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the run."""
+
+    rank: int
+    """Launch rank, 0..trainers+rollouts-1."""
+    trainers: int
+    rollouts: int
+    """0 = colocated: trainers generate too."""
+    local_rank: int = 0
+    """Index of this process's device on its machine."""
+
+    @property
+    def role(self) -> str:
+        return "trainer" if self.rank < self.trainers else "rollout"
+
+    @property
+    def is_trainer(self) -> bool:
+        return self.rank < self.trainers
+
+    @property
+    def role_rank(self) -> int:
+        """Rank inside the role's own world: rollouts are worlds of one."""
+        return self.rank if self.is_trainer else 0
+
+    @property
+    def role_size(self) -> int:
+        return self.trainers if self.is_trainer else 1
+
+    @property
+    def size(self) -> int:
+        return self.trainers + self.rollouts
+
+    @property
+    def rollout_ranks(self) -> range:
+        return range(self.trainers, self.size)
+
+
+@dataclass(frozen=True)
+class Session:
+    """How a rank reaches its run: the control store, the run directory, and the limits of patience."""
+
+    store_host: str
+    store_port: int
+    prefix: str
+    """Namespace on the store; carries the restart count, so that a restarted run meets no old keys."""
+    token: str
+    """Secret of this run; a data connection without it is dropped."""
+    run_dir: Path
+    epoch: float
+    """Wall-clock second that spans call zero."""
+    host: str = "127.0.0.1"
+    """Address that this rank's data link listens on."""
+    timeout_s: float = 600.0
+    """Limit of a collective among trainers."""
+    patience_s: float = 1800.0
+    """Limit of a wait for another rank."""
+
+
+class RoleEnvironment(ClusterEnvironment):
+    """Lightning's view of the cluster: only the ranks of this process's role."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world.role_size
+
+    def set_world_size(self, size: int) -> None:
+        """Fixed by the role."""
+
+    def global_rank(self) -> int:
+        return self._world.role_rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Fixed by the role."""
+
+    def local_rank(self) -> int:
+        return 0
+
+    def node_rank(self) -> int:
+        return 0
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Lightning's device count describes this process alone, so there is nothing to compare."""
