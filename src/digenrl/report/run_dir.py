@@ -1,7 +1,7 @@
 """The run directory: the only interface between a run and everything that shows it.
 
 Writers append one JSON object per line with a single `write`, so several processes may share a file and a reader sees
-whole lines. Readers accept what a crash leaves behind: a torn last line, missing files, the lines that a resume repeated.
+whole lines. Readers accept what a crash leaves behind: a torn last line, missing files, lines that a resume repeated.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
+
+from digenrl.schedule.trace import Span
 
 Row = dict[str, Any]
 
@@ -29,10 +31,10 @@ REPORT = "report.html"
 PLOTS = "plots"
 BEFORE_AFTER = "samples/before_after.png"
 
-ATTEMPT_STARTS = ("start", "resume")
-"""Kinds of events that open an attempt: the first launch, and every later one that continues it."""
-ATTEMPT_END = "end"
-"""Kind of the event that closes an attempt, with its `status` and `cause`."""
+LAUNCH = "launch"
+"""Kind of the event with which a launcher opens an attempt: the first, and each `make resume`; carries `world`."""
+END = "end"
+"""Kind of the event with which a launcher closes an attempt; carries `status`, `cause` and `world`."""
 
 
 def json_safe(value: Any) -> Any:
@@ -138,7 +140,7 @@ class Run:
     """Metric lines of kind "eval" by rising rl_step, replaced likewise."""
     events: tuple[Row, ...]
     """In the order of the file."""
-    spans: tuple[Row, ...]
+    spans: tuple[Span, ...]
     """Of all ranks by start; seconds since the run's first start, also after a resume."""
     warnings: tuple[str, ...]
     """What could not be read, in words."""
@@ -154,12 +156,28 @@ class Run:
         rows = self.steps if kind == "step" else self.evals
         return sorted({key for row in rows for key in row if key.startswith(prefix)})
 
+    def attempts(self) -> list[list[Row]]:
+        """The events of each attempt. Trainers write start or resume; they open an attempt where no launcher did."""
+        return split_attempts(self.events)
+
     def events_of(self, *kinds: str) -> list[Row]:
         """The events of the given kinds, in order."""
         return [event for event in self.events if event.get("kind") in kinds]
 
 
-def is_number(value: Any) -> bool:
+def split_attempts(events: Sequence[Row]) -> list[list[Row]]:
+    """Cut events where an attempt begins: at each launch, or, where no launcher wrote, at each start or resume."""
+    timed = [event for event in events if is_number(event.get("time"))]
+    openers = (LAUNCH,) if any(event.get("kind") == LAUNCH for event in timed) else ("start", "resume")
+    attempts: list[list[Row]] = []
+    for event in timed:
+        if event.get("kind") in openers or not attempts:
+            attempts.append([])
+        attempts[-1].append(event)
+    return attempts
+
+
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a finite number (a boolean is none)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -181,11 +199,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     config = _read_config(path / "config.yaml", warnings)
     metrics = _read_jsonl(path / METRICS, warnings)
     events = _read_jsonl(path / EVENTS, warnings)
-    spans: list[Row] = []
-    files = sorted((path / SPANS).glob("rank-*.jsonl"))
+    spans: list[Span] = []
     offsets = _attempt_offsets(events)
-    for file in files:
-        spans += _shift_attempts(_read_jsonl(file, warnings), offsets)
+    for file in sorted((path / SPANS).glob("rank-*.jsonl")):
+        spans += _shift_attempts(_read_spans(file, warnings), offsets)
     steps, evals = _latest(metrics)
     return Run(
         path=path,
@@ -193,7 +210,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         steps=steps,
         evals=evals,
         events=tuple(events),
-        spans=tuple(sorted(spans, key=lambda span: (span["start"], span["end"]))),
+        spans=tuple(sorted(spans, key=lambda span: (span.start, span.rank))),
         warnings=tuple(warnings),
     )
 
@@ -240,23 +257,34 @@ def _latest(metrics: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
 
 def _attempt_offsets(events: Sequence[Row]) -> list[float]:
     """Seconds from the first start to the start of each attempt; [0.0] for a run that was never resumed."""
-    starts = [float(e["time"]) for e in events if e.get("kind") in ATTEMPT_STARTS and is_number(e.get("time"))]
+    starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]
     return [start - starts[0] for start in starts] or [0.0]
 
 
-def _shift_attempts(spans: list[Row], offsets: Sequence[float]) -> list[Row]:
+def _read_spans(path: Path, warnings: list[str]) -> list[Span]:
+    spans: list[Span] = []
+    refused: list[str] = []
+    for row in _read_jsonl(path, warnings):
+        try:
+            spans.append(Span.from_dict(row))
+        except (ValueError, TypeError) as error:
+            refused.append(str(error))
+    if refused:
+        warnings.append(f"{path.name}: {len(refused)} span(s) left out, the first because: {refused[0]}")
+    return spans
+
+
+def _shift_attempts(spans: Sequence[Span], offsets: Sequence[float]) -> list[Span]:
     """Put the spans of resumed attempts, whose clock began again at zero, after those of the attempts before.
 
     A rank's lines are written as spans end, so an `end` that falls back by more than a second marks the next attempt.
     """
-    attempt, previous, shifted = 0, -math.inf, []
+    attempt, previous = 0, -math.inf
+    shifted: list[Span] = []
     for span in spans:
-        end = span.get("end")
-        if not is_number(end) or not is_number(span.get("start")):
-            continue
-        if end < previous - 1.0 and attempt + 1 < len(offsets):
+        if span.end < previous - 1.0 and attempt + 1 < len(offsets):
             attempt += 1
-        previous = end
+        previous = span.end
         offset = offsets[attempt]
-        shifted.append({**span, "start": span["start"] + offset, "end": end + offset} if offset else span)
+        shifted.append(replace(span, start=span.start + offset, end=span.end + offset) if offset else span)
     return shifted

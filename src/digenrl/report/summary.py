@@ -1,0 +1,123 @@
+"""summary.json: one run in a few dozen numbers, all from the run directory's files."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from digenrl.report.run_dir import END, LAUNCH, Row, Run, is_number
+from digenrl.schedule.trace import bubbles
+
+
+def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `warnings`.
+
+    A figure that the files do not hold is null. `reward_first` and `reward_last` are the batch means of the first and
+    the last RL step, `heldout_*` those of the first and the last evaluation; seconds in `bubble` are summed over ranks.
+    """
+    status, cause = outcome(run)
+    samples, seconds = _sum(run, "samples"), _sum(run, "step_s")
+    return {
+        "experiment": experiment(run),
+        "status": status,
+        "cause": cause,
+        "rl_steps": int(run.steps[-1]["rl_step"]) if run.steps else 0,
+        "attempts": max(1, len(run.attempts())),
+        "wall_s": wall_seconds(run),
+        "step_s": _median(run, "step_s"),
+        "samples_per_s": samples / seconds if samples and seconds else None,
+        "reward_first": _edge(run.steps, "reward", 0),
+        "reward_last": _edge(run.steps, "reward", -1),
+        "heldout_first": _edge(run.evals, "heldout", 0),
+        "heldout_last": _edge(run.evals, "heldout", -1),
+        "diversity_ratio": _edge(run.evals, "diversity_ratio", -1),
+        "nn_distance_first": _edge(run.evals, "nn_distance", 0),
+        "nn_distance_last": _edge(run.evals, "nn_distance", -1),
+        "first_ratio_max_dev": _edge(run.steps, "first_ratio_max_dev", 0),
+        "staleness_max": max(run.column("staleness_max")[1], default=None),
+        "bubble": {role: dict(sorted(causes.items())) for role, causes in sorted(bubbles(run.spans).items())},
+        "predicted_step_s": _median(run, "predicted_step_s"),
+        "dropped": dropped(run),
+        "restarts": len(run.events_of("restart")) + max(0, len(run.attempts()) - 1),
+        "world": world(run),
+        "warnings": [*run.warnings, *warnings],
+    }
+
+
+def experiment(run: Run) -> str:
+    """Name of the run's experiment: from the config, else from the directory's parent."""
+    name = run.config.get("experiment_name") or run.config.get("experiment")
+    return name if isinstance(name, str) else run.path.resolve().parent.name
+
+
+def outcome(run: Run) -> tuple[str, str | None]:
+    """(status, cause) of the last attempt: as its end event says, else inferred from what the trainers wrote."""
+    attempts = run.attempts()
+    last = attempts[-1] if attempts else []
+    by_kind = {event["kind"]: event for event in last if "kind" in event}
+    if END in by_kind:
+        return str(by_kind[END].get("status")), by_kind[END].get("cause")
+    if "failure" in by_kind:
+        return "failed", str(by_kind["failure"].get("cause"))
+    if "stop" in by_kind:
+        cause = by_kind["stop"].get("cause")
+        return ("stopped", str(cause)) if cause else ("completed", None)
+    seen = max((t for t in _times(run) if is_number(t)), default=None)
+    ago = f", last sign of life {time.time() - seen:.0f} s ago" if seen is not None else ""
+    return "failed", f"no end was recorded: the launcher was killed, or the run still goes on{ago}"
+
+
+def wall_seconds(run: Run) -> float | None:
+    """Seconds from the first to the last sign of life, summed over attempts (the pauses between them do not count)."""
+    starts = [attempt[0]["time"] for attempt in run.attempts()]
+    times = sorted(_times(run))
+    if not times:
+        return None
+    edges = [*(starts or times[:1]), float("inf")]
+    total = 0.0
+    for start, following in pairwise(edges):
+        total += max([t for t in times if start <= t < following], default=start) - start
+    return total
+
+
+def dropped(run: Run) -> dict[str, int]:
+    """reason -> samples dropped."""
+    counts: dict[str, int] = defaultdict(int)
+    for event in run.events_of("dropped"):
+        count = event.get("samples")
+        counts[str(event.get("reason"))] += int(count) if is_number(count) else 1
+    return dict(sorted(counts.items()))
+
+
+def world(run: Run) -> dict[str, int]:
+    """role -> ranks: as the launcher said, else as the spans show."""
+    for event in reversed(run.events_of(LAUNCH, END)):
+        if isinstance(event.get("world"), dict):
+            return dict(event["world"])
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for span in run.spans:
+        ranks[span.role].add(span.rank)
+    return {role: len(members) for role, members in sorted(ranks.items())}
+
+
+def _times(run: Run) -> list[float]:
+    rows: tuple[Row, ...] = (*run.steps, *run.evals, *run.events)
+    return [float(row["time"]) for row in rows if is_number(row.get("time"))]
+
+
+def _edge(rows: Sequence[Row], key: str, index: int) -> float | None:
+    values = [float(row[key]) for row in rows if is_number(row.get(key))]
+    return values[index] if values else None
+
+
+def _median(run: Run, key: str) -> float | None:
+    values = run.column(key)[1]
+    return median(values) if values else None
+
+
+def _sum(run: Run, key: str) -> float:
+    return sum(run.column(key)[1])
