@@ -25,7 +25,10 @@ def suite(scorer, **options):
 
 def test_scores_are_raw_and_held_out_ones_only_on_request():
     mixture = RewardSuite(
-        {"bright": {"scorer": brightness, "weight": 2.0}, "logged": {"scorer": lambda m, p: -m.flatten(1).mean(1), "weight": 0}},
+        {
+            "bright": {"scorer": brightness, "weight": 2.0},
+            "logged": {"scorer": lambda m, p: -m.flatten(1).mean(1), "weight": 0},
+        },
         heldout={"kept": {"scorer": brightness}},
         placement="inline",
     )
@@ -47,13 +50,14 @@ def test_unavailable_is_missing_never_zero_and_counted():
     rewards.score(MEDIA, PROMPTS)
     count = rewards.failures()["r"]
     assert (count.scored, count.missing, count.causes["service is down"]) == (0, 6, 6)
-    with pytest.raises(RewardError, match="`r` is missing for 6 of 6.*service is down"):
+    with pytest.raises(RewardError, match=r"`r` is missing for 6 of 6.*service is down"):
         rewards.check_missing()
 
 
 def test_a_missing_member_stays_missing_in_the_sum():
     rewards = RewardSuite(
-        {"a": {"scorer": brightness}, "b": {"scorer": lambda m, p: torch.tensor([1.0, math.nan, 1.0])}}, placement="inline"
+        {"a": {"scorer": brightness}, "b": {"scorer": lambda m, p: torch.tensor([1.0, math.nan, 1.0])}},
+        placement="inline",
     )
     total = combine(rewards.score(MEDIA, PROMPTS), rewards.weights)
     assert torch.isnan(total).tolist() == [False, True, False]
@@ -84,7 +88,7 @@ def test_a_bug_in_a_scorer_is_not_swallowed():
 
 
 @pytest.mark.parametrize(
-    "media, message",
+    ("media", "message"),
     [
         (torch.zeros(3, 4, 8, 8), "shape"),
         (torch.zeros(2, 3, 8, 8), "2 samples but 3 prompts"),
@@ -99,7 +103,7 @@ def test_media_outside_the_protocol_is_refused(media, message):
 
 
 @pytest.mark.parametrize(
-    "rewards, heldout, message",
+    ("rewards", "heldout", "message"),
     [
         ({}, {}, "empty"),
         ({"r": {"scorer": brightness, "wieght": 1}}, {}, "`wieght`.*Did you mean `weight`"),
@@ -129,7 +133,9 @@ def test_yaml_builds_the_suite():
         {
             "_target_": "digenrl.rewards.suite.RewardSuite",
             "_recursive_": False,
-            "rewards": {"jpeg": {"weight": -1.0, "scorer": {"_target_": "reward_models.jpeg_size.JpegSize", "quality": 50}}},
+            "rewards": {
+                "jpeg": {"weight": -1.0, "scorer": {"_target_": "reward_models.jpeg_size.JpegSize", "quality": 50}}
+            },
         }
     )
     rewards = instantiate(node)

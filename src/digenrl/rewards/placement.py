@@ -27,7 +27,9 @@ def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | N
     if described and "_target_" not in scorer:
         raise ValueError(f"The scorer of reward `{name}` has no `_target_`; got keys {sorted(map(str, scorer))}.")
     if not described and not callable(scorer):
-        raise ValueError(f"The scorer of reward `{name}` is {scorer!r}: give a callable or a YAML node with `_target_`.")
+        raise ValueError(
+            f"The scorer of reward `{name}` is {scorer!r}: give a callable or a YAML node with `_target_`."
+        )
     if placement == "http":
         if not urls:
             raise ValueError(f"Reward `{name}` is placed http: list its services under reward.urls.{name}.")
@@ -36,7 +38,10 @@ def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | N
         return RemoteScorer(urls=list(urls))
     if placement == "process":
         if not described:
-            raise ValueError(f"Reward `{name}` is placed in a process but its scorer is an object: pass its YAML node (`_recursive_: false`).")
+            raise ValueError(
+                f"Reward `{name}` is placed in a process but its scorer is an object: "
+                "pass its YAML node (`_recursive_: false`)."
+            )
         from digenrl.rewards.process import ProcessScorer
 
         return ProcessScorer(plain(scorer))
@@ -49,7 +54,9 @@ def build_scorer(node: Mapping[str, Any]) -> Scorer:
 
     scorer = instantiate(plain(node), _convert_="all")
     if not callable(scorer):
-        raise ValueError(f"`{node['_target_']}` builds {type(scorer).__name__}, which cannot be called: a scorer is callable.")
+        raise ValueError(
+            f"`{node['_target_']}` builds {type(scorer).__name__}, which cannot be called: a scorer is callable."
+        )
     return scorer
 
 

@@ -4,10 +4,12 @@ A *scorer* is any callable `scorer(media, prompts) -> scores`:
 
 - `media`: fp32 in [0, 1]; images [B, C, H, W], videos [B, F, C, H, W]; C is 3 (RGB) or 1 (grey). Any device.
 - `prompts`: B `Prompt`s, row i of `media` was made from prompt i; `target` and `metadata` travel untouched.
-- `scores`: [B] floating point on any device, each finite, or NaN for a sample that could not be scored. Larger is better.
+- `scores`: [B] floating point on any device, each finite, or NaN for a sample that could not be scored; larger is better.
 
-A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name what it is:
-`model_id` (what is scored with) and `weights_digest` (hex digest of its weights, "none" where it has none); see `identity_of`.
+A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name what it is: `model_id`
+(what is scored with) and `weights_digest` (hex digest of its weights, "none" where it has none); see `identity_of`.
+Two methods are optional: `check_prompts(prompts)` raises ValueError for a prompt that it could never score, `close()`
+ends processes and connections.
 """
 
 from __future__ import annotations
@@ -56,10 +58,11 @@ def identity_of(scorer: Scorer) -> Identity:
 
 
 def check_media(media: Tensor, prompts: Sequence[Prompt]) -> None:
-    """Raises ValueError unless `media` is [B, C, H, W] or [B, F, C, H, W] floating point in [0, 1] with B = len(prompts)."""
+    """Raises ValueError unless `media` is [B, C, H, W] or [B, F, C, H, W] floating point in [0, 1], B = len(prompts)."""
     if media.dim() not in (4, 5) or media.shape[-3] not in (1, 3) or 0 in media.shape:
         raise ValueError(
-            f"media has shape {list(media.shape)}: a scorer takes images [B, C, H, W] or videos [B, F, C, H, W] with C of 1 or 3."
+            f"media has shape {list(media.shape)}: "
+            "a scorer takes images [B, C, H, W] or videos [B, F, C, H, W] with C of 1 or 3."
         )
     if media.shape[0] != len(prompts):
         raise ValueError(f"{media.shape[0]} samples but {len(prompts)} prompts: pass one prompt per sample.")
@@ -67,7 +70,9 @@ def check_media(media: Tensor, prompts: Sequence[Prompt]) -> None:
         raise ValueError(f"media has dtype {media.dtype}: pass floating point in [0, 1] (divide uint8 by 255).")
     low, high = media.aminmax()
     if not (low >= -1e-3 and high <= 1 + 1e-3):
-        raise ValueError(f"media spans [{low:.4g}, {high:.4g}]: a scorer takes [0, 1]; decode() must clamp, NaN is a fault.")
+        raise ValueError(
+            f"media spans [{low:.4g}, {high:.4g}]: a scorer takes [0, 1]; decode() must clamp, NaN is a fault."
+        )
 
 
 def check_scores(name: str, scores: object, samples: int) -> Tensor:
@@ -77,11 +82,15 @@ def check_scores(name: str, scores: object, samples: int) -> Tensor:
     """
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or tuple(scores.shape) != (samples,):
         got = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise RewardError(f"Reward `{name}` returned {got}: a scorer returns a floating tensor [{samples}], one score a sample.")
+        raise RewardError(
+            f"Reward `{name}` returned {got}: a scorer returns a floating tensor [{samples}], one score a sample."
+        )
     scores = scores.detach().to("cpu", torch.float32)
     if torch.isinf(scores).any():
         rows = torch.isinf(scores).nonzero().flatten().tolist()
-        raise RewardError(f"Reward `{name}` returned infinity for samples {rows}: return NaN where a sample has no score.")
+        raise RewardError(
+            f"Reward `{name}` returned infinity for samples {rows}: return NaN where a sample has no score."
+        )
     return scores
 
 

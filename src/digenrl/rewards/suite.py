@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from digenrl.rewards.placement import close_scorer, place_scorer
-from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, Scorer, check_media, check_scores, identity_of
+from digenrl.rewards.protocol import (
+    Identity,
+    RewardError,
+    RewardUnavailable,
+    Scorer,
+    check_media,
+    check_scores,
+    identity_of,
+)
 from digenrl.types import Prompt
 
 _ENTRY_KEYS = ("scorer", "weight", "placement")
@@ -74,7 +82,9 @@ class RewardSuite:
             raise ValueError("The reward mixture is empty: name at least one reward under `reward.rewards`.")
         heldout = heldout or {}
         if both := sorted(set(rewards) & set(heldout)):
-            raise ValueError(f"{both} are optimised and held out at once: a held-out reward must not be optimised; rename or drop one.")
+            raise ValueError(
+                f"{both} are optimised and held out at once: a held-out reward must not be optimised; drop one."
+            )
         urls = urls or {}
         if unknown := sorted(set(urls) - set(rewards) - set(heldout)):
             raise ValueError(f"reward.urls names unknown rewards {unknown}; known: {sorted([*rewards, *heldout])}.")
@@ -86,12 +96,18 @@ class RewardSuite:
         for name, entry in rewards.items():
             _check_entry(name, entry, _ENTRY_KEYS)
             self.weights[name] = _checked_weight(name, entry.get("weight", 1.0))
-            self._scorers[name] = place_scorer(name, entry["scorer"], entry.get("placement") or placement, urls.get(name))
+            self._scorers[name] = place_scorer(
+                name, entry["scorer"], entry.get("placement") or placement, urls.get(name)
+            )
         if not any(self.weights.values()):
-            raise ValueError(f"Every reward weight of {sorted(self.weights)} is 0: nothing would be optimised; give one a weight.")
+            raise ValueError(
+                f"Every reward weight of {sorted(self.weights)} is 0: nothing would be optimised; give one a weight."
+            )
         for name, entry in heldout.items():
             _check_entry(name, entry, _HELDOUT_KEYS)
-            self._scorers[name] = place_scorer(name, entry["scorer"], entry.get("placement") or placement, urls.get(name))
+            self._scorers[name] = place_scorer(
+                name, entry["scorer"], entry.get("placement") or placement, urls.get(name)
+            )
         self.names: tuple[str, ...] = tuple(rewards)
         self.heldout: tuple[str, ...] = tuple(heldout)
         self._failures = {name: FailureCount() for name in self._scorers}
@@ -133,7 +149,9 @@ class RewardSuite:
     def scorer(self, name: str) -> Scorer:
         """The scorer of one reward, held-out ones included. Raises KeyError with the known names."""
         if name not in self._scorers:
-            raise KeyError(f"Unknown reward `{name}`; known: {', '.join(self._scorers)}.{_nearest(name, self._scorers)}")
+            raise KeyError(
+                f"Unknown reward `{name}`; known: {', '.join(self._scorers)}.{_nearest(name, self._scorers)}"
+            )
         return self._scorers[name]
 
     def identities(self) -> dict[str, Identity]:
@@ -152,8 +170,16 @@ class RewardSuite:
                 cause = count.causes.most_common(1)[0][0]
                 raise RewardError(
                     f"Reward `{name}` is missing for {count.missing} of {count.scored + count.missing} samples "
-                    f"({count.share:.0%}, reward.max_missing_share allows {self.max_missing_share:.0%}). Commonest cause: {cause}"
+                    f"({count.share:.0%}, reward.max_missing_share allows {self.max_missing_share:.0%}). "
+                    f"Commonest cause: {cause}"
                 )
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raises ValueError for the first prompt that some scorer could never score: call it before a run begins."""
+        for scorer in self._scorers.values():
+            check = getattr(scorer, "check_prompts", None)
+            if check is not None:
+                check(prompts)
 
     def close(self) -> None:
         """Stops processes and connections of the scorers. Idempotent."""
@@ -174,16 +200,22 @@ def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tenso
 
 def _checked_weight(name: str, weight: object) -> float:
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-        raise ValueError(f"Weight of reward `{name}` is {weight!r}: give a finite number (0 = only logged, negative = minimised).")
+        raise ValueError(
+            f"Weight of reward `{name}` is {weight!r}: give a finite number (0 = only logged, negative = minimised)."
+        )
     return float(weight)
 
 
 def _check_entry(name: str, entry: object, keys: Sequence[str]) -> None:
     if not isinstance(entry, Mapping) or "scorer" not in entry:
-        raise ValueError(f"Reward `{name}` has no `scorer`: write {name}: {{scorer: {{_target_: reward_models.<file>.<Class>}}}}.")
+        raise ValueError(
+            f"Reward `{name}` has no `scorer`: write {name}: {{scorer: {{_target_: reward_models.<file>.<Class>}}}}."
+        )
     for key in entry:
         if key not in keys:
-            raise ValueError(f"Reward `{name}` has the unknown key `{key}`; known: {', '.join(keys)}.{_nearest(str(key), keys)}")
+            raise ValueError(
+                f"Reward `{name}` has the unknown key `{key}`; known: {', '.join(keys)}.{_nearest(str(key), keys)}"
+            )
 
 
 def _nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:

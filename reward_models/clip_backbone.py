@@ -1,0 +1,113 @@
+"""CLIP image and text embeddings, shared by the scorers that sit on a CLIP (`clip_score`, `pickscore`, `aesthetic`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from digenrl.rewards.protocol import as_rgb, resolve_device, sample_frames
+from reward_models.digests import module_digest
+from reward_models.tiny import checkpoint, make_clip
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""Pixel statistics of OpenAI's CLIP, which the LAION models kept (openai/CLIP `clip/clip.py`)."""
+CHUNK = 32
+"""Pictures per forward: bounds the scorer's memory whatever the task's size."""
+
+
+class ClipBackbone:
+    """A frozen `transformers.CLIPModel` and its tokenizer.
+
+    Args:
+        path: local directory or hub id with safetensors; ignored by the tiny build.
+        build: "real" or "tiny" (a small random CLIP through the same code).
+        device: "auto", or as torch reads it.
+        dtype: of the weights and activations; embeddings come back in fp32.
+        tiny_projection: embedding width of the tiny build.
+    """
+
+    def __init__(
+        self, path: str | None, build: str, device: str = "auto", dtype: str = "float32", tiny_projection: int = 16
+    ) -> None:
+        from transformers import CLIPModel, CLIPTokenizer
+
+        self.device, self.dtype = resolve_device(device), getattr(torch, dtype)
+        with checkpoint(path, build, partial(make_clip, projection=tiny_projection)) as source:
+            model = CLIPModel.from_pretrained(source, use_safetensors=True, dtype=self.dtype)
+            self.tokenizer = CLIPTokenizer.from_pretrained(source)
+        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.name = f"{path or 'clip'}" if build == "real" else "tiny"
+        self.digest = module_digest(self.model)
+
+    @property
+    def image_size(self) -> int:
+        """Side of the square picture that the model reads."""
+        return self.model.config.vision_config.image_size
+
+    @property
+    def width(self) -> int:
+        """Size D of an embedding."""
+        return self.model.config.projection_dim
+
+    @property
+    def logit_scale(self) -> float:
+        """The model's learned temperature, exponentiated."""
+        return self.model.logit_scale.exp().item()
+
+    @torch.no_grad()
+    def images(self, pictures: Tensor) -> Tensor:
+        """Unit embeddings [N, D] fp32 of `pictures` [N, C, H, W] in [0, 1]."""
+        chunks = [self._embed_images(chunk) for chunk in pictures.split(CHUNK)]
+        return torch.cat(chunks)
+
+    @torch.no_grad()
+    def frames(self, media: Tensor, frames: int) -> Tensor:
+        """Unit embeddings [B, F, D] fp32 of up to `frames` frames of each sample; F = 1 for images."""
+        sampled = sample_frames(media, frames)
+        return self.images(sampled.flatten(0, 1)).unflatten(0, sampled.shape[:2])
+
+    @torch.no_grad()
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """Unit embeddings [N, D] fp32; texts longer than the model's context are cut, as its authors do."""
+        tokens = self.tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=self.model.config.text_config.max_position_embeddings,
+            return_tensors="pt",
+        ).to(self.device)
+        features = self.model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
+        return _unit(features)
+
+    def _embed_images(self, pictures: Tensor) -> Tensor:
+        pixels = clip_pixels(pictures.to(self.device), self.image_size)
+        return _unit(self.model.get_image_features(pixel_values=pixels.to(self.dtype)))
+
+
+def clip_pixels(pictures: Tensor, size: int) -> Tensor:
+    """[N, 3, size, size] fp32 normalised pixels: shortest side to `size` (bicubic, antialiased), centre crop.
+
+    The steps of `transformers.CLIPImageProcessor`, on the tensor's own device.
+    """
+    pictures = as_rgb(pictures).float()
+    height, width = pictures.shape[-2:]
+    scale = size / min(height, width)
+    resized = [max(size, int(height * scale)), max(size, int(width * scale))]
+    pictures = functional.interpolate(pictures, resized, mode="bicubic", antialias=True, align_corners=False).clamp(
+        0, 1
+    )
+    top, left = (resized[0] - size) // 2, (resized[1] - size) // 2
+    pictures = pictures[..., top : top + size, left : left + size]
+    mean, std = (pictures.new_tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
+    return (pictures - mean) / std
+
+
+def _unit(features: object) -> Tensor:
+    """Unit rows in fp32; transformers returns the projected embedding bare or as `pooler_output`, by version."""
+    embedding = features if isinstance(features, Tensor) else features.pooler_output  # type: ignore[attr-defined]
+    return functional.normalize(embedding.float(), dim=-1)

@@ -1,0 +1,157 @@
+"""Text rendering: how well the words in a picture match the words that the prompt asks for.
+
+Score = 1 - min(d, n) / n with d the edit distance from the recognised text to the target and n the target's length;
+whitespace and case do not count, and text that contains the target scores 1: the reward of Flow-GRPO
+(arXiv:2505.05470, yifan123/flow_grpo `flow_grpo/ocr.py`). Here d is the smallest over the whole text and each of its
+lines, so that other lettering in the picture does not hide a target that is nearly right.
+
+The reader is RapidOCR (PP-OCR exported to ONNX); its models ship in its wheel, so nothing is downloaded. Pictures are
+read one at a time: a batch would be padded to its widest member, and a score would depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rapidfuzz.distance import Levenshtein
+from torch import Tensor
+
+from digenrl.rewards.protocol import as_rgb, sample_frames
+from digenrl.types import Prompt
+from reward_models.digests import files_digest
+
+LINE_HEIGHT = 64
+"""A picture at most this high and at least twice as wide is one line of text: detection is skipped."""
+_QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
+
+
+class Ocr:
+    """Edit-distance score in [0, 1] of the text in each sample; a video scores the mean of its sampled frames.
+
+    Args:
+        frames: frames read per video, evenly spaced.
+        recognition_only: "auto" (by the picture's shape, see `LINE_HEIGHT`), "always" or "never".
+        min_confidence: recognised lines below it do not count, so that noise scores 0.
+        detection_side: larger pictures are shrunk to this longest side before detection (PP-OCR's classic 960).
+        threads: threads of the ONNX session; keep ranks x threads within the cores of the machine.
+        device: "cpu", or "cuda" with onnxruntime-gpu installed.
+    """
+
+    def __init__(
+        self,
+        frames: int = 4,
+        recognition_only: str = "auto",
+        min_confidence: float = 0.5,
+        detection_side: int = 960,
+        threads: int = 2,
+        device: str = "cpu",
+    ) -> None:
+        if recognition_only not in ("auto", "always", "never"):
+            raise ValueError(f"recognition_only is {recognition_only!r}: choose auto, always or never.")
+        self.frames, self.recognition_only, self.min_confidence = frames, recognition_only, min_confidence
+        self._engine = _build_engine(detection_side, threads, device)
+        self._lock = threading.Lock()  # the engine keeps the flags of its latest call
+        self.model_id = f"rapidocr(frames={frames}, mode={recognition_only}, confidence={min_confidence})"
+        self.weights_digest = _bundled_weights_digest()
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raises ValueError for the first prompt without a target: call it before a run begins."""
+        for prompt in prompts:
+            ocr_target(prompt)
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """[B] scores in [0, 1]. Raises ValueError for a prompt without a target."""
+        targets = [normalise(ocr_target(prompt)) for prompt in prompts]
+        frames = as_rgb(sample_frames(media, self.frames)).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
+        pictures = frames.flip(2).movedim(2, -1).contiguous().numpy()  # the engine reads BGR, [B, F, H, W, C]
+        scores = [
+            [match(self.read(picture), target) for picture in sample]
+            for sample, target in zip(pictures, targets, strict=True)
+        ]
+        return torch.tensor(scores, dtype=torch.float32).mean(1)
+
+    def read(self, picture: np.ndarray) -> list[str]:
+        """Lines of text in one picture [H, W, 3] (uint8, BGR), in reading order, confident ones only."""
+        height, width = picture.shape[:2]
+        is_line = height <= LINE_HEIGHT and width >= 2 * height
+        with self._lock:
+            if self.recognition_only == "always" or (self.recognition_only == "auto" and is_line):
+                lines = self._confident(self._engine(picture, use_det=False, use_cls=False, use_rec=True))
+                if lines or self.recognition_only == "always":
+                    return lines
+            return self._confident(self._engine(picture, use_det=True, use_cls=False, use_rec=True))
+
+    def _confident(self, output: Any) -> list[str]:
+        found = zip(output.txts or (), output.scores or (), strict=True)
+        return [text for text, confidence in found if confidence >= self.min_confidence]
+
+
+def ocr_target(prompt: Prompt) -> str:
+    """What a picture of `prompt` should say: its `target`, else the text in its last pair of double quotes.
+
+    Raises ValueError naming the prompt where there is neither.
+    """
+    target = prompt.target
+    if target is None:
+        quoted = [straight or curly for straight, curly in _QUOTED.findall(prompt.text)]
+        target = quoted[-1] if quoted else ""
+    if not normalise(target):
+        raise ValueError(
+            f'The prompt {prompt.text!r} says no text to render: put it in double quotes (a sign that says "OPEN"), '
+            "or give the prompt a `target`."
+        )
+    return target
+
+
+def normalise(text: str) -> str:
+    """`text` as it is compared: compatibility forms folded, no whitespace, no case."""
+    return "".join(unicodedata.normalize("NFKC", text).split()).casefold()
+
+
+def match(lines: Sequence[str], target: str) -> float:
+    """Score in [0, 1] of recognised `lines` against a normalised, non-empty `target`."""
+    whole = normalise("".join(lines))
+    if target in whole:
+        return 1.0
+    candidates = [whole, *(normalise(line) for line in lines)]
+    distance = min(Levenshtein.distance(candidate, target) for candidate in candidates)
+    return 1.0 - min(distance, len(target)) / len(target)
+
+
+def _build_engine(detection_side: int, threads: int, device: str) -> Any:
+    from rapidocr import RapidOCR
+
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}: the OCR reader runs on cpu or cuda.")
+    if device == "cuda":
+        import onnxruntime
+
+        if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+            raise ValueError(
+                "device=cuda needs onnxruntime-gpu; this onnxruntime has no CUDA provider: use device=cpu."
+            )
+    return RapidOCR(
+        params={
+            "Global.log_level": "critical",
+            "Global.width_height_ratio": -1,  # detect in wide pictures too; lines that need no detection are told by shape
+            "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+            "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+            "EngineConfig.onnxruntime.use_cuda": device == "cuda",
+            "Det.limit_type": "max",
+            "Det.limit_side_len": detection_side,
+            "Rec.rec_img_shape": [3, 48, 96],  # smallest width that a line is padded to; 320 costs twice the time
+        }
+    )
+
+
+def _bundled_weights_digest() -> str:
+    import rapidocr
+
+    return files_digest(sorted((Path(rapidocr.__file__).parent / "models").glob("*.onnx")))

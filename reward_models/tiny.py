@@ -1,0 +1,69 @@
+"""Small random checkpoints of the scorers' own classes, for `build: tiny`.
+
+A tiny build writes a checkpoint directory of the real format, and the scorer loads it with the code that loads the real
+one; only the numbers inside mean nothing. They are the same in every process, whatever the caller's RNG state.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+BUILDS = ("real", "tiny")
+_SEED = 20240607
+
+
+@contextmanager
+def checkpoint(path: str | None, build: str, make: Callable[[Path], None]) -> Iterator[str]:
+    """The checkpoint to load from: `path` for the real build, a temporary directory filled by `make` for the tiny one.
+
+    Raises ValueError for another `build`, and for a real build without a path.
+    """
+    if build not in BUILDS:
+        raise ValueError(f"build is {build!r}: choose one of {', '.join(BUILDS)} (hardware.build).")
+    if build == "real":
+        if path is None:
+            raise ValueError("build=real needs `path`: a local directory or file, or a hub id.")
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="digenrl-tiny-") as directory:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            make(Path(directory))
+        yield directory
+
+
+def make_clip(directory: Path, projection: int = 16) -> None:
+    """Writes a CLIP (32 pixels, two layers) with a byte-level tokenizer, laid out as the hub's checkpoints are."""
+    from transformers import CLIPConfig, CLIPModel
+
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(directory)
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    words = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 77,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = CLIPConfig(
+        text_config={**tower, **words},
+        vision_config={**tower, "image_size": 32, "patch_size": 8},
+        projection_dim=projection,
+    )
+    CLIPModel(config).save_pretrained(directory, safe_serialization=True)
+
+
+def byte_tokenizer():  # type: ignore[no-untyped-def]  # the class is transformers', imported late
+    """A CLIPTokenizer over single bytes, without merges: any text has tokens."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import CLIPTokenizer
+
+    symbols = sorted(ByteLevel.alphabet())
+    symbols += [symbol + "</w>" for symbol in symbols] + ["<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[])
