@@ -40,12 +40,11 @@ class Recorder(pl.Callback):
         self._configured = run_dir
         self._step_began = time.monotonic()
         self._first_epoch_of_fit: int | None = None
-        self._finished_steps = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step_began = time.monotonic()
-        self._first_epoch_of_fit = self._finished_steps = trainer.current_epoch
+        self._first_epoch_of_fit = trainer.current_epoch
         if trainer.is_global_zero:
             kind = "resume" if trainer.current_epoch or trainer.global_step else "start"
             facts = {"rl_step": trainer.current_epoch, "trainers": trainer.world_size}
@@ -57,7 +56,6 @@ class Recorder(pl.Callback):
         metrics = scalars(trainer.callback_metrics)
         if trainer.current_epoch == self._first_epoch_of_fit:
             metrics.update(_first_ratio_deviation(trainer, pl_module))
-        self._finished_steps = trainer.current_epoch + 1
         now = time.monotonic()
         elapsed, self._step_began = now - self._step_began, now
         if not trainer.is_global_zero:
@@ -67,20 +65,17 @@ class Recorder(pl.Callback):
         facts: dict[str, Any] = {"step_s": elapsed}
         if isinstance(trainer.strategy, OffersStepFacts):
             facts.update(trainer.strategy.step_facts())
-        line = {"kind": "step", "rl_step": self._finished_steps, "time": time.time(), **metrics, **facts}
+        line = {"kind": "step", "rl_step": trainer.current_epoch + 1, "time": time.time(), **metrics, **facts}
         append_jsonl(self._run_dir(trainer) / METRICS, line)
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        if trainer.is_global_zero:
-            append_event(self._run_dir(trainer), "checkpoint", {"rl_step": self._finished_steps})
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            append_event(self._run_dir(trainer), "stop", {"rl_step": trainer.current_epoch})
+            early = (
+                trainer.should_stop and trainer.max_epochs is not None and trainer.current_epoch < trainer.max_epochs
+            )
+            facts = {"rl_step": trainer.current_epoch, "cause": "a stop was requested" if early else None}
+            append_event(self._run_dir(trainer), "stop", facts)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

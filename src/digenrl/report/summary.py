@@ -38,7 +38,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "nn_distance_first": _edge(run.evals, "nn_distance", 0),
         "nn_distance_last": _edge(run.evals, "nn_distance", -1),
         "first_ratio_max_dev": _edge(run.steps, "first_ratio_max_dev", 0),
-        "staleness_max": max(run.column("staleness_max")[1], default=None),
+        "staleness_max": max((int(value) for value in run.column("staleness_max")[1]), default=None),
         "bubble": {role: dict(sorted(causes.items())) for role, causes in sorted(bubbles(run.spans).items())},
         "predicted_step_s": _median(run, "predicted_step_s"),
         "dropped": dropped(run),

@@ -1,0 +1,199 @@
+"""Curves over RL steps: what was learned, how far the policy moved, and what it cost in variety."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from digenrl.report.run_dir import Run
+from digenrl.report.style import BLUE, CYCLE, FAINT, GREEN, VERMILION
+
+WIDTH = 7.2
+"""Inches: a full text width in print."""
+
+
+def smoothed(values: Sequence[float], span: int) -> list[float]:
+    """Centred running mean of width `span` (odd), narrower at the ends, so that the end values are not shifted."""
+    half = span // 2
+    means = []
+    for index in range(len(values)):
+        reach = min(half, index, len(values) - 1 - index)
+        window = values[index - reach : index + reach + 1]
+        means.append(sum(window) / len(window))
+    return means
+
+
+def draw_line(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str, colour: str) -> None:
+    """A curve; from 15 points on its raw values are faint behind a running mean."""
+    if len(values) < 15:
+        axes.plot(steps, values, color=colour, label=label, marker="o", markersize=3.5)
+        return
+    axes.plot(steps, values, color=colour, alpha=0.28, linewidth=1.0)
+    axes.plot(steps, smoothed(values, max(3, len(values) // 12) | 1), color=colour, label=label)
+
+
+def finish_axes(axes: Axes, title: str, ylabel: str = "", xlabel: str = "RL step") -> None:
+    """Title, labels, whole-numbered steps, a little room at the sides."""
+    axes.set_title(title)
+    axes.set_ylabel(ylabel)
+    axes.set_xlabel(xlabel)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.margins(x=0.02)
+
+
+def reward(run: Run) -> Figure | None:
+    """Optimised reward (batch mean per RL step) and the held-out score that is never optimised (evaluations)."""
+    steps, values = run.column("reward")
+    eval_steps, heldout = run.column("heldout", "eval")
+    if not values and not heldout:
+        return None
+    parts = [name for name in run.names("reward/") if len(run.column(name)[1]) > 0]
+    figure = Figure(figsize=(WIDTH, 3.4 if len(parts) < 2 else 5.6), layout="constrained")
+    rows = figure.subplots(1 if len(parts) < 2 else 2, 1, squeeze=False)[:, 0]
+    if values:
+        draw_line(rows[0], steps, values, "reward, training batch", BLUE)
+    same_scale = not values or (_in_unit(values) == _in_unit(heldout))
+    axes = rows[0] if same_scale else rows[0].twinx()
+    if heldout:
+        axes.plot(eval_steps, heldout, color=VERMILION, marker="D", markersize=5, label="held-out score, evaluation")
+    finish_axes(rows[0], "Reward and held-out score", "mean score")
+    if not same_scale:
+        axes.grid(False)
+        axes.spines["right"].set_visible(True)
+        axes.set_ylabel("held-out score")
+    handles, labels = rows[0].get_legend_handles_labels()
+    if not same_scale:
+        more = axes.get_legend_handles_labels()
+        handles, labels = handles + more[0], labels + more[1]
+    rows[0].legend(handles, labels, loc="best")
+    if len(parts) > 1:
+        for index, name in enumerate(parts):
+            part_steps, part_values = run.column(name)
+            draw_line(rows[1], part_steps, part_values, name.removeprefix("reward/"), CYCLE[index % len(CYCLE)])
+        finish_axes(rows[1], "Reward by part", "mean score")
+        rows[1].legend(loc="best", ncols=min(3, len(parts)))
+    return figure
+
+
+def _in_unit(values: Sequence[float]) -> bool:
+    return all(-1e-6 <= value <= 1 + 1e-6 for value in values)
+
+
+def policy(run: Run) -> Figure | None:
+    """How far and how hard the policy moved: KL to the base model, clipped share, |ratio-1|, gradient norm."""
+    panels = [
+        ("kl", "KL to the base model", "KL", False),
+        ("clip_fraction", "Clipped cells", "share", False),
+        ("ratio_max_dev", "Largest |ratio − 1|", "", True),
+        ("grad_norm", "Gradient norm", "", False),
+    ]
+    panels = [panel for panel in panels if run.column(panel[0])[1]]
+    if not panels:
+        return None
+    rows = (len(panels) + 1) // 2
+    figure = Figure(figsize=(WIDTH, 2.35 * rows), layout="constrained")
+    grid = figure.subplots(rows, min(2, len(panels)), squeeze=False).flatten()
+    for axes, (key, title, label, logarithmic) in zip(grid, panels, strict=False):
+        steps, values = run.column(key)
+        draw_line(axes, steps, values, key, BLUE)
+        finish_axes(axes, title, label)
+        if logarithmic and min(values) > 0 and max(values) > 20 * min(values):
+            axes.set_yscale("log")
+        elif min(values) >= 0:
+            axes.set_ylim(bottom=0)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def diversity(run: Run) -> Figure | None:
+    """What learning cost in variety: diversity relative to real data, distance to the nearest real sample."""
+    panels = [
+        ("diversity_ratio", "Within-class diversity / real data", "ratio", GREEN),
+        ("nn_distance", "Distance to the nearest real sample", "distance", BLUE),
+    ]
+    panels = [panel for panel in panels if run.column(panel[0], "eval")[1]]
+    if not panels:
+        return None
+    figure = Figure(figsize=(WIDTH * (0.55 if len(panels) == 1 else 1.0), 2.7), layout="constrained")
+    for axes, (key, title, label, colour) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        steps, values = run.column(key, "eval")
+        level, note = (1.0, "real data") if key == "diversity_ratio" else (values[0], "base model")
+        axes.axhline(level, color=FAINT, linewidth=1.0, linestyle=(0, (4, 3)))
+        axes.annotate(
+            note,
+            (0.99, level),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color=FAINT,
+        )
+        axes.plot(steps, values, color=colour, marker="o", markersize=4)
+        finish_axes(axes, title, label)
+        axes.margins(y=0.18)
+    return figure
+
+
+def staleness(run: Run) -> Figure | None:
+    """Age in versions of the oldest trajectory that each RL step trained."""
+    steps, values = run.column("staleness_max")
+    if not values:
+        return None
+    figure = Figure(figsize=(WIDTH, 1.9), layout="constrained")
+    axes = figure.subplots()
+    axes.bar(steps, values, width=0.8, color=BLUE)
+    axes.axhline(1.0, color=VERMILION, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.annotate(
+        "allowed at most",
+        (0.99, 1.0),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color=VERMILION,
+    )
+    finish_axes(axes, "Staleness of consumed weights", "versions")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
+    axes.set_ylim(0, max(1.35, max(values) * 1.2))
+    if max(values) == 0:
+        axes.annotate("0 throughout: every step on policy", (0.01, 0.08), xycoords="axes fraction", color=FAINT)
+    return figure
+
+
+def step_time(run: Run) -> Figure | None:
+    """Seconds per RL step, measured and predicted by the schedule's own cost model, and samples per second."""
+    steps, values = run.column("step_s")
+    if not values:
+        return None
+    panels = 1 + bool(run.column("samples_per_s")[1])
+    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    grid = figure.subplots(1, panels, squeeze=False)[0]
+    grid[0].plot(steps, values, color=BLUE, label="measured", linewidth=1.4)
+    predicted_steps, predicted = run.column("predicted_step_s")
+    if predicted:
+        grid[0].plot(
+            predicted_steps, predicted, color=VERMILION, linestyle=(0, (4, 2)), label="predicted", linewidth=1.4
+        )
+        grid[0].legend(loc="best")
+    finish_axes(grid[0], "Time of one RL step", "seconds")
+    grid[0].set_ylim(0, 1.1 * _robust_top([*values, *predicted]))
+    if panels == 2:
+        steps, rate = run.column("samples_per_s")
+        draw_line(grid[1], steps, rate, "samples/s", GREEN)
+        finish_axes(grid[1], "Throughput, all ranks", "samples / s")
+        grid[1].set_ylim(bottom=0)
+    return figure
+
+
+def _robust_top(values: Sequence[float]) -> float:
+    """Largest value, unless a single slow start dwarfs the rest: then twice the 95th percentile."""
+    ordered = sorted(values)
+    return min(ordered[-1], 2.0 * ordered[int(0.95 * (len(ordered) - 1))])

@@ -1,0 +1,194 @@
+"""Before and after: the same prompts and the same noise under the first and the last evaluated weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from digenrl.report.run_dir import SAMPLES, Run
+from digenrl.report.style import BLUE, FAINT, INK, VERMILION
+
+MAX_PROMPTS = 10
+SAMPLES_PER_PROMPT = 3
+STRIP_FRAMES = 5
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one evaluation kept."""
+
+    rl_step: int
+    media: NDArray[np.uint8]
+    """[N, C, H, W] images or [N, F, C, H, W] videos, C = 1 or 3."""
+    prompts: tuple[str, ...]
+    """N texts."""
+    scores: dict[str, NDArray[np.float32]]
+    """name -> [N], of every further array with one number per sample."""
+
+    @property
+    def is_video(self) -> bool:
+        """Whether the media have a frame axis."""
+        return self.media.ndim == 5
+
+
+def read_samples(path: str | os.PathLike[str]) -> Samples:
+    """Read samples/eval-<rl_step>.npz.
+
+    Raises:
+        ValueError: the file lacks `media` or `prompts`, or their shapes do not fit.
+    """
+    path = Path(path)
+    number = re.search(r"(\d+)$", path.stem)
+    with np.load(path, allow_pickle=False) as arrays:
+        missing = {"media", "prompts"} - set(arrays.files)
+        if missing:
+            raise ValueError(f"{path.name}: lacks {', '.join(sorted(missing))}; it holds {', '.join(arrays.files)}")
+        media = arrays["media"]
+        prompts = tuple(str(text) for text in arrays["prompts"])
+        scores = {
+            name: arrays[name]
+            for name in arrays.files
+            if arrays[name].shape == (len(prompts),) and arrays[name].dtype.kind == "f"
+        }
+    if media.dtype != np.uint8 or media.ndim not in (4, 5) or len(media) != len(prompts):
+        raise ValueError(
+            f"{path.name}: media is {media.dtype} {media.shape} for {len(prompts)} prompts; "
+            "use uint8 [N, C, H, W] or [N, F, C, H, W] with one prompt per sample"
+        )
+    return Samples(int(number[1]) if number else 0, media, prompts, scores)
+
+
+def sample_files(run: Run) -> list[Path]:
+    """The run's evaluation samples by rising rl_step."""
+    files = (run.path / SAMPLES).glob("eval-*.npz")
+    return sorted(files, key=lambda path: int(re.sub(r"\D", "", path.stem) or 0))
+
+
+def before_after(run: Run) -> Figure | None:
+    """The picture samples/before_after.png; None while there are fewer than two evaluations with samples."""
+    files = sample_files(run)
+    if len(files) < 2:
+        return None
+    return comparison(read_samples(files[0]), read_samples(files[-1]))
+
+
+def comparison(before: Samples, after: Samples, prompts: int = MAX_PROMPTS, rows: int = SAMPLES_PER_PROMPT) -> Figure:
+    """Samples of `before` above those of `after` (videos: film strips side by side), matched by prompt and position.
+
+    Raises:
+        ValueError: the two share no prompt, or hold media of different shapes.
+    """
+    if before.media.shape[1:] != after.media.shape[1:]:
+        raise ValueError(f"before has samples of shape {before.media.shape[1:]}, after {after.media.shape[1:]}")
+    pairs = _matched(before.prompts, after.prompts)
+    if not pairs:
+        raise ValueError(f"no prompt in common between RL steps {before.rl_step} and {after.rl_step}")
+    if before.is_video:
+        return _film_strips(before, after, pairs, min(prompts, 5))
+    wide = before.media.shape[-1] > 64
+    return _image_grid(before, after, pairs, min(prompts, 6 if wide else prompts), min(rows, 2) if wide else rows)
+
+
+def _matched(before: tuple[str, ...], after: tuple[str, ...]) -> dict[str, list[tuple[int, int]]]:
+    """prompt -> [(index before, index after)]: the k-th sample of a prompt has the same noise in every evaluation."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for index, text in enumerate(after):
+        places[text].append(index)
+    pairs: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for index, text in enumerate(before):
+        taken = len(pairs[text]) if text in pairs else 0
+        if taken < len(places[text]):
+            pairs[text].append((index, places[text][taken]))
+    return dict(pairs)
+
+
+def _image(sample: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[C, H, W] -> [H, W] or [H, W, 3] for imshow."""
+    return sample[0] if sample.shape[0] == 1 else np.moveaxis(sample, 0, -1)
+
+
+def _image_grid(
+    before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]], prompts: int, rows: int
+) -> Figure:
+    texts = list(pairs)[:prompts]
+    rows = min(rows, max(len(pairs[text]) for text in texts))
+    height, width = before.media.shape[-2:]
+    cell = 0.72 if width <= 64 else 1.55
+    head = 0.5 if width <= 64 else 0.75
+    figure = Figure(figsize=(0.75 + cell * len(texts), head + 2 * rows * cell * height / width + 0.15))
+    blocks = figure.add_gridspec(
+        2, 1, hspace=0.1, left=0.75 / figure.get_figwidth(), right=0.995, bottom=0.01,
+        top=1 - head / figure.get_figheight(),
+    )  # fmt: skip
+    for block, (samples, side, title, colour) in enumerate(
+        [(before, 0, _moment(before, "before"), VERMILION), (after, 1, _moment(after, "after"), BLUE)]
+    ):
+        grid = blocks[block].subgridspec(rows, len(texts), hspace=0.06, wspace=0.06)
+        for column, text in enumerate(texts):
+            for row in range(rows):
+                axes = figure.add_subplot(grid[row, column])
+                axes.set_axis_off()
+                if row < len(pairs[text]):
+                    _show(axes, _image(samples.media[pairs[text][row][side]]))
+                if block == 0 and row == 0:
+                    axes.set_title(_caption(text, 11 if width <= 64 else 26), fontsize=8, fontweight="normal",
+                                   loc="center", color=INK, pad=4)  # fmt: skip
+        box = blocks[block].get_position(figure)
+        figure.text(0.3 / figure.get_figwidth(), (box.y0 + box.y1) / 2, title, rotation=90, ha="center", va="center",
+                    fontsize=9.5, fontweight="bold", color=colour)  # fmt: skip
+    return figure
+
+
+def _film_strips(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]], prompts: int) -> Figure:
+    texts = list(pairs)[:prompts]
+    frames = before.media.shape[1]
+    height, width = before.media.shape[-2:]
+    shown = np.unique(np.linspace(0, frames - 1, min(STRIP_FRAMES, frames)).round().astype(int))
+    cell = 4.6 / len(shown)
+    row_height = cell * height / width + 0.3
+    figure = Figure(figsize=(9.6, 0.35 + row_height * len(texts)))
+    columns = figure.add_gridspec(
+        1, 2, wspace=0.04, left=0.005, right=0.995, bottom=0.01, top=1 - 0.3 / figure.get_figheight()
+    )
+    for side, (samples, title, colour) in enumerate(
+        [(before, _moment(before, "before"), VERMILION), (after, _moment(after, "after"), BLUE)]
+    ):
+        box = columns[side].get_position(figure)
+        figure.text((box.x0 + box.x1) / 2, 1 - 0.15 / figure.get_figheight(), title.replace("\n", ", "), ha="center",
+                    va="center", fontsize=9.5, fontweight="bold", color=colour)  # fmt: skip
+        grid = columns[side].subgridspec(len(texts), len(shown), hspace=0.32 / (row_height - 0.3), wspace=0.02)
+        for row, text in enumerate(texts):
+            video = samples.media[pairs[text][0][side]]
+            for column, frame in enumerate(shown):
+                axes = figure.add_subplot(grid[row, column])
+                axes.set_axis_off()
+                _show(axes, _image(video[frame]))
+                if side == 0 and column == 0:
+                    axes.set_title(textwrap.shorten(text, 110, placeholder=" ..."), fontsize=8, fontweight="normal",
+                                   loc="left", color=FAINT, pad=3)  # fmt: skip
+    return figure
+
+
+def _show(axes: object, image: NDArray[np.uint8]) -> None:
+    """One picture; small pixel images keep their hard edges."""
+    smooth = "nearest" if image.shape[1] <= 64 else "antialiased"
+    axes.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation=smooth, aspect="equal")  # type: ignore[attr-defined]
+
+
+def _moment(samples: Samples, word: str) -> str:
+    return f"{word}\nbase model" if samples.rl_step == 0 else f"{word}\nRL step {samples.rl_step}"
+
+
+def _caption(text: str, width: int) -> str:
+    lines = textwrap.wrap(text, width)
+    if len(lines) > 3:
+        lines = [*lines[:2], textwrap.shorten(lines[2], width - 4, placeholder="") + " ..."]
+    return "\n".join(lines)

@@ -1,0 +1,86 @@
+"""Every picture of a run, each drawn on its own: one that fails becomes a warning and costs no other."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from digenrl.report import curves, timeline
+from digenrl.report.pictures import before_after, read_samples, sample_files
+from digenrl.report.run_dir import BEFORE_AFTER, PLOTS, Run
+from digenrl.report.style import BLUE, VERMILION, paper_style
+
+Plot = Callable[[Run], Figure | None]
+"""Draws a run; None when the run recorded nothing of the kind."""
+
+
+def reward_distribution(run: Run) -> Figure | None:
+    """Per-sample scores of the first and the last evaluation, one panel per score."""
+    files = sample_files(run)
+    if len(files) < 2:
+        return None
+    before, after = read_samples(files[0]), read_samples(files[-1])
+    names = [name for name in before.scores if name in after.scores][:4]
+    if not names:
+        return None
+    figure = Figure(figsize=(curves.WIDTH, 2.6), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        first, last = (
+            samples.scores[name][samples.scores[name] == samples.scores[name]] for samples in (before, after)
+        )
+        low, high = min(first.min(), last.min()), max(first.max(), last.max())
+        edges = [low + (high - low) * index / 24 for index in range(25)] if high > low else 10
+        axes.hist(first, bins=edges, color=VERMILION, alpha=0.55, label=f"RL step {before.rl_step}")
+        axes.hist(last, bins=edges, color=BLUE, alpha=0.55, label=f"RL step {after.rl_step}")
+        curves.finish_axes(axes, name, "samples", "score")
+        axes.xaxis.get_major_locator().set_params(integer=False)
+        axes.legend(loc="best")
+    return figure
+
+
+PICTURES: dict[str, tuple[str, Plot]] = {
+    BEFORE_AFTER: ("Before and after: same prompts, same noise", before_after),
+    f"{PLOTS}/reward.png": ("Learning", curves.reward),
+    f"{PLOTS}/reward_distribution.png": ("Distribution of scores", reward_distribution),
+    f"{PLOTS}/diversity.png": ("Variety", curves.diversity),
+    f"{PLOTS}/policy.png": ("Policy", curves.policy),
+    f"{PLOTS}/timeline.png": ("Role timeline", timeline.timeline),
+    f"{PLOTS}/time_by_rank.png": ("Time by rank", timeline.time_by_rank),
+    f"{PLOTS}/step_time.png": ("Speed", curves.step_time),
+    f"{PLOTS}/staleness.png": ("Staleness", curves.staleness),
+}
+"""File inside the run directory -> (heading in the report, how to draw it), in the order of the report."""
+
+
+def draw_all(run: Run) -> list[str]:
+    """Write every picture that the run's files allow; returns what failed, in words.
+
+    A picture whose data is absent is removed, so that none from an earlier state of the run stays behind.
+    """
+    warnings: list[str] = []
+    for name, (_, plot) in PICTURES.items():
+        path = run.path / name
+        try:
+            draw(run, plot, path)
+        except Exception as error:  # a report must not lose the other pictures to one that fails; it is reported
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}:{place.lineno}"
+            warnings.append(f"{name} could not be drawn: {type(error).__name__}: {error} ({where})")
+    return warnings
+
+
+def draw(run: Run, plot: Plot, path: Path) -> bool:
+    """Write one picture; False (and no file) when there is nothing to draw."""
+    with paper_style():
+        figure = plot(run)
+        if figure is None:
+            path.unlink(missing_ok=True)
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.stem}.tmp.png")
+        figure.savefig(temporary)
+        temporary.replace(path)
+    return True
