@@ -26,6 +26,7 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from digenrl.diffusion.sigmas import static_grid
 from digenrl.models.policy import Policy
 
 BASE_FILE = Path(__file__).with_name("digits_base.safetensors")
@@ -106,7 +107,7 @@ class DigitsPolicy(Policy):
         lora: {rank, alpha, targets, ...}, or None to train every weight (312k).
         dtype: compute and storage dtype; float32 keeps replay bit-equal to sampling for any number of steps per forward
             (measured on x86 CPUs, tests/models/test_digits.py).
-        shift: s of the sigma shift s*t / (1 + (s-1)*t) (SD3, arXiv:2403.03206, eq. 23); 1 = linear, right at 64 pixels.
+        shift: static sigma shift (`digenrl.diffusion.sigmas`); 1 = linear, right at 64 pixels.
         guidance_scale: only 1.0: the base was never trained without a caption, so there is no unconditional branch.
         height, width: only 8.
         keep_reference: with lora=None, keep the frozen base for the KL term.
@@ -140,8 +141,6 @@ class DigitsPolicy(Policy):
             raise ValueError(
                 f"digits has no unconditional branch: guidance_scale={guidance_scale}; set sampling.guidance_scale=1"
             )
-        if not shift > 0:
-            raise ValueError(f"shift must be > 0, got {shift}; 1 is the linear grid")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             transformer = build_transformer()
@@ -183,12 +182,8 @@ class DigitsPolicy(Policy):
         return (unpack(latents.float()) / 2 + 0.5).clamp(0.0, 1.0)
 
     def sigma_grid(self, steps: int) -> Tensor:
-        """[steps + 1] fp32: shifted linspace(1, 1/steps), then 0 (diffusers' flow-match Euler given those)."""
-        if steps < 1:
-            raise ValueError(f"sampling.steps must be >= 1, got {steps}")
-        linear = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64)
-        shifted = self.shift * linear / (1 + (self.shift - 1) * linear)
-        return torch.cat([shifted, shifted.new_zeros(1)]).float()
+        """[steps + 1] fp32 from 1 to 0 with the static shift."""
+        return static_grid(steps, self.shift)
 
     def wrap_units(self) -> list[nn.Module]:
         """The transformer blocks (of the reference copy too)."""

@@ -1,0 +1,232 @@
+"""Evaluation: the same prompts and noise before, during and after training, scored by judges that nobody optimises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from digenrl import prompts as prompt_files
+from digenrl.report.run_dir import METRICS, SAMPLES, append_jsonl
+from digenrl.types import Prompt
+
+Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
+"""(media [N, ...] in [0, 1], N prompts) -> name -> value; names become keys of the eval line."""
+
+
+class Scored(Protocol):
+    """What an evaluation of some prompts gives (`digenrl.rollout.engine.Evaluation`)."""
+
+    @property
+    def media(self) -> Tensor: ...
+
+    @property
+    def prompts(self) -> Sequence[Prompt]: ...
+
+    @property
+    def rewards(self) -> Mapping[str, Tensor]: ...
+
+
+class Evaluates(Protocol):
+    """The part of the rollout engine that evaluation uses."""
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]: ...
+
+    def evaluate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, steps: int | None = None
+    ) -> Scored: ...
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """An evaluation on one rank, or, after `gather`, on all of them; prompt-major."""
+
+    media: Tensor
+    """[N, C, H, W] or [N, F, C, H, W] uint8."""
+    prompts: tuple[Prompt, ...]
+    """N."""
+    rewards: dict[str, Tensor]
+    """name -> [N] fp32, NaN = missing."""
+
+
+def read_prompts(source: str | Path | Sequence[Prompt]) -> tuple[Prompt, ...]:
+    """Prompts of a file or of the project's own set of that name; a sequence of prompts is returned as it is.
+
+    Raises:
+        PromptFileError: no such file, or a malformed one.
+        ValueError: no prompt at all.
+    """
+    if isinstance(source, (str, Path)):
+        records = prompt_files.read(source).records
+        return tuple(Prompt(record.text, record.negative, record.target, record.metadata) for record in records)
+    if not source:
+        raise ValueError("evaluation has no prompts; give data.heldout or data.prompts at least one")
+    return tuple(source)
+
+
+def measure(
+    pictures: Pictures, weights: Mapping[str, float], statistics: Sequence[Statistic], heldout: str | None
+) -> dict[str, float]:
+    """The numbers of an eval line.
+
+    `reward` is the weighted sum of the optimised rewards' means, `reward/<name>` their means; every reward without
+    weight is `heldout/<name>`, and `heldout` repeats the one that is named (None: the first). `missing` counts NaN
+    scores, which no mean includes.
+
+    Raises:
+        ValueError: `heldout` names no reward without weight, or two statistics give the same key.
+    """
+    means = {name: float(torch.nanmean(scores.double())) for name, scores in pictures.rewards.items()}
+    numbers: dict[str, float] = {"reward": sum(weight * means[name] for name, weight in weights.items())}
+    numbers |= {f"reward/{name}": means[name] for name in weights}
+    unoptimised = [name for name in means if name not in weights]
+    if heldout is not None and heldout not in unoptimised:
+        raise ValueError(
+            f"callbacks.evaluation.heldout={heldout!r} is no reward without weight; these are: {unoptimised or 'none'}"
+        )
+    if unoptimised:
+        numbers["heldout"] = means[heldout or unoptimised[0]]
+        numbers |= {f"heldout/{name}": means[name] for name in unoptimised}
+    numbers["missing"] = sum(int(scores.isnan().sum()) for scores in pictures.rewards.values())
+    numbers["samples"] = len(pictures.prompts)
+    media = pictures.media.float() / 255.0
+    for statistic in statistics:
+        found = statistic(media, pictures.prompts)
+        if repeated := sorted(set(found) & set(numbers)):
+            raise ValueError(f"statistic {type(statistic).__name__} gives {repeated}, which the eval line has already")
+        numbers |= {name: float(value) for name, value in found.items()}
+    return numbers
+
+
+def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
+    """Write the first `per_prompt` pictures of each prompt: `media` uint8 [N, ...] and `prompts` (N texts)."""
+    seen: dict[int, int] = {}
+    kept = []
+    for row, prompt in enumerate(pictures.prompts):
+        seen[prompt.uid] = seen.get(prompt.uid, 0) + 1
+        if seen[prompt.uid] <= per_prompt:
+            kept.append(row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = np.array([pictures.prompts[row].text for row in kept], dtype=np.str_)
+    np.savez_compressed(path, media=pictures.media[torch.tensor(kept)].numpy(), prompts=texts)
+
+
+class Evaluation(pl.Callback):
+    """Samples fixed prompts with fixed noise at the start, every `every` RL steps and after the last one.
+
+    Sampling is the plain ODE (`RolloutEngine.evaluate`); its noise depends on (seed, prompt, sample) alone and touches
+    no generator of the run, so that evaluating more or less often changes no weight. Prompts are spread over trainer
+    ranks, and every rank makes equally many forwards, as sharded weights need. Global rank zero writes one line of kind
+    "eval" to metrics.jsonl, `samples/eval-<rl_step>.npz`, and `eval/...` to the loggers. Pictures are rounded to 8 bits
+    before the statistics, so that these can be recomputed from the file when it holds every sample.
+
+    Args:
+        prompts: a prompt file, the name of one of the project's sets, or prompts.
+        samples_per_prompt: samples of each.
+        every: RL steps between evaluations; 0 = only before and after.
+        max_prompts: evaluate the first so many; None = all.
+        seed: of the noise; the same in every run, so that runs compare sample by sample.
+        steps: ODE steps; None = `sampling.eval.steps`.
+        heldout: the reward without weight that becomes `heldout`; None = the first.
+        statistics: more numbers per evaluation, for example `reward_models.digit_judge.DigitStatistics`.
+        saved_per_prompt: pictures of each prompt in the npz file.
+        run_dir: the run's directory; None = the Trainer's `default_root_dir`.
+
+    Raises:
+        ValueError: a count out of range, or no prompt.
+    """
+
+    def __init__(
+        self,
+        prompts: str | Path | Sequence[Prompt],
+        samples_per_prompt: int = 50,
+        every: int = 10,
+        max_prompts: int | None = None,
+        seed: int = 1234,
+        steps: int | None = None,
+        heldout: str | None = None,
+        statistics: Sequence[Statistic] = (),
+        saved_per_prompt: int = 16,
+        run_dir: str | None = None,
+    ) -> None:
+        for name, value, low in (
+            ("samples_per_prompt", samples_per_prompt, 1),
+            ("every", every, 0),
+            ("max_prompts", 1 if max_prompts is None else max_prompts, 1),
+            ("saved_per_prompt", saved_per_prompt, 1),
+        ):
+            if value < low:
+                raise ValueError(f"callbacks.evaluation.{name} must be >= {low}, got {value}")
+        self.prompts = read_prompts(prompts)[:max_prompts]
+        self.samples_per_prompt, self.every, self.seed, self.steps = samples_per_prompt, every, seed, steps
+        self.heldout, self.statistics = heldout, tuple(statistics)
+        self.saved_per_prompt = saved_per_prompt
+        self._configured = run_dir
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            self._evaluate(trainer, rl_step=0)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        finished = trainer.current_epoch + 1
+        if finished == trainer.max_epochs or (self.every and finished % self.every == 0):
+            self._evaluate(trainer, finished)
+
+    def _evaluate(self, trainer: pl.Trainer, rl_step: int) -> None:
+        engine = cast(Evaluates, getattr(trainer.strategy, "engine", None))
+        if engine is None:
+            raise TypeError(
+                f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use DisaggregatedStrategy"
+            )
+        with _span(trainer, rl_step):
+            pictures = self._sample(trainer, engine)
+            if not trainer.is_global_zero:
+                return
+            numbers = measure(pictures, engine.reward_weights, self.statistics, self.heldout)
+        run_dir = Path(self._configured or trainer.default_root_dir)
+        save_pictures(run_dir / SAMPLES / f"eval-{rl_step}.npz", pictures, self.saved_per_prompt)
+        append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
+        for logger in trainer.loggers:
+            logger.log_metrics({f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step)
+
+    def _sample(self, trainer: pl.Trainer, engine: Evaluates) -> Pictures:
+        """All pictures, in the order of the prompts, on every rank."""
+        ranks, rank = trainer.world_size, trainer.global_rank
+        share = -(-len(self.prompts) // ranks)
+        # A rank without a prompt of its own repeats one: sharded weights need the same forwards everywhere.
+        mine = [self.prompts[(rank * share + i) % len(self.prompts)] for i in range(share)]
+        scored = [engine.evaluate([prompt], self.samples_per_prompt, self.seed, self.steps) for prompt in mine]
+        media = torch.cat([part.media.mul(255.0).round().to(torch.uint8).cpu() for part in scored])
+        rewards = {name: torch.cat([part.rewards[name].float().cpu() for part in scored]) for name in scored[0].rewards}
+        rows = len(self.prompts) * self.samples_per_prompt
+        return Pictures(
+            media=_gathered(trainer, media)[:rows],
+            prompts=tuple(prompt for prompt in self.prompts for _ in range(self.samples_per_prompt)),
+            rewards={name: _gathered(trainer, scores)[:rows] for name, scores in rewards.items()},
+        )
+
+
+def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
+    """[n, ...] of each rank -> [ranks * n, ...] on the CPU, in rank order. A collective of the trainers."""
+    if trainer.world_size == 1:
+        return local
+    everywhere = trainer.strategy.all_gather(local.to(trainer.strategy.root_device))
+    return everywhere.flatten(0, 1).cpu()
+
+
+def _span(trainer: pl.Trainer, rl_step: int) -> AbstractContextManager[Any]:
+    """The run's timeline entry of this evaluation, where the strategy keeps a timeline."""
+    spans = getattr(trainer.strategy, "spans", None)
+    return nullcontext() if spans is None else spans.span("eval", step=rl_step)
