@@ -1,6 +1,6 @@
 """`make pretrain`: train the digits base model and its two judges again, into the files that the repository commits.
 
-    python -m digenrl.cli.pretrain [base=FILE] [judges=FILE] [wrong_captions=0.35] [steps=1500] [seed=0]
+    python -m digenrl.cli.pretrain [base=FILE] [judges=FILE] [wrong_captions=0.45] [steps=1500] [seed=0]
 
 Deterministic on one machine with one thread; about two minutes on one core. `wrong_captions` is the share of
 pretraining captions that name a random digit: the knob that sets how much reinforcement learning has left to improve.
@@ -34,7 +34,7 @@ class PretrainSettings:
 
     base: str = str(BASE_FILE)
     judges: str = str(JUDGES_FILE)
-    wrong_captions: float = 0.35
+    wrong_captions: float = 0.45
     steps: int = 1500
     batch: int = 128
     lr: float = 2e-3
