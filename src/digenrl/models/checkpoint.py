@@ -1,0 +1,106 @@
+"""Opening a diffusers checkpoint, tiny or real, from a directory or the local hub cache, and refusing a broken one.
+
+Nothing is downloaded at run time: many ranks start at once, and a run must not depend on a server. Weights that are
+not here give a message with the file, the licence page and the command that fetches them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+HUB = "https://huggingface.co"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is absent, incomplete, or of another family."""
+
+
+def missing_message(path: str, file: str, reason: str) -> str:
+    """What to do when `file` of `path` is not on this machine."""
+    if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+        return (
+            f"model.path={path} has no {file} ({reason}). Expected a directory in diffusers layout "
+            "(model_index.json, transformer/, vae/, ...) or a hub id such as Wan-AI/Wan2.1-T2V-14B-Diffusers"
+        )
+    return (
+        f"{file} of {path} is not on this machine ({reason}). Accept the licence at {HUB}/{path} (gated models need "
+        f"it), run `hf auth login` once, then `hf download {path}`; or try the tiny build: hardware=cpu_tiny"
+    )
+
+
+def model_index(path: str) -> dict[str, Any]:
+    """The checkpoint's model_index.json; raises CheckpointError with the remedy when it cannot be read."""
+    from diffusers import DiffusionPipeline
+
+    try:
+        index: dict[str, Any] = DiffusionPipeline.load_config(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(missing_message(path, "model_index.json", _first_line(error))) from error
+    return index
+
+
+def require_family(path: str, pipelines: tuple[str, ...], family: str) -> None:
+    """Raise CheckpointError unless the checkpoint at `path` was saved by one of `pipelines`."""
+    found = model_index(path).get("_class_name")
+    if found not in pipelines:
+        raise CheckpointError(
+            f"model.path={path} holds a {found}, and the {family} adapter reads {' or '.join(pipelines)}: "
+            "choose the model config of that family (configs/model) or another path"
+        )
+
+
+def load_component(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
+    """`component.from_pretrained` of one diffusers model, in eval mode; CheckpointError when a tensor is missing."""
+    try:
+        model, info = component.from_pretrained(
+            path, subfolder=subfolder, torch_dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(missing_message(path, f"{subfolder}/", _first_line(error))) from error
+    absent = sorted(info.get("missing_keys", [])) + [str(key) for key in info.get("mismatched_keys", [])]
+    if absent:
+        raise CheckpointError(
+            f"{path}/{subfolder} lacks {len(absent)} tensors or has them in another shape (first: {absent[0]}): "
+            f"half a checkpoint, or another architecture; fetch it again with `hf download {path}`"
+        )
+    loaded: nn.Module = model.eval()
+    return loaded
+
+
+def scheduler_config(path: str) -> dict[str, Any]:
+    """The checkpoint's scheduler/scheduler_config.json."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    try:
+        config: dict[str, Any] = FlowMatchEulerDiscreteScheduler.load_config(
+            path, subfolder="scheduler", local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(missing_message(path, "scheduler/scheduler_config.json", _first_line(error))) from error
+    return config
+
+
+def require_shards(path: str, subfolder: str) -> None:
+    """Raise CheckpointError when an index in a local `path/subfolder` names a weight file that is not there.
+
+    transformers fills tensors that it does not find with random numbers and only warns, so encoders are checked here.
+    """
+    folder = Path(path) / subfolder
+    if not folder.is_dir():
+        return
+    for index in sorted(folder.glob("*.index.json")):
+        files = set(json.loads(index.read_text())["weight_map"].values())
+        absent = sorted(file for file in files if not (folder / file).exists())
+        if absent:
+            raise CheckpointError(missing_message(path, f"{subfolder}/{absent[0]}", f"{len(absent)} files missing"))
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(missing_message(path, f"{subfolder}/*.safetensors", "no weights in safetensors format"))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,91 @@
+"""HunyuanVideo (arXiv:2412.03603): LLaMA and pooled CLIP text, embedded guidance, latents [16, f, h, w]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
+from torch import Tensor
+
+from digenrl.models.flux import ATTENTION, FEED_FORWARD
+from digenrl.models.latents import CHANNELS
+from digenrl.models.pipeline import DiffusersPolicy
+
+TEMPLATE_TOKENS = 95
+"""Tokens of the prompt template before the prompt, which the pipeline crops from the hidden states."""
+
+
+class HunyuanVideoPolicy(DiffusersPolicy):
+    """HunyuanVideo text-to-video; arguments in `DiffusersPolicy`."""
+
+    family = "hunyuan_video"
+    pipelines = ("HunyuanVideoPipeline",)
+    transformer_class = HunyuanVideoTransformer3DModel
+    vae_class = AutoencoderKLHunyuanVideo
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    temporal_stride = 4
+    embedded_guidance = True
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        guidance = torch.full_like(sigmas, self.guidance_scale).to(self.dtype) * 1000.0
+        output: Tensor = self.network(
+            hidden_states=latents,
+            timestep=sigmas * 1000,
+            encoder_hidden_states=condition["text"],
+            encoder_attention_mask=condition["mask"],
+            pooled_projections=condition["pooled"],
+            guidance=guidance,  # the caller multiplies, unlike FLUX
+            return_dict=False,
+        )[0]
+        return output
+
+    def pipeline_components(self) -> dict[str, Any]:
+        """The tokenizer comes from AutoTokenizer: the LlamaTokenizerFast that the published model_index names makes
+        wrong ids of a byte-level tokenizer.json under transformers 5."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.path, subfolder="tokenizer", local_files_only=True)
+        return super().pipeline_components() | {"tokenizer": tokenizer}
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """LLaMA states [1, max_sequence_length, d] with their mask, and the pooled CLIP vector [1, d]."""
+        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
+        self.report_long_prompt(pipeline.tokenizer_2, text, 77)
+        embeddings, pooled, mask = pipeline.encode_prompt(
+            text, device=self.device, max_sequence_length=self.max_sequence_length
+        )
+        return {"text": embeddings, "pooled": pooled, "mask": mask}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        video: Tensor = vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
+        return video
+
+    def check_encoders(self, pipeline: Any) -> None:
+        """The template before the prompt must be exactly the 95 tokens that the pipeline crops."""
+        from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+
+        prefix = DEFAULT_PROMPT_TEMPLATE["template"].split("{}")[0]
+        tokens = len(pipeline.tokenizer(prefix).input_ids)
+        if tokens != TEMPLATE_TOKENS:
+            raise ValueError(
+                f"the tokenizer of {self.path} makes {tokens} tokens of HunyuanVideo's template, the pipeline crops "
+                f"{TEMPLATE_TOKENS}: parts of the prompt would be lost; use the tokenizer that ships with the model"
+            )
+
+    @classmethod
+    def lora_names(cls, config: Any, preset: str) -> list[str]:
+        """Double blocks: 8 attention layers (and 4 of the feed-forward networks); single blocks: query, key, value
+        (and proj_mlp). The token refiner, whose layer names end alike, stays frozen."""
+        full = preset == "attention_ff"
+        layers = [f"attn.{name}" for name in ATTENTION] + (list(FEED_FORWARD) if full else [])
+        singles = ["attn.to_q", "attn.to_k", "attn.to_v"] + (["proj_mlp"] if full else [])
+        double = [f"transformer_blocks.{i}.{layer}" for i in range(config.num_layers) for layer in layers]
+        single = [
+            f"single_transformer_blocks.{i}.{layer}" for i in range(config.num_single_layers) for layer in singles
+        ]
+        return double + single
+
+    @classmethod
+    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
+        return (CHANNELS, (frames - 1) // 4 + 1, height // 8, width // 8)

@@ -1,0 +1,43 @@
+"""Latent geometry: strides and nearest valid sizes, the 2x2 packing of FLUX and Qwen-Image, per-channel scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHANNELS = 16
+"""Latent channels of every family here."""
+
+
+def require_multiple(name: str, value: int, stride: int, offset: int = 0) -> None:
+    """Raise ValueError naming the nearest valid values unless value = offset + k * stride with value > 0."""
+    if value > 0 and (value - offset) % stride == 0:
+        return
+    below = (value - offset) // stride * stride + offset
+    nearest = [str(size) for size in (below, below + stride) if size > 0]
+    rule = f"a multiple of {stride}" if offset == 0 else f"{offset} + a multiple of {stride}"
+    raise ValueError(f"sampling.{name}={value} is not {rule}; nearest valid: {' or '.join(nearest or [str(stride)])}")
+
+
+def pack(latents: Tensor) -> Tensor:
+    """[B, C, h, w] -> tokens [B, (h/2)(w/2), 4C]: each token is one 2x2 patch, channel-major (FLUX's layout)."""
+    batch, channels, height, width = latents.shape
+    patches = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """Inverse of `pack`: tokens [B, (h/2)(w/2), 4C] -> [B, C, height, width] in latent pixels."""
+    batch, _, channels = tokens.shape
+    patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(batch, channels // 4, height, width)
+
+
+def denormalise(latents: Tensor, config: Any) -> Tensor:
+    """Wan and Qwen-Image: latents [B, C, f, h, w] of unit scale -> the autoencoder's own, z * std + mean."""
+    shape = (1, config.z_dim, 1, 1, 1)
+    mean = torch.tensor(config.latents_mean, device=latents.device, dtype=latents.dtype).view(shape)
+    std = torch.tensor(config.latents_std, device=latents.device, dtype=latents.dtype).view(shape)
+    return latents * std + mean

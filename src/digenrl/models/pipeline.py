@@ -1,0 +1,278 @@
+"""What the five diffusers families share: loading, geometry, encoders, decoder, sigma grid and LoRA presets.
+
+The transformer is loaded at construction, because every rank needs it; text encoders and the VAE on first use, because
+a trainer rank never does. Neither is a submodule, so no sharding, optimizer or checkpoint ever sees them.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+
+from digenrl.models import checkpoint, latents, tiny
+from digenrl.models.policy import LoraSpec, Policy
+
+EXPLICIT, SCHEDULER = "explicit", "scheduler"
+
+
+class DiffusersPolicy(Policy):
+    """A transformer of diffusers with the rest of its pipeline.
+
+    Args:
+        path: directory in diffusers layout, or a hub id that `hf download` has put into the local cache.
+        build: "real" loads `path`; "tiny" loads the small random build of the same classes, made on first use.
+        height, width: pixels; frames: video frames (1 for images).
+        guidance_scale: the embedded scale of a guidance-distilled family, else classifier-free guidance (1 = off).
+        true_cfg_scale: classifier-free guidance on top, guidance-distilled families only (1 = off).
+        lora: {rank, alpha, targets}; targets is "attention", "attention_ff" or regular expressions. None = full.
+        dtype: compute dtype, and storage dtype of frozen weights and encoders.
+        shift: overrides the checkpoint's sigma shift by this constant one; None = the checkpoint's own.
+        grid: "explicit" starts from linspace(1, 1/T, T), "scheduler" from the scheduler's default range, which ends
+            lower (what diffusers' SD3 pipeline does).
+        max_sequence_length: text tokens of the main encoder; every prompt is padded to it, so that prompts can share
+            a batch.
+        negative_prompt: the unconditional branch's text where a prompt brings none; None = there is no default.
+        attention_backend: one name of diffusers' attention dispatcher for rollout and replay alike; None = its default.
+        compile: compile the repeated blocks (regional compilation); slow to start, fast afterwards.
+        offload_encoders: move encoders and VAE back to the CPU after each use.
+        vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
+    """
+
+    pipelines: ClassVar[tuple[str, ...]]
+    """`_class_name` values of model_index.json that this adapter reads; the first one encodes prompts."""
+    transformer_class: ClassVar[type[Any]]
+    vae_class: ClassVar[type[Any]]
+    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
+    spatial_stride: ClassVar[int] = 16
+    """Pixels per token: 8 of the VAE times 2 of the patch."""
+    temporal_stride: ClassVar[int | None] = None
+    """Frames per latent frame after the first; None = images."""
+    embedded_guidance: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        path: str,
+        height: int,
+        width: int,
+        frames: int = 1,
+        build: str = "real",
+        guidance_scale: float = 1.0,
+        true_cfg_scale: float = 1.0,
+        lora: Mapping[str, Any] | None = None,
+        dtype: str = "bfloat16",
+        shift: float | None = None,
+        grid: str = EXPLICIT,
+        max_sequence_length: int = 512,
+        negative_prompt: str | None = "",
+        gradient_checkpointing: bool = False,
+        keep_reference: bool = False,
+        attention_backend: str | None = None,
+        compile: bool = False,
+        offload_encoders: bool = True,
+        vae_dtype: str = "float32",
+        vae_tiling: bool = False,
+    ) -> None:
+        self._check_geometry(height, width, frames)
+        if build not in ("tiny", "real"):
+            raise ValueError(f"hardware.build={build}: expected tiny or real")
+        if grid not in (EXPLICIT, SCHEDULER):
+            raise ValueError(f"model.grid={grid}: expected {EXPLICIT} or {SCHEDULER}")
+        if true_cfg_scale != 1.0 and not self.embedded_guidance:
+            raise ValueError(
+                f"model.true_cfg_scale={true_cfg_scale} is for guidance-distilled families; {self.family} takes "
+                "classifier-free guidance from sampling.guidance_scale"
+            )
+        self.path = str(tiny.ensure(self.family)) if build == "tiny" else path
+        checkpoint.require_family(self.path, self.pipelines, self.family)
+        compute = getattr(torch, dtype)
+        transformer = checkpoint.load_component(
+            self.transformer_class, self.path, "transformer", torch.float32 if lora is None else compute
+        )
+        if self.embedded_guidance and guidance_scale != 1.0 and not transformer.config.guidance_embeds:
+            raise ValueError(
+                f"sampling.guidance_scale={guidance_scale} would be dropped: {path} is not guidance-distilled; "
+                "set sampling.guidance_scale=1 and use model.true_cfg_scale"
+            )
+        if attention_backend is not None:
+            transformer.set_attention_backend(attention_backend)
+        super().__init__(
+            transformer,
+            latent_shape=self._latent_shape(height, width, frames),
+            guidance_scale=guidance_scale,
+            lora=None if lora is None else self._lora(lora, transformer.config),
+            dtype=compute,
+            gradient_checkpointing=gradient_checkpointing,
+            keep_reference=keep_reference,
+            cfg=not self.embedded_guidance,
+        )
+        if self.embedded_guidance:
+            self.cfg_scale = float(true_cfg_scale)
+        if compile:
+            transformer.compile_repeated_blocks(fullgraph=True)
+        self.height, self.width, self.frames = height, width, frames
+        self.shift, self.grid = shift, grid
+        self.max_sequence_length = max_sequence_length
+        self.negative_prompt = negative_prompt
+        self.offload_encoders = offload_encoders
+        self.vae_dtype, self.vae_tiling = getattr(torch, vae_dtype), vae_tiling
+        self._encoders: list[Any] = []
+        self._vae: list[nn.Module] = []
+
+    # ---- what a family implements
+
+    @classmethod
+    @abstractmethod
+    def lora_names(cls, config: Any, preset: str) -> list[str]:
+        """Every layer that `preset` ("attention" or "attention_ff") adapts in a transformer of this configuration.
+
+        Layers whose output nothing reads (the text branch of a last block) are left out: they would get no gradient.
+        """
+
+    @abstractmethod
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """Conditioning of one text, leading dimension 1, on the encoders' device."""
+
+    @abstractmethod
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        """[B, *L] in the VAE's dtype -> [B, C, H, W] or [B, C, F, H, W] in [-1, 1]."""
+
+    def check_encoders(self, pipeline: Any) -> None:
+        """Raise ValueError when a tokenizer does not treat the prompt template as the adapter expects."""
+
+    # ---- the protocol
+
+    def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """One text at a time: values must not depend on which prompts happened to be encoded together."""
+        pipeline = self._pipeline()
+        modules = [module for module in pipeline.components.values() if isinstance(module, nn.Module)]
+        device = self.device
+        for module in modules:
+            module.to(device)
+        rows = [self.encode_text(pipeline, text) for text in texts]
+        if self.offload_encoders:
+            for module in modules:
+                module.to("cpu")
+        encoded = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+        return {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in encoded.items()}
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """[B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32, decoded one sample at a time."""
+        vae = self._decoder().to(latents.device)
+        with torch.no_grad():
+            rows = [self.decode_latents(vae, row.unsqueeze(0).to(self.vae_dtype)) for row in latents]
+        if self.offload_encoders:
+            vae.to("cpu")
+        media = (torch.cat(rows).float() / 2 + 0.5).clamp(0, 1)
+        return media if self.temporal_stride is None else media.transpose(1, 2)
+
+    def sigma_grid(self, steps: int) -> Tensor:
+        """[steps + 1] fp32 as the family's pipeline computes them from explicit sigmas (or see `grid`), ending in 0."""
+        if steps < 1:
+            raise ValueError(f"sampling.steps={steps}: at least one denoising step is needed")
+        config = dict(checkpoint.scheduler_config(self.path))
+        if self.shift is not None:
+            config |= {"shift": self.shift, "use_dynamic_shifting": False, "shift_terminal": None}
+        elif config.get("flow_shift") is not None:
+            # Wan ships UniPC, whose flow_shift FlowMatchEuler would silently replace by 1.
+            config |= {"shift": config["flow_shift"], "use_dynamic_shifting": False}
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+        sigmas = np.linspace(1.0, 1 / steps, steps) if self.grid == EXPLICIT else None
+        mu = self._dynamic_shift(config) if scheduler.config.use_dynamic_shifting else None
+        scheduler.set_timesteps(steps if sigmas is None else None, sigmas=sigmas, mu=mu)
+        grid: Tensor = scheduler.sigmas.float().cpu()
+        return grid
+
+    def wrap_units(self) -> list[nn.Module]:
+        """Transformer blocks of the trained network and, where there is one, of the reference copy."""
+        networks = (
+            [self.transformer] if self.reference_transformer is None else [self.transformer, self.reference_transformer]
+        )
+        return [block for network in networks for name in self.block_lists for block in getattr(network, name)]
+
+    def default_negative(self) -> str | None:
+        """`negative_prompt` of the model config."""
+        return self.negative_prompt
+
+    # ---- helpers of the families
+
+    def report_long_prompt(self, tokenizer: Any, text: str, limit: int) -> None:
+        """Say once per encoder that a prompt is longer than the `limit` tokens it takes."""
+        tokens = len(tokenizer(text, truncation=False, verbose=False).input_ids)
+        if tokens > limit:
+            self.say_once(
+                f"{self.family}: {type(tokenizer).__name__} takes {limit} tokens, prompts beyond that are cut "
+                f"(first such prompt: {tokens} tokens, '{text[:60]}...')"
+            )
+
+    def pipeline_components(self) -> dict[str, Any]:
+        """Components that the encoder pipeline must not load by itself, by name; None = leave it out."""
+        return {"transformer": None, "vae": None, "scheduler": None}
+
+    def image_grid(self) -> tuple[int, int]:
+        """Latent height and width in pixels of the VAE's output."""
+        return self.height // 8, self.width // 8
+
+    def _pipeline(self) -> Any:
+        if not self._encoders:
+            import diffusers
+
+            checkpoint.require_family(self.path, self.pipelines, self.family)
+            for name in checkpoint.model_index(self.path):
+                if name.startswith("text_encoder"):
+                    checkpoint.require_shards(self.path, name)
+            try:
+                pipeline = getattr(diffusers, self.pipelines[0]).from_pretrained(
+                    self.path, torch_dtype=self.dtype, local_files_only=True, **self.pipeline_components()
+                )
+            except (OSError, ValueError) as error:
+                message = checkpoint.missing_message(self.path, "text encoders or tokenizers", str(error)[:200])
+                raise checkpoint.CheckpointError(message) from error
+            self.check_encoders(pipeline)
+            self._encoders.append(pipeline)
+        return self._encoders[0]
+
+    def _decoder(self) -> Any:
+        if not self._vae:
+            vae: Any = checkpoint.load_component(self.vae_class, self.path, "vae", self.vae_dtype)
+            vae.requires_grad_(False)
+            if self.vae_tiling:
+                vae.enable_tiling()
+            self._vae.append(vae)
+        return self._vae[0]
+
+    def _lora(self, lora: Mapping[str, Any], config: Any) -> LoraSpec:
+        spec = LoraSpec.from_config(lora)
+        if len(spec.targets) != 1 or spec.targets[0] not in ("attention", "attention_ff"):
+            return spec
+        names = self.lora_names(config, spec.targets[0])
+        return replace(spec, targets=tuple(re.escape(name) for name in names), expected=len(names))
+
+    def _dynamic_shift(self, config: Mapping[str, Any]) -> float:
+        """mu, linear in the number of packed image tokens (diffusers' calculate_shift, black-forest-labs/flux)."""
+        tokens = (self.height // self.spatial_stride) * (self.width // self.spatial_stride)
+        low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+        slope = (top - base) / (high - low)
+        return float(tokens * slope + (base - slope * low))
+
+    @classmethod
+    def _check_geometry(cls, height: int, width: int, frames: int) -> None:
+        latents.require_multiple("height", height, cls.spatial_stride)
+        latents.require_multiple("width", width, cls.spatial_stride)
+        if cls.temporal_stride is not None:
+            latents.require_multiple("frames", frames, cls.temporal_stride, offset=1)
+        elif frames != 1:
+            raise ValueError(f"sampling.frames={frames}: {cls.family} makes images; set sampling.frames=1")
+
+    @classmethod
+    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """[C, h, w] of images; videos and packed families override."""
+        return (latents.CHANNELS, height // 8, width // 8)

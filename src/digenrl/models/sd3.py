@@ -1,0 +1,67 @@
+"""Stable Diffusion 3.5 (arXiv:2403.03206): two CLIPs and T5, classifier-free guidance, latents [16, h, w]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import AutoencoderKL, SD3Transformer2DModel
+from torch import Tensor
+
+from digenrl.models.flux import ATTENTION, FEED_FORWARD
+from digenrl.models.pipeline import DiffusersPolicy
+
+TEXT_OUTPUT = frozenset({"attn.add_q_proj", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"})
+"""Layers that only the text output of a block depends on: absent or unread in the last block."""
+
+
+class SD3Policy(DiffusersPolicy):
+    """SD3.5 medium and large; arguments in `DiffusersPolicy`."""
+
+    family = "sd3"
+    pipelines = ("StableDiffusion3Pipeline",)
+    transformer_class = SD3Transformer2DModel
+    vae_class = AutoencoderKL
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        output: Tensor = self.network(
+            hidden_states=latents,
+            timestep=sigmas * 1000,
+            encoder_hidden_states=condition["text"],
+            pooled_projections=condition["pooled"],
+            return_dict=False,
+        )[0]
+        return output
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """CLIP and T5 states [1, 77 + max_sequence_length, d] and the pooled CLIP vectors [1, d]."""
+        self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
+        self.report_long_prompt(pipeline.tokenizer_3, text, self.max_sequence_length)
+        embeddings, _, pooled, _ = pipeline.encode_prompt(
+            text,
+            prompt_2=None,
+            prompt_3=None,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"text": embeddings, "pooled": pooled}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        images = latents / vae.config.scaling_factor + vae.config.shift_factor
+        decoded: Tensor = vae.decode(images, return_dict=False)[0]
+        return decoded
+
+    @classmethod
+    def lora_names(cls, config: Any, preset: str) -> list[str]:
+        """8 attention layers a block (and 4 of the feed-forward networks), less the last block's text output.
+
+        The second attention of SD3.5's dual blocks (attn2) stays frozen, as in Flow-GRPO's target list.
+        """
+        layers = [f"attn.{name}" for name in ATTENTION] + (list(FEED_FORWARD) if preset == "attention_ff" else [])
+        last = config.num_layers - 1
+        return [
+            f"transformer_blocks.{block}.{layer}"
+            for block in range(config.num_layers)
+            for layer in layers
+            if block < last or layer not in TEXT_OUTPUT
+        ]

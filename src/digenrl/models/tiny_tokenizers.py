@@ -1,0 +1,179 @@
+"""Tokenizers of the tiny builds: the real classes over vocabularies learned here, in a second, from the corpus below.
+
+Vocabularies are learned in plain Python because the trainers of the `tokenizers` library are multi-threaded and break
+ties in hash order: two runs give two vocabularies, and a build must be byte-reproducible.
+
+The corpus repeats the models' prompt templates often enough that a template's words become single tokens, as they are
+in the real vocabularies; so the templates have the real lengths (Qwen-Image 34 tokens, HunyuanVideo 95).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+COLOURS = ("red", "green", "blue", "yellow", "cyan", "magenta", "white", "black", "orange", "purple")
+SHAPES = ("circle", "square", "triangle", "cross", "star", "ring")
+SENTENCES = (
+    "a photo of the number seven, moving from left to right",
+    "a video of one two three four five six eight nine dogs and cats running",
+    'a sign that says "hello world"',
+    "a cat in the rain at night, cinematic light, shallow depth of field",
+)
+TEMPLATE_REPEATS = 50
+MERGES = 600
+QWEN_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+LLAMA_SPECIAL = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<pad>",
+)
+CLIP_SPLIT = (
+    r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"  # openai/CLIP
+)
+GPT_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"  # QwenLM/Qwen2.5, byte-level BPE
+)
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def corpus() -> list[str]:
+    """Captions, and both templates `TEMPLATE_REPEATS` times."""
+    from diffusers import QwenImagePipeline
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+
+    captions = [f"a {a} {s} on a {b} background" for a, s, b in itertools.product(COLOURS, SHAPES, COLOURS)]
+    qwen = QwenImagePipeline(None, None, None, None, None).prompt_template_encode
+    return captions + list(SENTENCES) + [qwen, DEFAULT_PROMPT_TEMPLATE["template"]] * TEMPLATE_REPEATS
+
+
+def clip() -> Any:
+    """A CLIPTokenizer: lower case, words end in </w>, 77 tokens."""
+    from transformers import CLIPTokenizer
+
+    split = pre_tokenizers.Split(Regex(CLIP_SPLIT), behavior="removed", invert=True)
+    vocabulary, merges = _train_bpe(
+        pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+        [text.lower() for text in corpus()],
+        suffix="</w>",
+    )
+    for special in ("<|startoftext|>", "<|endoftext|>"):
+        vocabulary[special] = len(vocabulary)
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77)
+
+
+def t5() -> Any:
+    """A T5TokenizerFast over a unigram vocabulary (the corpus's words, and letters for all others), 512 tokens."""
+    from transformers import T5TokenizerFast
+
+    pieces = Counter(f"▁{word}" for text in corpus() for word in text.split())
+    total = sum(pieces.values())
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    words = [(piece, math.log(count / total)) for piece, count in sorted(pieces.items())]
+    letters = [(chr(code), -20.0) for code in range(33, 127)] + [("▁", -20.0)]
+    known = {piece for piece, _ in words}
+    vocabulary = special + words + [letter for letter in letters if letter[0] not in known]
+    return T5TokenizerFast(vocab=vocabulary, extra_ids=0, additional_special_tokens=[], model_max_length=512)
+
+
+def qwen() -> tuple[Any, dict[str, int]]:
+    """A Qwen2Tokenizer and its vocabulary."""
+    from transformers import Qwen2Tokenizer
+
+    vocabulary, merges = _train_byte_level(QWEN_SPECIAL)
+    vocabulary |= {special: len(vocabulary) + index for index, special in enumerate(QWEN_SPECIAL)}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=merges,
+        additional_special_tokens=list(QWEN_SPECIAL[1:]),
+        model_max_length=2048,
+    )
+    return tokenizer, vocabulary
+
+
+def llama3() -> Any:
+    """A byte-level BPE tokenizer with LLaMA 3's special tokens; every text starts with <|begin_of_text|>."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary, merges = _train_byte_level(LLAMA_SPECIAL)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = _byte_level()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(LLAMA_SPECIAL))
+    start = LLAMA_SPECIAL[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[start, "$A"], special_tokens=[(start, tokenizer.token_to_id(start))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=start,
+        eos_token="<|end_of_text|>",
+        pad_token="<pad>",
+        padding_side="right",
+        model_max_length=512,
+    )
+
+
+def _byte_level() -> Any:
+    split = pre_tokenizers.Split(Regex(GPT_SPLIT), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, byte_level])
+
+
+def _train_byte_level(special: tuple[str, ...]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    texts = corpus()
+    for token in special:
+        texts = [text.replace(token, "") for text in texts]
+    return _train_bpe(_byte_level(), texts)
+
+
+def _train_bpe(pre_tokenizer: Any, texts: list[str], suffix: str = "") -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges of a byte-pair encoding of `texts` (arXiv:1508.07909), ties broken alphabetically.
+
+    The vocabulary starts with every byte (and every byte as a last letter), so no text has an unknown token.
+    """
+    counts = Counter(word for text in texts for word, _ in pre_tokenizer.pre_tokenize_str(text))
+    words = {word: [*word[:-1], word[-1] + suffix] for word in counts}
+    merges: list[tuple[str, str]] = []
+    while len(merges) < MERGES:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, symbols in words.items():
+            for pair in itertools.pairwise(symbols):
+                pairs[pair] += counts[word]
+        if not pairs:
+            break
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        words = {word: _merge(symbols, best) for word, symbols in words.items()}
+    entries = BYTES + ([byte + suffix for byte in BYTES] if suffix else []) + ["".join(pair) for pair in merges]
+    return {entry: index for index, entry in enumerate(dict.fromkeys(entries))}, merges
+
+
+def _merge(symbols: list[str], pair: tuple[str, str]) -> list[str]:
+    merged: list[str] = []
+    index = 0
+    while index < len(symbols):
+        if tuple(symbols[index : index + 2]) == pair:
+            merged.append("".join(pair))
+            index += 2
+        else:
+            merged.append(symbols[index])
+            index += 1
+    return merged

@@ -1,0 +1,55 @@
+"""Wan2.1 text-to-video (arXiv:2503.20314): UMT5 text, classifier-free guidance, latents [16, f, h, w]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch import Tensor
+
+from digenrl.models.latents import CHANNELS, denormalise
+from digenrl.models.pipeline import DiffusersPolicy
+
+
+class WanPolicy(DiffusersPolicy):
+    """Wan2.1 1.3B and 14B; arguments in `DiffusersPolicy`."""
+
+    family = "wan"
+    pipelines = ("WanPipeline",)
+    transformer_class = WanTransformer3DModel
+    vae_class = AutoencoderKLWan
+    block_lists = ("blocks",)
+    temporal_stride = 4
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        output: Tensor = self.network(
+            hidden_states=latents,
+            timestep=sigmas * 1000,
+            encoder_hidden_states=condition["text"],
+            return_dict=False,
+        )[0]
+        return output
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """UMT5 states [1, max_sequence_length, d], zero after the prompt; Wan attends to the zeros, so no mask."""
+        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
+        embeddings, _ = pipeline.encode_prompt(
+            text, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length, device=self.device
+        )
+        return {"text": embeddings}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        video: Tensor = vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
+        return video
+
+    @classmethod
+    def lora_names(cls, config: Any, preset: str) -> list[str]:
+        """8 attention layers a block (self and text attention), and the two of its feed-forward network."""
+        layers = [f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")]
+        if preset == "attention_ff":
+            layers += ["ffn.net.0.proj", "ffn.net.2"]
+        return [f"blocks.{block}.{layer}" for block in range(config.num_layers) for layer in layers]
+
+    @classmethod
+    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
+        return (CHANNELS, (frames - 1) // 4 + 1, height // 8, width // 8)
