@@ -98,7 +98,10 @@ def policy(run: Run) -> Figure | None:
     grid = figure.subplots(rows, min(2, len(panels)), squeeze=False).flatten()
     for axes, (key, title, label, logarithmic) in zip(grid, panels, strict=False):
         steps, values = run.column(key)
-        draw_line(axes, steps, values, key, BLUE)
+        if key.endswith("max_dev"):
+            axes.plot(steps, values, color=BLUE, linewidth=1.2)  # a maximum: its mean would say nothing
+        else:
+            draw_line(axes, steps, values, key, BLUE)
         finish_axes(axes, title, label)
         if logarithmic and min(values) > 0 and max(values) > 20 * min(values):
             axes.set_yscale("log")

@@ -72,11 +72,11 @@ def append_event(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str,
     append_jsonl(Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **(facts or {})})
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
+def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2) -> None:
     """Write `value` beside `path` and rename it over, so that no reader ever sees half a file."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(json_safe(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(json_safe(value), indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 

@@ -135,9 +135,10 @@ def time_by_rank(run: Run) -> Figure | None:
             range(len(rows)), widths, left=left, height=0.72, color=present[name], edgecolor="white", linewidth=0.3
         )
         left = [base + width for base, width in zip(left, widths, strict=True)]
+    present_s = max(span.end for span in spans) - min(span.start for span in spans)
     for row, key in enumerate(rows):
         waited = sum(seconds for name, seconds in totals[key].items() if name.startswith("wait"))
-        share = 100 * waited / left[row] if left[row] else 0.0
+        share = 100 * waited / present_s if present_s else 0.0
         axes.annotate(
             f"{share:.0f} % idle",
             (left[row], row),

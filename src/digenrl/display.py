@@ -1,0 +1,208 @@
+"""What a user sees while a run goes on: a live view on a terminal, a line every ten seconds anywhere else.
+
+Runs in the launcher, which has no part in the work: it reads what the ranks append to the run directory, and asks a
+callable what each rank does now. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from digenrl.report.alarms import alarms
+from digenrl.report.run_dir import EVENTS, METRICS, JsonlTail, Row, is_number
+from digenrl.report.tables import DASH, duration, facts, number
+
+LINE_EVERY_S = 10.0
+REFRESH_EVERY_S = 0.2
+SHOWN_RANKS = 8
+"""Up to so many ranks are listed one by one; more are counted by what they do."""
+_BARS = "▁▂▃▄▅▆▇█"
+_QUIET = ("publish",)
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """The course of `values` in at most `width` characters, each the mean of an equal share; "" for none."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [index * len(values) // width for index in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    if high == low:
+        return _BARS[3] * width
+    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
+
+
+class Display:
+    """The run as seen from its directory and its ranks' states.
+
+    Args:
+        run_dir: the run's directory.
+        total_steps: `max_rl_steps`.
+        states: gives rank -> what it does now, in a few words.
+        stream: where to draw; live if it is a terminal.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        total_steps: int,
+        states: Callable[[], Mapping[int, str]],
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._total, self._states, self._clock = Path(run_dir), total_steps, states, clock
+        self._stream = stream if stream is not None else sys.stdout
+        self._metrics = JsonlTail(self._path / METRICS)
+        self._events = JsonlTail(self._path / EVENTS)
+        self._steps: list[Row] = []
+        self._evals: list[Row] = []
+        self._last_event: Row | None = None
+        self._began = self._shown = clock()
+        self._live: Live | None = None
+        if self._stream.isatty():
+            console = Console(file=self._stream)
+            self._live = Live(console=console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    def poll(self) -> None:
+        """Read what is new; draw if it is time to. Cheap: call it several times per second."""
+        self._read()
+        now = self._clock()
+        if now - self._shown < (LINE_EVERY_S if self._live is None else REFRESH_EVERY_S):
+            return
+        self._shown = now
+        if self._live is None:
+            self._stream.write(self.line() + "\n")
+            self._stream.flush()
+        else:
+            self._live.update(self.view(), refresh=True)
+
+    def close(self) -> None:
+        """Give the terminal back. Elsewhere, the last line states where the run got to."""
+        self._read()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._steps:
+            self._stream.write(self.line() + "\n")
+            self._stream.flush()
+
+    def line(self) -> str:
+        """The run's state in one line, with what the ranks do counted."""
+        parts = [f"{duration(self._clock() - self._began):>12}", f"step {self._done}/{self._total}"]
+        if self._steps:
+            parts.append(f"reward {number(self._steps[-1].get('reward'))}")
+        if self._evals:
+            parts.append(f"held-out {number(self._evals[-1].get('heldout'))}")
+        if self._steps:
+            parts += [f"{number(self._steps[-1].get('samples_per_s'), 1)} samples/s", f"ETA {duration(self._eta())}"]
+        counted = Counter(_activity(state) for state in self._states().values())
+        parts.append(", ".join(f"{count} {activity}" for activity, count in counted.most_common()))
+        return "  ".join(part for part in parts if part)
+
+    def view(self) -> RenderableType:
+        """The live view: progress, curves, throughput, ranks, last event."""
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(f"step {self._done}/{self._total}", style="bold"),
+            ProgressBar(total=max(1, self._total), completed=self._done, width=30),
+            Text(f"{duration(self._clock() - self._began)} so far, ETA {duration(self._eta())}"),
+        )
+        body = Table.grid(padding=(0, 2))
+        body.add_row("reward", *self._curve(self._steps, "reward", "blue"))
+        body.add_row("held-out", *self._curve(self._evals, "heldout", "dark_orange"))
+        rate = self._steps[-1].get("samples_per_s") if self._steps else None
+        body.add_row("samples/s", number(rate, 1), Text(self._pace(), style="dim"))
+        ranks = Table.grid(padding=(0, 2))
+        for name, state in self._rank_rows():
+            ranks.add_row(Text(name, style="dim"), Text(state, style=_style(state)))
+        parts: list[RenderableType] = [head, body, ranks]
+        if self._last_event is not None:
+            parts.append(Text(_told(self._last_event), style="dim", no_wrap=True, overflow="ellipsis"))
+        return Group(*parts)
+
+    @property
+    def _done(self) -> int:
+        return int(self._steps[-1]["rl_step"]) if self._steps else 0
+
+    def _read(self) -> None:
+        for row in self._metrics.read():
+            kept = {"step": self._steps, "eval": self._evals}.get(str(row.get("kind")))
+            if kept is None or not is_number(row.get("rl_step")):
+                continue
+            while kept and kept[-1]["rl_step"] >= row["rl_step"]:
+                kept.pop()  # a resumed run repeats the steps after its checkpoint
+            kept.append(row)
+        for event in self._events.read():
+            if event.get("kind") not in _QUIET:
+                self._last_event = event
+
+    def _eta(self) -> float | None:
+        recent = [float(row["step_s"]) for row in self._steps[-10:] if is_number(row.get("step_s"))]
+        return median(recent) * (self._total - self._done) if recent else None
+
+    def _pace(self) -> str:
+        step_s = self._steps[-1].get("step_s") if self._steps else None
+        return f"{duration(step_s)} per step" if is_number(step_s) else "starting"
+
+    def _curve(self, rows: Sequence[Row], key: str, colour: str) -> tuple[str, Text]:
+        values = [float(row[key]) for row in rows if is_number(row.get(key))]
+        if not values:
+            return DASH, Text("")
+        return number(values[-1]), Text(f"{sparkline(values)}  from {number(values[0])}", style=colour)
+
+    def _rank_rows(self) -> list[tuple[str, str]]:
+        states = self._states()
+        if len(states) <= SHOWN_RANKS:
+            return [(f"rank {rank}", state) for rank, state in sorted(states.items())]
+        by_activity: dict[str, list[int]] = {}
+        for rank, state in sorted(states.items()):
+            by_activity.setdefault(_activity(state), []).append(rank)
+        return [(f"{len(ranks)} ranks", activity) for activity, ranks in by_activity.items()]
+
+
+def final_table(summary: Mapping[str, Any]) -> RenderableType:
+    """The end of a run as a table, its alarms below: print it with a rich Console."""
+    colour = {"completed": "green", "stopped": "yellow"}.get(str(summary["status"]), "red")
+    table = Table(
+        title=Text(f"{summary['experiment']}: {summary['status']}", style=f"bold {colour}"), show_header=False
+    )
+    for name, text in facts(summary):
+        table.add_row(Text(name, style="dim"), Text(text))
+    told = [*alarms(summary), *summary["warnings"]]
+    if summary["status"] == "stopped" and summary["cause"]:
+        told.insert(0, f"Stopped: {summary['cause']}.")
+    return Group(table, *(Text(f"! {line}", style="yellow") for line in told))
+
+
+def _activity(state: str) -> str:
+    """A state without its numbers: "generate g3" and "generate g4" are one activity."""
+    return " ".join(word for word in state.split() if not any(character.isdigit() for character in word)) or state
+
+
+def _style(state: str) -> str:
+    return "yellow" if state.startswith("wait") else "green"
+
+
+def _told(event: Row) -> str:
+    when = f"{time.strftime('%H:%M:%S', time.localtime(event['time']))} " if is_number(event.get("time")) else ""
+    rest = ", ".join(
+        f"{key} {value}" for key, value in event.items() if key not in ("time", "kind") and value is not None
+    )
+    return f"{when}{event.get('kind')} {rest}".rstrip()

@@ -1,0 +1,57 @@
+"""Everything that is made from a run directory, in one call: summary.json, trace.json, pictures, report.html."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from digenrl.report.html import render
+from digenrl.report.plots import draw_all
+from digenrl.report.run_dir import END, REPORT, SUMMARY, TRACE, append_event, read_run, write_json
+from digenrl.report.summary import build_summary
+from digenrl.schedule.trace import perfetto
+
+
+def finish(
+    run_dir: str | os.PathLike[str], status: str, cause: str | None = None, world: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Close a run: record its end in events.jsonl, then `rebuild`. The launcher calls it once, when all ranks are gone.
+
+    Args:
+        run_dir: the run's directory.
+        status: completed | stopped | failed.
+        cause: why it stopped or failed; None when it completed.
+        world: role -> ranks; None = as recorded at the launch or seen in the spans.
+
+    Raises:
+        ValueError: another status.
+    """
+    if status not in ("completed", "stopped", "failed"):
+        raise ValueError(f"status = {status!r}: use completed, stopped or failed.")
+    append_event(run_dir, END, {"status": status, "cause": cause} | ({"world": dict(world)} if world else {}))
+    return rebuild(run_dir)
+
+
+def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Write summary.json, trace.json, the pictures and report.html from the run's files alone; returns the summary.
+
+    A picture that cannot be drawn is named in the summary's `warnings`; the rest is written all the same.
+
+    Raises:
+        FileNotFoundError: `run_dir` is not a run directory.
+    """
+    run = read_run(run_dir)
+    # First without pictures, so that a summary exists whatever happens to the drawing.
+    summary = build_summary(run)
+    write_json(run.path / SUMMARY, summary)
+    write_json(run.path / TRACE, perfetto(run.spans), indent=None)
+    warnings = draw_all(run)
+    if warnings:
+        summary = build_summary(run, warnings)
+        write_json(run.path / SUMMARY, summary)
+    page = Path(run.path / f".{REPORT}.tmp")
+    page.write_text(render(run, summary), encoding="utf-8")
+    page.replace(run.path / REPORT)
+    return summary

@@ -1,0 +1,66 @@
+"""Figures as people read them: the end table of a run, on the terminal and in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from digenrl.report.run_dir import is_number
+
+DASH = "-"
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A figure with as many digits as it deserves; a dash for none."""
+    if not is_number(value):
+        return DASH
+    if isinstance(value, int) or value == 0:
+        return str(int(value))
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) < 10**-digits:
+        return f"{value:.1e}"
+    return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def duration(seconds: Any) -> str:
+    """8.4 s, 2 min 05 s, 3 h 07 min."""
+    if not is_number(seconds):
+        return DASH
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def change(summary: Mapping[str, Any], key: str) -> str:
+    """First -> last of a figure."""
+    return f"{number(summary[f'{key}_first'])} → {number(summary[f'{key}_last'])}"
+
+
+def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, figure) of everything worth a place on the first page; what the run did not record is left out."""
+    waits = sorted(
+        ((seconds, f"{role}: {cause.replace('_', ' ')}") for role, causes in summary["bubble"].items()
+         for cause, seconds in causes.items() if cause != "startup"), reverse=True,
+    )  # fmt: skip
+    largest = f"{waits[0][1]}, {duration(waits[0][0])}" if waits else DASH
+    world = " + ".join(f"{count} {role}" for role, count in summary["world"].items())
+    rows = [
+        ("RL steps", str(summary["rl_steps"])),
+        ("reward", change(summary, "reward")),
+        ("held-out score", change(summary, "heldout")),
+        ("diversity / real data", number(summary["diversity_ratio"])),
+        ("nearest real sample", change(summary, "nn_distance")),
+        ("wall time", duration(summary["wall_s"])),
+        ("RL step, median", duration(summary["step_s"])),
+        ("predicted", duration(summary["predicted_step_s"])),
+        ("samples / s", number(summary["samples_per_s"], 1)),
+        ("ranks", world or DASH),
+        ("largest bubble", largest),
+        ("first |ratio - 1|", number(summary["first_ratio_max_dev"])),
+        ("staleness, at most", number(summary["staleness_max"])),
+    ]
+    return [(name, text) for name, text in rows if text not in (DASH, f"{DASH} → {DASH}")]
