@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from digenrl import prompts as prompt_files
+from digenrl.data import PromptSet
 from digenrl.report.run_dir import METRICS, SAMPLES, append_jsonl
 from digenrl.types import Prompt
 
@@ -59,23 +59,8 @@ class Pictures:
     """name -> [N] fp32, NaN = missing."""
 
 
-def read_prompts(source: str | Path | Sequence[Prompt]) -> tuple[Prompt, ...]:
-    """Prompts of a file or of the project's own set of that name; a sequence of prompts is returned as it is.
-
-    Raises:
-        PromptFileError: no such file, or a malformed one.
-        ValueError: no prompt at all.
-    """
-    if isinstance(source, (str, Path)):
-        records = prompt_files.read(source).records
-        return tuple(Prompt(record.text, record.negative, record.target, record.metadata) for record in records)
-    if not source:
-        raise ValueError("evaluation has no prompts; give data.heldout or data.prompts at least one")
-    return tuple(source)
-
-
 def measure(
-    pictures: Pictures, weights: Mapping[str, float], statistics: Sequence[Statistic], heldout: str | None
+    pictures: Pictures, weights: Mapping[str, float], statistics: Sequence[Statistic] = (), heldout: str | None = None
 ) -> dict[str, float]:
     """The numbers of an eval line.
 
@@ -92,7 +77,8 @@ def measure(
     unoptimised = [name for name in means if name not in weights]
     if heldout is not None and heldout not in unoptimised:
         raise ValueError(
-            f"callbacks.evaluation.heldout={heldout!r} is no reward without weight; these are: {unoptimised or 'none'}"
+            f"callbacks.evaluation.heldout_reward={heldout!r} is no reward without weight, these are: "
+            f"{', '.join(unoptimised) or 'none'}"
         )
     if unoptimised:
         numbers["heldout"] = means[heldout or unoptimised[0]]
@@ -109,16 +95,24 @@ def measure(
 
 
 def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
-    """Write the first `per_prompt` pictures of each prompt: `media` uint8 [N, ...] and `prompts` (N texts)."""
+    """Write the first `per_prompt` pictures of each prompt: `media` uint8 [N, ...], `prompts` (N texts), scores [N]."""
     seen: dict[int, int] = {}
     kept = []
     for row, prompt in enumerate(pictures.prompts):
         seen[prompt.uid] = seen.get(prompt.uid, 0) + 1
         if seen[prompt.uid] <= per_prompt:
             kept.append(row)
+    index = torch.tensor(kept)
+    arrays = {
+        "media": pictures.media[index].numpy(),
+        "prompts": np.array([pictures.prompts[row].text for row in kept], dtype=np.str_),
+    }
+    scores = {name: values[index].numpy() for name, values in pictures.rewards.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    texts = np.array([pictures.prompts[row].text for row in kept], dtype=np.str_)
-    np.savez_compressed(path, media=pictures.media[torch.tensor(kept)].numpy(), prompts=texts)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    with unfinished.open("wb") as file:
+        np.savez_compressed(file, **(scores | arrays))  # type: ignore[arg-type]  # no array is called allow_pickle
+    unfinished.replace(path)
 
 
 class Evaluation(pl.Callback):
@@ -131,30 +125,33 @@ class Evaluation(pl.Callback):
     before the statistics, so that these can be recomputed from the file when it holds every sample.
 
     Args:
-        prompts: a prompt file, the name of one of the project's sets, or prompts.
+        prompts: a prompt file or the name of one of the project's sets: the training prompts.
+        heldout_prompts: the same, evaluated in their place; None = none are held out.
         samples_per_prompt: samples of each.
         every: RL steps between evaluations; 0 = only before and after.
         max_prompts: evaluate the first so many; None = all.
         seed: of the noise; the same in every run, so that runs compare sample by sample.
         steps: ODE steps; None = `sampling.eval.steps`.
-        heldout: the reward without weight that becomes `heldout`; None = the first.
+        heldout_reward: the reward without weight that becomes `heldout`; None = the first.
         statistics: more numbers per evaluation, for example `reward_models.digit_judge.DigitStatistics`.
         saved_per_prompt: pictures of each prompt in the npz file.
         run_dir: the run's directory; None = the Trainer's `default_root_dir`.
 
     Raises:
-        ValueError: a count out of range, or no prompt.
+        ValueError: a count out of range.
+        PromptFileError: no such prompt file, or a malformed one.
     """
 
     def __init__(
         self,
-        prompts: str | Path | Sequence[Prompt],
+        prompts: str | Path,
+        heldout_prompts: str | Path | None = None,
         samples_per_prompt: int = 50,
         every: int = 10,
         max_prompts: int | None = None,
         seed: int = 1234,
         steps: int | None = None,
-        heldout: str | None = None,
+        heldout_reward: str | None = None,
         statistics: Sequence[Statistic] = (),
         saved_per_prompt: int = 16,
         run_dir: str | None = None,
@@ -167,9 +164,9 @@ class Evaluation(pl.Callback):
         ):
             if value < low:
                 raise ValueError(f"callbacks.evaluation.{name} must be >= {low}, got {value}")
-        self.prompts = read_prompts(prompts)[:max_prompts]
+        self.prompts = PromptSet(prompts if heldout_prompts is None else heldout_prompts)[:max_prompts]
         self.samples_per_prompt, self.every, self.seed, self.steps = samples_per_prompt, every, seed, steps
-        self.heldout, self.statistics = heldout, tuple(statistics)
+        self.heldout_reward, self.statistics = heldout_reward, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
         self._configured = run_dir
 
@@ -191,30 +188,42 @@ class Evaluation(pl.Callback):
                 f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use DisaggregatedStrategy"
             )
         with _span(trainer, rl_step):
-            pictures = self._sample(trainer, engine)
+            local = self.sample(engine, trainer.global_rank, trainer.world_size)
+            pictures = self._gather(trainer, local)
             if not trainer.is_global_zero:
                 return
-            numbers = measure(pictures, engine.reward_weights, self.statistics, self.heldout)
+            numbers = self.measure(engine, pictures)
         run_dir = Path(self._configured or trainer.default_root_dir)
         save_pictures(run_dir / SAMPLES / f"eval-{rl_step}.npz", pictures, self.saved_per_prompt)
         append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
         for logger in trainer.loggers:
             logger.log_metrics({f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step)
 
-    def _sample(self, trainer: pl.Trainer, engine: Evaluates) -> Pictures:
-        """All pictures, in the order of the prompts, on every rank."""
-        ranks, rank = trainer.world_size, trainer.global_rank
+    def sample(self, engine: Evaluates, rank: int = 0, ranks: int = 1) -> Pictures:
+        """Rank `rank`'s share of the pictures; with one rank all of them, in the order of the prompts."""
         share = -(-len(self.prompts) // ranks)
         # A rank without a prompt of its own repeats one: sharded weights need the same forwards everywhere.
         mine = [self.prompts[(rank * share + i) % len(self.prompts)] for i in range(share)]
         scored = [engine.evaluate([prompt], self.samples_per_prompt, self.seed, self.steps) for prompt in mine]
-        media = torch.cat([part.media.mul(255.0).round().to(torch.uint8).cpu() for part in scored])
-        rewards = {name: torch.cat([part.rewards[name].float().cpu() for part in scored]) for name in scored[0].rewards}
+        return Pictures(
+            media=torch.cat([part.media.mul(255.0).round().to(torch.uint8).cpu() for part in scored]),
+            prompts=tuple(prompt for prompt in mine for _ in range(self.samples_per_prompt)),
+            rewards={
+                name: torch.cat([part.rewards[name].float().cpu() for part in scored]) for name in scored[0].rewards
+            },
+        )
+
+    def measure(self, engine: Evaluates, pictures: Pictures) -> dict[str, float]:
+        """The numbers of an eval line; see the function `measure`."""
+        return measure(pictures, engine.reward_weights, self.statistics, self.heldout_reward)
+
+    def _gather(self, trainer: pl.Trainer, local: Pictures) -> Pictures:
+        """The pictures of all ranks, on every rank; the repeated ones come last and are cut off."""
         rows = len(self.prompts) * self.samples_per_prompt
         return Pictures(
-            media=_gathered(trainer, media)[:rows],
+            media=_gathered(trainer, local.media)[:rows],
             prompts=tuple(prompt for prompt in self.prompts for _ in range(self.samples_per_prompt)),
-            rewards={name: _gathered(trainer, scores)[:rows] for name, scores in rewards.items()},
+            rewards={name: _gathered(trainer, scores)[:rows] for name, scores in local.rewards.items()},
         )
 
 

@@ -1,0 +1,167 @@
+"""`make eval RUN=... [STEP=base|last] [DATA=FILE]`: score a run's model again, with own prompts, steps or rewards.
+
+    python -m digenrl.cli.evaluate run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
+    python -m digenrl.cli.evaluate run=RUN step=base data=prompts.txt sampling.eval.steps=20
+
+Samples the base model and, unless step=base, the last checkpoint, both from the same noise, under the run's own
+configuration; every further `key=value` changes that configuration for this evaluation. Writes RUN/eval.json and
+RUN/eval.png (before above after). The last line of standard output is the path of eval.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from digenrl import config as configuration
+
+USAGE = (
+    "usage: python -m digenrl.cli.evaluate run=<run directory> [step=base|last] [data=<prompt file>] [key=value ...]"
+)
+STEPS = ("base", "last")
+RESULT = "eval.json"
+PICTURE = "eval.png"
+
+
+class NoCheckpoint(RuntimeError):
+    """The run has no whole checkpoint to evaluate."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    run: Path
+    step: str
+    """"base": only the base model; "last": the base model and the last checkpoint."""
+    words: tuple[str, ...]
+    """Changes of the run's configuration."""
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[str]) -> Request:
+        """Raises ValueError, with the usage, when a word is no key=value, the run is missing or the step is unknown."""
+        own: dict[str, str] = {}
+        words: list[str] = []
+        for argument in arguments:
+            key, separator, value = argument.partition("=")
+            if not separator:
+                raise ValueError(f"{argument}: settings are key=value. {USAGE}")
+            if key in ("run", "step"):
+                own[key] = value
+            else:
+                words.append(f"data.heldout={value}" if key == "data" else argument)
+        if not own.get("run"):
+            raise ValueError(f"run=... is missing. {USAGE}")
+        step = own.get("step", "last")
+        if step not in STEPS:
+            raise ValueError(f"step={step}: use {' or '.join(STEPS)}. {USAGE}")
+        return cls(Path(own["run"]), step, tuple(words))
+
+
+def evaluate(request: Request) -> dict[str, Any]:
+    """Sample, score and write; returns what eval.json holds.
+
+    Raises:
+        ConfigError: no such run, or a change that its configuration does not allow.
+        NoCheckpoint: step=last, but the run has no whole checkpoint.
+        ValueError: the run's configuration has no evaluation callback.
+    """
+    composed = configuration.load([f"resume={request.run}", *request.words])
+    config = composed.config
+    if "evaluation" not in (config.callbacks or {}):
+        raise ValueError(f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; add one")
+
+    # torch is imported only now, so that a mistyped word is refused at once.
+    from safetensors.torch import load_file
+
+    from digenrl.callbacks.evaluation import Evaluation, Pictures
+    from digenrl.report.run_dir import read_run, write_json
+    from digenrl.rollout.engine import RolloutEngine
+    from digenrl.run import sampling_spec
+    from digenrl.strategy.checkpoint import POLICY, CheckpointError, verify
+
+    checkpoint = composed.run_dir / "checkpoints" / "last"
+    if request.step == "last":
+        try:
+            verify(checkpoint)
+        except CheckpointError as error:
+            raise NoCheckpoint(f"{error} step=base evaluates without one.") from error
+    evaluation: Evaluation = configuration.instantiate(config.callbacks.evaluation)
+    policy = configuration.instantiate(config.model)
+    module = configuration.instantiate(config.algorithm, policy=policy)
+    engine = RolloutEngine(
+        policy,
+        configuration.instantiate(config.reward),
+        module.sde,
+        module.train_steps,
+        sampling_spec(config),
+        config.seed,
+    )
+    result: dict[str, Any] = {
+        "run": str(composed.run_dir),
+        "prompts": len(evaluation.prompts),
+        "samples_per_prompt": evaluation.samples_per_prompt,
+        "steps": evaluation.steps or config.sampling.eval.steps or config.sampling.steps,
+        "seed": evaluation.seed,
+    }
+    pictures: dict[str, Pictures] = {"base": evaluation.sample(engine)}
+    if request.step == "last":
+        policy.load_trained_parameters(load_file(checkpoint / POLICY))
+        pictures["last"] = evaluation.sample(engine)
+        finished = read_run(composed.run_dir).steps
+        result["rl_step"] = finished[-1]["rl_step"] if finished else None
+    engine.close()
+    result |= {name: evaluation.measure(engine, shown) for name, shown in pictures.items()}
+    draw(
+        composed.run_dir / PICTURE, pictures["base"], pictures.get("last", pictures["base"]), result.get("rl_step") or 0
+    )
+    write_json(composed.run_dir / RESULT, result)
+    return result
+
+
+def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:
+    """The before/after grid of two `digenrl.callbacks.evaluation.Pictures`."""
+    from digenrl.report.pictures import Samples, comparison
+    from digenrl.report.style import paper_style
+
+    def samples(pictures: Any, step: int) -> Samples:
+        return Samples(step, pictures.media.numpy(), tuple(prompt.text for prompt in pictures.prompts), {})
+
+    with paper_style():
+        comparison(samples(before, 0), samples(after, rl_step)).savefig(path)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The numbers of `result`, one row per metric."""
+    columns = [name for name in STEPS if name in result]
+    rows = [f"{'':<24}" + "".join(f"{name:>12}" for name in columns)]
+    for key in result[columns[0]]:
+        rows.append(f"{key:<24}" + "".join(f"{result[name][key]:>12.4g}" for name in columns))
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 2 when arguments, run or configuration do not fit; 1 without a whole checkpoint."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    try:
+        request = Request.from_arguments(arguments)
+        result = evaluate(request)
+    except (configuration.ConfigError, ValueError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except NoCheckpoint as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(result), file=sys.stderr)
+    print(Path(result["run"]) / RESULT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

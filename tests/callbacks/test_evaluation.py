@@ -1,0 +1,179 @@
+"""The evaluation callback inside a real Trainer: when it runs, what it writes, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+
+from digenrl.callbacks.evaluation import Evaluation, Pictures, measure, save_pictures
+from digenrl.diffusion.sde import FlowSDE
+from digenrl.diffusion.steps import AllButLast
+from digenrl.models.digits import DigitsPolicy
+from digenrl.prompts import PromptFileError
+from digenrl.report.pictures import read_samples
+from digenrl.rewards.suite import RewardSuite
+from digenrl.rollout.engine import RolloutEngine, SamplingSpec
+from digenrl.types import Prompt
+from reward_models.digit_judge import DigitStatistics
+
+JUDGE = "reward_models.digit_judge.DigitJudge"
+
+
+class WithEngine(SingleDeviceStrategy):
+    """One device and an engine: what the callback needs of the Strategy."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        super().__init__(device="cpu")
+        self.engine = engine
+
+
+class Learner(pl.LightningModule):
+    """Moves the policy's head a little in every epoch."""
+
+    def __init__(self, policy: DigitsPolicy) -> None:
+        super().__init__()
+        self.head: nn.Module = policy.transformer.proj_out  # type: ignore[assignment]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return sum((p.sum() for p in self.head.parameters()), torch.zeros(()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.head.parameters(), lr=1e-3)
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("number one\nnumber seven\nnumber four\n")
+    return path
+
+
+def engine_of(policy: DigitsPolicy) -> RolloutEngine:
+    rewards = RewardSuite(
+        rewards={"judge_a": {"scorer": {"_target_": JUDGE, "judge": "a"}, "weight": 2.0}},
+        heldout={"judge_b": {"scorer": {"_target_": JUDGE, "judge": "b", "output": "accuracy"}}},
+        placement="inline",
+    )
+    return RolloutEngine(policy, rewards, FlowSDE(0.9), AllButLast(), SamplingSpec(steps=3, eval_steps=3), seed=0)
+
+
+def train(run_dir: Path, evaluation: Evaluation | None, epochs: int = 5) -> DigitsPolicy:
+    policy = DigitsPolicy()
+    trainer = pl.Trainer(
+        strategy=WithEngine(engine_of(policy)),
+        max_epochs=epochs,
+        callbacks=[evaluation] if evaluation else [],
+        default_root_dir=run_dir,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Learner(policy), torch.utils.data.DataLoader(torch.zeros(1, 1)))  # type: ignore[arg-type]
+    return policy
+
+
+def eval_lines(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "eval"]
+
+
+def test_evaluates_before_between_and_after_and_writes_the_contract(tmp_path: Path, prompt_file: Path) -> None:
+    evaluation = Evaluation(
+        prompt_file, samples_per_prompt=4, every=2, statistics=[DigitStatistics()], saved_per_prompt=2
+    )
+    train(tmp_path, evaluation)
+    lines = eval_lines(tmp_path)
+    assert [line["rl_step"] for line in lines] == [0, 2, 4, 5]
+    first = lines[0]
+    assert first["reward"] == pytest.approx(2 * first["reward/judge_a"])
+    assert first["heldout"] == first["heldout/judge_b"]
+    assert first["samples"] == 12
+    assert first["missing"] == 0
+    assert 0.3 < first["diversity_ratio"] < 2.0
+    assert first["nn_distance"] > 0
+    kept = read_samples(tmp_path / "samples" / "eval-5.npz")
+    assert kept.media.shape == (6, 1, 8, 8)
+    assert kept.prompts == ("number one",) * 2 + ("number seven",) * 2 + ("number four",) * 2
+    assert set(kept.scores) == {"judge_a", "judge_b"}
+
+
+def test_the_same_noise_every_time_and_no_trace_in_training(tmp_path: Path, prompt_file: Path) -> None:
+    torch.manual_seed(0)
+    plain = train(tmp_path / "plain", None, epochs=2)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    watched = train(tmp_path / "watched", Evaluation(prompt_file, samples_per_prompt=2, every=1), epochs=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    for left, right in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(left, right)
+    engine = engine_of(DigitsPolicy())
+    again = Evaluation(prompt_file, samples_per_prompt=2).sample(engine)
+    with np.load(tmp_path / "watched" / "samples" / "eval-0.npz") as stored:
+        assert np.array_equal(stored["media"], again.media.numpy())
+        assert not np.array_equal(np.load(tmp_path / "watched" / "samples" / "eval-2.npz")["media"], stored["media"])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_share_the_prompts_equally_and_together_give_one_ranks_pictures(prompt_file: Path, ranks: int) -> None:
+    evaluation, engine = Evaluation(prompt_file, samples_per_prompt=2), engine_of(DigitsPolicy())
+    whole = evaluation.sample(engine)
+    parts = [evaluation.sample(engine, rank, ranks) for rank in range(ranks)]
+    assert len({len(part.prompts) for part in parts}) == 1
+    joined = torch.cat([part.media for part in parts])[: len(whole.prompts)]
+    assert torch.equal(joined, whole.media)
+
+
+def test_heldout_prompts_take_the_place_of_the_training_prompts(tmp_path: Path, prompt_file: Path) -> None:
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text('{"prompt": "number nine", "target": "9"}\n')
+    assert [prompt.text for prompt in Evaluation(prompt_file, heldout).prompts] == ["number nine"]
+    assert len(Evaluation(prompt_file, max_prompts=2).prompts) == 2
+
+
+def test_measure_leaves_missing_scores_out_and_counts_them() -> None:
+    prompts = (Prompt("a"), Prompt("b"))
+    nan = float("nan")
+    rewards = {"x": torch.tensor([1.0, nan]), "y": torch.tensor([0.0, 1.0]), "z": torch.tensor([0.25, 0.75])}
+    pictures = Pictures(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), prompts, rewards)
+    numbers = measure(pictures, {"x": 0.5}, heldout="z")
+    assert numbers["reward"] == 0.5
+    assert numbers["missing"] == 1
+    assert (numbers["heldout"], numbers["heldout/y"]) == (0.5, 0.5)
+    assert "heldout/x" not in numbers
+    assert measure(pictures, {"x": 0.5})["heldout"] == numbers["heldout/y"]
+    with pytest.raises(ValueError, match=r"heldout_reward='x'.*y, z"):
+        measure(pictures, {"x": 0.5}, heldout="x")
+    with pytest.raises(ValueError, match=r"\['reward'\]"):
+        measure(pictures, {"x": 0.5}, statistics=[lambda media, rows: {"reward": 0.0}])
+
+
+def test_saved_pictures_keep_the_first_of_each_prompt_in_any_order(tmp_path: Path) -> None:
+    prompts = (Prompt("a"), Prompt("b"), Prompt("a"), Prompt("b"))
+    media = torch.arange(4, dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 1, 8, 8)
+    save_pictures(tmp_path / "eval-1.npz", Pictures(media, prompts, {"r": torch.arange(4.0)}), per_prompt=1)
+    kept = read_samples(tmp_path / "eval-1.npz")
+    assert kept.media[:, 0, 0, 0].tolist() == [0, 1]
+    assert kept.scores["r"].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("key", "value"), [("samples_per_prompt", 0), ("every", -1), ("max_prompts", 0)])
+def test_counts_out_of_range_are_refused(prompt_file: Path, key: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"evaluation.{key} must be .* got {value}"):
+        Evaluation(prompt_file, **{key: value})  # type: ignore[arg-type]
+    with pytest.raises(PromptFileError):
+        Evaluation("absent.txt")
+
+
+def test_a_strategy_without_engine_is_refused(tmp_path: Path, prompt_file: Path) -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    with pytest.raises(TypeError, match="SingleDeviceStrategy has no rollout engine"):
+        Evaluation(prompt_file).on_train_start(trainer, Learner(DigitsPolicy()))
