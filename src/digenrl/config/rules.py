@@ -167,6 +167,7 @@ _NOT_NEGATIVE = Number(0)
 _POSITIVE = Number(0, above=True)
 
 KEYS: dict[str, Rule] = {
+    "experiment_name": Text("name of the run's directory"),
     "seed": _whole(0, 2**63 - 1),
     "max_rl_steps": _whole(1),
     "resume": Text("path of a run directory", null=True),

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hydra.utils
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
 from digenrl.config.errors import listing, nearest
 
 ALLOWED_PACKAGES: tuple[str, ...] = ("digenrl", "reward_models", "lightning", "torch.optim", "torchmetrics")
@@ -86,7 +89,7 @@ def _definition_problems(where: str, path: str, target: str, node: Mapping[str, 
     return problems
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _package_directory(package: str) -> Path | None:
     """Directory of a top-level package. `find_spec` of a top-level name executes no code of the package."""
     spec = importlib.util.find_spec(package)
@@ -112,7 +115,7 @@ def _submodules(module: str) -> list[str]:
     return [file.stem for file in folder.glob("*.py") if file.stem != "__init__"] if folder.is_dir() else []
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _body(source: Path) -> tuple[ast.stmt, ...]:
     return tuple(ast.parse(source.read_text(encoding="utf-8")).body)
 
@@ -194,22 +197,24 @@ def _arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[st
     return tuple(inherited) if definition.bases else ()
 
 
-def instantiate(node: Any, *arguments: Any, allow_targets: Sequence[str] = (), **named: Any) -> Any:
+def instantiate(node: Any, *arguments: Any, **named: Any) -> Any:
     """`hydra.utils.instantiate(node, *arguments, **named)` behind the allow-list.
+
+    The list is extended by `allow_targets` at the root of the configuration that `node` belongs to (`load` takes that
+    key from the command line only).
 
     Raises:
         PermissionError: a target of `node`, or of anything below it, is not allowed, or is an alias of something
             that was defined outside the allowed packages.
     """
-    import hydra.utils
-    from omegaconf import OmegaConf
-
+    root = node._get_root() if isinstance(node, (DictConfig, ListConfig)) else None
+    allow = tuple(root.get("allow_targets") or ()) if isinstance(root, DictConfig) else ()
     plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    if problems := target_problems(plain, allow_targets):
+    if problems := target_problems(plain, allow):
         raise PermissionError("; ".join(problems))
     for path, target, _ in targets(plain):
         found = hydra.utils.get_object(target)
         home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
-        if not is_allowed(home, allow_targets):
+        if not is_allowed(home, allow):
             raise PermissionError(f"{path or 'node'}: _target_ = {target} is an alias of {home}, which is refused.")
     return hydra.utils.instantiate(node, *arguments, **named)

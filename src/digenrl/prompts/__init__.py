@@ -62,14 +62,14 @@ def locate(name: str | Path) -> Path:
         PromptFileError: there is neither, or it is no regular file.
     """
     given = Path(name).expanduser()
-    candidates = [given] if given.is_absolute() else [given, DIRECTORY / given.name if given.name == str(given) else given]
+    candidates = [given, DIRECTORY / given] if given.name == str(given) else [given]
     for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()
         if candidate.exists():
             raise PromptFileError(f"{candidate}: not a regular file; name a {' or '.join(SUFFIXES)} file.")
     raise PromptFileError(
-        f"{name}: no such prompt file (looked in {Path.cwd()} and among the project's own sets: {', '.join(builtin())})."
+        f"{name}: no such prompt file (looked in {Path.cwd()} and among the project's own: {', '.join(builtin())})."
     )
 
 
@@ -107,7 +107,7 @@ def read(name: str | Path) -> PromptFile:
         more = [f"... and {len(problems) - _MAX_PROBLEMS} more lines"] if len(problems) > _MAX_PROBLEMS else []
         raise PromptFileError("; ".join([*problems[:_MAX_PROBLEMS], *more]))
     if not records:
-        raise PromptFileError(f"{path}: holds no prompt; write one {'prompt' if path.suffix == '.txt' else 'object'} a line.")
+        raise PromptFileError(f"{path}: holds no prompt; write one a line.")
     return PromptFile(path, tuple(records), tuple(duplicates))
 
 
@@ -160,9 +160,13 @@ def _json_record(text: str, line: int) -> Record:
     except RecursionError as error:
         raise ValueError("nested too deeply.") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"must be an object such as {{\"prompt\": ...}}, not {type(fields).__name__}.")
+        raise ValueError(f'must be an object such as {{"prompt": ...}}, not {type(fields).__name__}.')
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("half of a surrogate pair (\\ud800 .. \\udfff) is no text.") from error
     if "prompt" not in fields:
-        raise ValueError(f"the field \"prompt\" is missing (it has {', '.join(sorted(fields)) or 'no field'}).")
+        raise ValueError(f'the field "prompt" is missing (it has {", ".join(sorted(fields)) or "no field"}).')
     prompt = _checked(fields.pop("prompt"), "prompt")
     if not prompt.strip():
         raise ValueError("prompt is empty.")

@@ -1,0 +1,31 @@
+"""Configuration: compose, check everything before torch is imported, instantiate behind an allow-list.
+
+    composed = config.load(sys.argv[1:])        # raises ConfigError with every problem; `load_or_exit` prints and exits
+    run_dir = config.prepare_run_dir(composed)  # the first thing that is written
+    model = config.instantiate(composed.config.model)
+
+Importing this package imports Hydra, but neither torch nor Lightning.
+"""
+
+from digenrl.config.checks import problems_of
+from digenrl.config.compose import config_directory, group_options
+from digenrl.config.errors import ConfigError
+from digenrl.config.loading import Composed, load, load_or_exit
+from digenrl.config.redact import redact, redact_text
+from digenrl.config.run_dir import prepare_run_dir, prepare_run_dir_or_exit
+from digenrl.config.targets import instantiate
+
+__all__ = [
+    "Composed",
+    "ConfigError",
+    "config_directory",
+    "group_options",
+    "instantiate",
+    "load",
+    "load_or_exit",
+    "prepare_run_dir",
+    "prepare_run_dir_or_exit",
+    "problems_of",
+    "redact",
+    "redact_text",
+]

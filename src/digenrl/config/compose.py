@@ -1,0 +1,238 @@
+"""From command line words to a composed Hydra tree, with every mistake collected instead of the first one raised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.redact import MASK, is_secret_name, redact_text
+from digenrl.config.rules import KEYS
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+VERSION_BASE = "1.3"
+
+
+def config_directory() -> Path:
+    """configs/ of the checkout, or the copy that an installed wheel carries."""
+    checkout = _PACKAGE.parents[1] / "configs"
+    return checkout if (checkout / "train.yaml").is_file() else _PACKAGE / "configs"
+
+
+def group_options(directory: Path) -> dict[str, list[str]]:
+    """Group name -> names of its options."""
+    return {
+        group.name: sorted(
+            str(file.relative_to(group).with_suffix(""))
+            for file in group.rglob("*.yaml")
+            if not file.name.startswith("_")
+        )
+        for group in sorted(directory.iterdir())
+        if group.is_dir()
+    }
+
+
+@dataclass(frozen=True)
+class Words:
+    """Command line words, sorted by what they do."""
+
+    groups: tuple[Override, ...]
+    """Choices of group options, hydra's own groups included."""
+    values: tuple[Override, ...]
+    """Everything else."""
+
+    @property
+    def lines(self) -> list[str]:
+        return [str(word.input_line) for word in (*self.groups, *self.values)]
+
+
+def parse_words(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> tuple[Words, list[str]]:
+    """Parse overrides such as `experiment=x`, `data.group_size=8`, `+a.b=1`; returns them and what is wrong."""
+    groups: list[Override] = []
+    values: list[Override] = []
+    problems: list[str] = []
+    for word in words:
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            reason = re.sub(r"\s+", " ", str(error).split("\nSee ")[0])
+            problems.append(f"{redact_text(word)}: cannot be read as key=value ({redact_text(reason)}).")
+            continue
+        key = override.key_or_group
+        if override.is_sweep_override():
+            problems.append(f"{redact_text(word)}: several values need a sweep; add -m (make sweep).")
+        elif key in options:
+            chosen = _group_problem(override, options[key])
+            problems += chosen
+            if not chosen:
+                groups.append(override)
+        elif key.startswith("hydra/"):
+            groups.append(override)
+        else:
+            values.append(override)
+    return Words(tuple(groups), tuple(values)), problems
+
+
+def _group_problem(override: Override, options: Sequence[str]) -> list[str]:
+    group, value = override.key_or_group, override.value()
+    chosen = value if isinstance(value, list) else [value]
+    return [
+        unknown_option(group, str(option), options)
+        for option in chosen
+        if option is not None and str(option) not in options and not override.is_delete()
+    ]
+
+
+def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
+    """The message for a name that `group` has not."""
+    close = nearest(option, options)
+    hint = f"nearest: {close}. " if close else ""
+    return f"{group} = {redact_text(option)}: there is no such {group}; {hint}Available: {listing(options)}."
+
+
+def composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """Hydra's composition of configs/<config_name>.yaml, with the `hydra` node.
+
+    Raises:
+        ConfigError: Hydra refused it.
+    """
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE, job_name=config_name):
+            config = compose(config_name, overrides=list(overrides), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([_composition_message(error)]) from error
+    HydraConfig.instance().set_config(config)
+    return config
+
+
+def _composition_message(error: Exception) -> str:
+    text = str(error)
+    missing = re.search(r"Could not find '([\w-]+)/([^']+)'", text)
+    if missing and (options := group_options(config_directory()).get(missing[1])) is not None:
+        where = re.search(r"In '([^']+)'", text)
+        return (f"{where[1]}: " if where else "") + unknown_option(missing[1], missing[2], options)
+    kept = [
+        line.strip()
+        for line in text.splitlines()
+        if line.strip() and not line.strip().startswith(("full_key", "object_type"))
+    ]
+    return redact_text("; ".join(kept))
+
+
+def flat_keys(tree: Any, path: str = "") -> Iterator[str]:
+    """Every dotted key of `tree`, inner nodes included."""
+    if isinstance(tree, Mapping):
+        for key, item in tree.items():
+            dotted = f"{path}.{key}" if path else str(key)
+            yield dotted
+            yield from flat_keys(item, dotted)
+
+
+def known_keys(config: DictConfig) -> list[str]:
+    """Keys of the composed tree and of the table of rules, for "nearest valid key"."""
+    tree = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(tree, dict)
+    tree.pop("hydra", None)
+    return sorted({*flat_keys(tree), *KEYS})
+
+
+def unknown_key(key: str, value: Any, known: Sequence[str]) -> str:
+    """The message for a key that does not exist: key, value, nearest valid key and what that one may hold."""
+    shown = MASK if is_secret_name(key) else redact_text(str(value))
+    close = nearest(key, known)
+    if close is None:
+        parent = next((p for p in _parents(key) if any(k.startswith(f"{p}.") for k in known)), "")
+        siblings = (
+            {k[len(parent) + 1 :].partition(".")[0] for k in known if k.startswith(f"{parent}.")}
+            if parent
+            else {k.partition(".")[0] for k in known}
+        )
+        return f"{key} = {shown}: no such key; {parent or 'the top level'} has {listing(siblings)}."
+    allowed = f", allowed: {KEYS[close].describe()}" if close in KEYS else ""
+    return f"{key} = {shown}: no such key; nearest: {close}{allowed}."
+
+
+def _parents(key: str) -> Iterator[str]:
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
+
+
+def _exists(tree: Any, key: str) -> bool:
+    for part in re.split(r"\.|\[|\]\.?", key):
+        if part == "":
+            continue
+        if isinstance(tree, Mapping) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return False
+    return True
+
+
+def value_problems(values: Sequence[Override], base: DictConfig) -> tuple[list[Override], list[str]]:
+    """The overrides whose key exists in `base` (or that may add one), and a message for each of the others."""
+    tree = OmegaConf.to_container(base, resolve=False)
+    known = known_keys(base)
+    kept: list[Override] = []
+    problems: list[str] = []
+    for override in values:
+        key = override.key_or_group
+        if override.is_add() or override.is_force_add() or _exists(tree, key):
+            kept.append(override)
+        else:
+            problems.append(unknown_key(key, "" if override.is_delete() else override.value(), known))
+    return kept, problems
+
+
+def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, list[str]]:
+    """The composed tree (with `hydra`) and what is wrong with the words, as far as it can be composed.
+
+    Raises:
+        ConfigError: nothing can be composed; all problems found so far.
+    """
+    parsed, problems = parse_words(words, group_options(config_directory()))
+    group_lines = [str(word.input_line) for word in parsed.groups]
+    try:
+        base = composed(config_name, group_lines)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    kept, unknown = value_problems(parsed.values, base)
+    problems += unknown
+    try:
+        return composed(config_name, [*group_lines, *(str(word.input_line) for word in kept)]), problems
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+
+
+def merge_words(base: DictConfig, words: Sequence[str]) -> list[str]:
+    """Apply value overrides to the configuration of a resumed run, in place; returns what is wrong with them."""
+    options = group_options(config_directory())
+    parsed, problems = parse_words(words, options)
+    problems += [
+        f"{word.input_line}: a resumed run keeps its {word.key_or_group}; change single keys, or start a new run."
+        for word in parsed.groups
+    ]
+    kept, unknown = value_problems(parsed.values, base)
+    for word in kept:
+        with open_dict(base):
+            if word.is_delete():
+                parent, _, leaf = word.key_or_group.rpartition(".")
+                del (OmegaConf.select(base, parent) if parent else base)[leaf]
+            else:
+                OmegaConf.update(base, word.key_or_group, word.value(), merge=True, force_add=True)
+    return problems + unknown

@@ -1,0 +1,156 @@
+"""Rules that relate several keys. Each is a small function that yields messages; to add one, add it to `_RULES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Tree = Mapping[str, Any]
+
+
+class _Needs(Exception):
+    """A key that a rule reads is absent or already reported."""
+
+
+class _View:
+    """The values of a tree that passed their own rule."""
+
+    def __init__(self, tree: Tree, broken: set[str]) -> None:
+        self._tree = tree
+        self._broken = broken
+
+    def __call__(self, key: str) -> Any:
+        node: Any = self._tree
+        for part in key.split("."):
+            if key in self._broken or not isinstance(node, Mapping) or part not in node:
+                raise _Needs(key)
+            node = node[part]
+        return node
+
+
+def cross_problems(tree: Tree, broken: set[str]) -> list[str]:
+    """What is wrong between keys; rules that read a key of `broken` stay silent."""
+    view = _View(tree, broken)
+    problems: list[str] = []
+    for rule in _RULES:
+        try:
+            problems += list(rule(view))
+        except _Needs:
+            continue
+    return problems
+
+
+def pool_counts(pools: Any) -> dict[str, tuple[int, str]]:
+    """Pool name -> (number of devices, role: trainer | rollout | auto) of a hardware profile's `pools`."""
+    if not isinstance(pools, Mapping):
+        return {}
+    return {
+        str(name): (pool.get("count", 1), str(pool.get("role", "auto")))
+        for name, pool in pools.items()
+        if isinstance(pool, Mapping) and isinstance(pool.get("count", 1), int)
+    }
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+def _task_size(get: _View) -> Iterator[str]:
+    size, group = get("sampling.task_size"), get("data.group_size")
+    if group % size:
+        yield (f"sampling.task_size = {size}: must divide data.group_size = {group}; allowed: {_divisors(group)}.")
+
+
+def _updates(get: _View) -> Iterator[str]:
+    updates, prompts = get("algorithm.updates_per_batch"), get("data.prompts_per_batch")
+    if prompts % updates:
+        yield (
+            f"algorithm.updates_per_batch = {updates}: must divide data.prompts_per_batch = {prompts}; "
+            f"allowed: {_divisors(prompts)}."
+        )
+
+
+def _batch_wide_statistics(get: _View) -> Iterator[str]:
+    std, gap = get("algorithm.advantage.std"), get("schedule.gap")
+    if gap and std in ("batch", "max_group"):
+        yield (
+            f"algorithm.advantage.std = {std} needs every reward of the batch before the first gradient, but "
+            f"schedule.gap = {gap} trains groups as they complete; set schedule.gap=0 or algorithm.advantage.std=group."
+        )
+
+
+def _asynchrony(get: _View) -> Iterator[str]:
+    steps, rollouts = get("schedule.async_steps"), get("allocation.rollouts")
+    if steps and rollouts == 0:
+        yield (
+            f"schedule.async_steps = {steps} with allocation.rollouts = 0: without rollout ranks nobody generates "
+            "while others train; set allocation.rollouts to 1 or more, or schedule.async_steps=0."
+        )
+
+
+def _shares(get: _View) -> Iterator[str]:
+    shares, trainers = get("schedule.shares"), get("allocation.trainers")
+    if not isinstance(shares, list):
+        return
+    if sum(shares) <= 0:
+        yield f"schedule.shares = {shares}: at least one share must be above 0."
+    if isinstance(trainers, int) and len(shares) != trainers:
+        yield (
+            f"schedule.shares = {shares}: has {len(shares)} entries for allocation.trainers = {trainers}; "
+            "give one for each trainer rank, or schedule.shares=equal."
+        )
+
+
+def _sharding(get: _View) -> Iterator[str]:
+    sharding, trainers = get("parallel.sharding"), get("allocation.trainers")
+    if sharding in ("hsdp", "fsdp") and trainers == 1:
+        yield (
+            f"parallel.sharding = {sharding} with allocation.trainers = 1: there is nobody to share the weights with; "
+            "set parallel.sharding=ddp or allocation.trainers to 2 or more."
+        )
+
+
+def _rank_counts(get: _View) -> Iterator[str]:
+    pools = pool_counts(get("hardware.pools"))
+    trainers, rollouts = get("allocation.trainers"), get("allocation.rollouts")
+    if not pools:
+        return
+    devices = sum(count for count, _ in pools.values())
+    summary = ", ".join(f"{name}: {count} ({role})" for name, (count, role) in pools.items())
+    asked = [number for number in (trainers, rollouts) if isinstance(number, int)]
+    needed = sum(asked) + (2 - len(asked) if rollouts != 0 else 1 - (len(asked) - 1))
+    if needed > devices:
+        yield (
+            f"allocation.trainers = {trainers} and allocation.rollouts = {rollouts}: need {needed} ranks, but the "
+            f"hardware profile has {devices} ({summary}); lower one, set it to auto, or choose another hardware."
+        )
+        return
+    for key, number, role in (("trainers", trainers, "trainer"), ("rollouts", rollouts, "rollout")):
+        room = sum(count for count, its in pools.values() if its in ("auto", role))
+        if rollouts != 0 and isinstance(number, int) and number > room:
+            yield (
+                f"allocation.{key} = {number}: the hardware profile has {room} devices that may be {role}s "
+                f"({summary}); allowed: at most {room}."
+            )
+
+
+def _trained_steps(get: _View) -> Iterator[str]:
+    steps, total = get("algorithm.train_steps"), get("sampling.steps")
+    if not isinstance(steps, Mapping):
+        return
+    for name in ("count", "size", "window"):
+        value = steps.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= total:
+            yield f"algorithm.train_steps.{name} = {value}: must lie within sampling.steps; allowed: 1 .. {total}."
+
+
+_RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
+    _task_size,
+    _updates,
+    _batch_wide_statistics,
+    _asynchrony,
+    _shares,
+    _sharding,
+    _rank_counts,
+    _trained_steps,
+)

@@ -1,0 +1,140 @@
+"""Prompts of every RL step: a pure function of (seed, step), so that a resumed run needs no cursor but the step.
+
+Prompts of one batch are distinct. The stream walks epochs: each is a permutation of all prompts, ordered by a keyed
+hash of (seed, epoch, uid), so that neither the line order of the file nor a library's shuffle matters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, overload
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from digenrl.prompts import read
+from digenrl.types import Prompt
+
+
+class PromptSet(Sequence[Prompt]):
+    """The distinct prompts of one file, in file order.
+
+    Raises:
+        digenrl.prompts.PromptFileError: the file is missing, empty or malformed; names file and line.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        file = read(path)
+        self.path = file.path
+        self.duplicates = file.duplicates
+        """(line, line of its first occurrence) of every record left out."""
+        self._prompts = tuple(Prompt(r.text, r.negative, r.target, r.metadata) for r in file.records)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+        return self._prompts[index]
+
+
+class PromptSampler:
+    """Which prompts each logical batch holds; every rank computes the same.
+
+    Args:
+        prompts: distinct prompts, at least `prompts_per_batch`.
+        prompts_per_batch: P. Each prompt of a batch gets the G samples of its group.
+        seed: the run's seed.
+
+    Raises:
+        ValueError: fewer prompts than a batch needs.
+    """
+
+    _CACHED_EPOCHS = 4
+
+    def __init__(self, prompts: Sequence[Prompt], prompts_per_batch: int, seed: int) -> None:
+        if not 1 <= prompts_per_batch <= len(prompts):
+            raise ValueError(
+                f"data.prompts_per_batch = {prompts_per_batch}: the prompt file holds {len(prompts)} different prompts and "
+                f"a batch needs distinct ones; use 1 .. {len(prompts)}, or a longer file."
+            )
+        self._by_uid = {prompt.uid: prompt for prompt in prompts}
+        if len(self._by_uid) != len(prompts):
+            raise ValueError(
+                f"{len(prompts) - len(self._by_uid)} prompts are duplicates; pass distinct ones (PromptSet)."
+            )
+        self._size, self._seed = prompts_per_batch, seed
+        self._epochs: dict[int, tuple[int, ...]] = {}
+
+    def batch(self, step: int) -> tuple[Prompt, ...]:
+        """The P distinct prompts of RL step `step` (0-based); group g of the batch belongs to prompt g."""
+        if step < 0:
+            raise ValueError(f"step = {step}: RL steps count from 0.")
+        total = len(self._by_uid)
+        epoch, first = divmod(step * self._size, total)
+        uids = list(self._epoch(epoch)[first : first + self._size])
+        if len(uids) < self._size:
+            uids += self._epoch(epoch + 1)[: self._size - len(uids)]
+        return tuple(self._by_uid[uid] for uid in uids)
+
+    def _epoch(self, epoch: int) -> tuple[int, ...]:
+        """uids in the order of epoch `epoch`.
+
+        Where a batch straddles two epochs, uids that it already took from the old epoch move just behind its end, so
+        that it stays distinct and every uid still occurs once per epoch.
+        """
+        if epoch not in self._epochs:
+            start = max((known for known in self._epochs if known < epoch), default=-1)
+            for index in range(start + 1, epoch + 1):
+                order = self._shuffled(index)
+                taken = index * len(order) % self._size
+                if taken:
+                    before = set(self._epochs[index - 1][-taken:])
+                    head = [uid for uid in order if uid not in before][: self._size - taken]
+                    chosen = set(head)
+                    order = [*head, *(uid for uid in order if uid not in chosen)]
+                self._epochs[index] = tuple(order)
+                if len(self._epochs) > self._CACHED_EPOCHS:
+                    del self._epochs[min(self._epochs)]
+        return self._epochs[epoch]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        def key(uid: int) -> bytes:
+            return hashlib.blake2b(f"{self._seed}/{epoch}/{uid}".encode(), digest_size=16).digest()
+
+        return sorted(self._by_uid, key=key)
+
+
+class DataSettings(Protocol):
+    """The `data` group of a configuration."""
+
+    prompts: str
+    heldout: str | None
+    prompts_per_batch: int
+    group_size: int
+
+
+class PromptData(pl.LightningDataModule):
+    """The prompts of a run as Lightning's datamodule.
+
+    Trainers do not iterate it: the Strategy puts its stream of fragments in the place of `train_dataloader`, and every
+    rank asks `sampler` which prompts an RL step has.
+    """
+
+    def __init__(self, settings: DataSettings, seed: int) -> None:
+        super().__init__()
+        self.prompts = PromptSet(settings.prompts)
+        self.heldout = self.prompts if settings.heldout is None else PromptSet(settings.heldout)
+        """Evaluation prompts, never trained (the training prompts themselves where the set has no held-out split)."""
+        self.sampler = PromptSampler(self.prompts, settings.prompts_per_batch, seed)
+
+    @override
+    def train_dataloader(self) -> Sequence[Prompt]:
+        """A placeholder of the right kind, which the Strategy replaces."""
+        return self.prompts
