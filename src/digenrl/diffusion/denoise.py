@@ -224,11 +224,14 @@ def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
 def expand_condition(condition: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
     """One prompt's conditioning (leading dimension 1) as views with leading dimension `rows`; per-row conditioning unchanged."""
     return {
-        name: value.expand(rows, *value.shape[1:]) if value.shape[0] == 1 else value for name, value in condition.items()
+        name: value.expand(rows, *value.shape[1:]) if value.shape[0] == 1 else value
+        for name, value in condition.items()
     }
 
 
 def _log_prob(out: Transition) -> Tensor:
     if out.log_prob is None:
-        raise ValueError("the kernel's noise level is 0, so its steps have no log-prob to train: raise algorithm.sde's level")
+        raise ValueError(
+            "the kernel's noise level is 0, so its steps have no log-prob to train: raise algorithm.sde's level"
+        )
     return out.log_prob

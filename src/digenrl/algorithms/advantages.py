@@ -1,0 +1,159 @@
+"""From rewards [P, G] to advantages [P, G], in fp64.
+
+P prompts, G samples of a group. NaN = missing: it takes no part in any statistic and its advantage is 0. One convention
+for all variants: population standard deviation unless `unbiased`, eps added outside the root, groups whose rewards are all
+equal get exactly 0. The choices of the field's repositories are listed at the options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Result for one logical batch; rows of groups without rewards yet are 0."""
+
+    values: Tensor
+    """[P, G] fp32, clipped."""
+    total: Tensor
+    """[P, G] fp64: the weighted sum of the optimised rewards; NaN where one of them is missing."""
+    zero_variance: Tensor
+    """[P] bool: all present rewards of the group are equal, so that it gives no gradient."""
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """How rewards become advantages; `algorithm.advantage` in YAML."""
+
+    std: Literal["group", "batch", "max_group", "none"] = "group"
+    """What divides: the group's own deviation (DanceGRPO), the whole logical batch's (Flow-GRPO `global_std`, default for
+    images), the largest of the groups' (LongCat, ModelTC/GenRL stat_tracking.py:45), or nothing (Dr. GRPO)."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """leave_one_out: the mean of the group's other samples (RLOO, arXiv 2402.14740) = mean baseline times n/(n-1)."""
+    combine: Literal["sum", "per_reward"] = "sum"
+    """sum: weighted sum of raw rewards, then one normalisation (Flow-GRPO). per_reward: each reward normalised by its own
+    group first, then the weighted sum (GenRL `weight_advantages`, advantages.py:87)."""
+    renormalise: bool = False
+    """With per_reward: normalise the sum over the whole batch again (GDPO, arXiv 2601.05242; Flow-Factory's default)."""
+    unbiased: bool = False
+    """n-1 instead of n (DanceGRPO, verl-omni); sqrt(G/(G-1)) larger: 2.1% at G=24, 15% at G=4."""
+    eps: float = 1e-4
+    """Added to the deviation (Flow-GRPO); 1e-8 (DanceGRPO) turns reward noise of near-constant groups into +-sqrt(G)."""
+    clip: float | None = 5.0
+    """Bound of |A|; null = none (Flow-DPPO)."""
+    best_and_worst: int | None = None
+    """Train only the k best and k worst of a group, by advantage (DanceGRPO's HunyuanVideo recipe: 4 + 4 of 24), scaled by
+    G/(2k) so that the group weighs as much as before; null = all."""
+
+    def __post_init__(self) -> None:
+        _one_of("std", self.std, ("group", "batch", "max_group", "none"))
+        _one_of("baseline", self.baseline, ("mean", "leave_one_out"))
+        _one_of("combine", self.combine, ("sum", "per_reward"))
+        if self.eps < 0 or (self.clip is not None and self.clip <= 0):
+            raise ValueError(
+                f"advantage.eps must be >= 0 and clip positive or null, got eps={self.eps}, clip={self.clip}"
+            )
+        if self.renormalise and self.combine != "per_reward":
+            raise ValueError("advantage.renormalise=true needs advantage.combine=per_reward (GDPO)")
+        if self.best_and_worst is not None and self.best_and_worst < 1:
+            raise ValueError(f"advantage.best_and_worst must be >= 1 or null, got {self.best_and_worst}")
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """True if no advantage is known before every reward of the logical batch is (incompatible with schedule.gap)."""
+        return self.std in ("batch", "max_group") or self.renormalise
+
+    def __call__(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Advantages:
+        """rewards: name -> [P, G], NaN = missing; weights: the optimised ones. Raises KeyError-like ValueError on a name
+        in `weights` without rewards."""
+        missing = sorted(set(weights) - set(rewards))
+        if missing or not weights:
+            raise ValueError(
+                f"optimised rewards {sorted(weights)} must be non-empty and among the scored {sorted(rewards)}; missing: {missing}"
+            )
+        scored = {name: rewards[name].double() for name in sorted(weights)}
+        total = sum((weights[name] * value for name, value in scored.items()), start=torch.zeros(()).double())
+        assert isinstance(total, Tensor)
+        if self.combine == "sum":
+            values = self._normalise(total)
+        else:
+            parts = [weights[name] * self._normalise(value) for name, value in scored.items()]
+            values = torch.stack(parts).sum(dim=0)
+            if self.renormalise:
+                values = _batch_normalise(torch.where(total.isnan(), total, values), self.unbiased, self.eps)
+        if self.best_and_worst is not None:
+            values = _select(values, total, self.best_and_worst)
+        if self.clip is not None:
+            values = values.clamp(-self.clip, self.clip)
+        values = torch.where(total.isnan(), torch.zeros_like(values), values)
+        return Advantages(values.float(), total, _constant(total))
+
+    def _normalise(self, rewards: Tensor) -> Tensor:
+        """One reward, [P, G]: baseline and deviation; 0 where missing and in constant groups."""
+        present = ~rewards.isnan()
+        count = present.sum(dim=1, keepdim=True)
+        filled = torch.where(present, rewards, torch.zeros_like(rewards))
+        mean = filled.sum(dim=1, keepdim=True) / count.clamp(min=1)
+        centred = torch.where(present, rewards - mean, torch.zeros_like(rewards))
+        constant = _constant(rewards)[:, None]
+        centred = torch.where(constant, torch.zeros_like(centred), centred)
+        group_std = (centred.square().sum(dim=1, keepdim=True) / _freedom(count, self.unbiased)).sqrt()
+        if self.baseline == "leave_one_out":
+            centred = centred * (count / (count - 1).clamp(min=1))
+        if self.std == "none":
+            return centred
+        if self.std == "group":
+            return centred / (group_std + self.eps)
+        if self.std == "max_group":
+            return centred / (group_std.max() + self.eps)
+        total_count = present.sum()
+        overall = filled.sum() / total_count.clamp(min=1)
+        spread = torch.where(present, rewards - overall, torch.zeros_like(rewards))
+        return centred / ((spread.square().sum() / _freedom(total_count, self.unbiased)).sqrt() + self.eps)
+
+
+def _batch_normalise(values: Tensor, unbiased: bool, eps: float) -> Tensor:
+    """(x - mean) / (std + eps) over all present entries of [P, G]."""
+    present = ~values.isnan()
+    count = present.sum()
+    mean = torch.where(present, values, torch.zeros_like(values)).sum() / count.clamp(min=1)
+    centred = torch.where(present, values - mean, torch.zeros_like(values))
+    return centred / ((centred.square().sum() / _freedom(count, unbiased)).sqrt() + eps)
+
+
+def _select(values: Tensor, total: Tensor, k: int) -> Tensor:
+    """`values` with all but the k largest and k smallest present entries of each group at 0, scaled by n/(2k)."""
+    present = ~total.isnan()
+    count = present.sum(dim=1, keepdim=True)
+    highest = torch.where(present, values, torch.full_like(values, -torch.inf)).argsort(
+        dim=1, descending=True, stable=True
+    )
+    rank = torch.empty_like(highest).scatter_(
+        1, highest, torch.arange(values.shape[1], device=values.device).expand_as(highest)
+    )
+    keep = present & ((rank < k) | (rank >= count - k))
+    kept = keep.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(keep, values * (count / kept), torch.zeros_like(values))
+
+
+def _constant(rewards: Tensor) -> Tensor:
+    """[P] bool: every present reward of the group is the same number; False for groups without any."""
+    present = ~rewards.isnan()
+    low = torch.where(present, rewards, torch.full_like(rewards, torch.inf)).amin(dim=1)
+    high = torch.where(present, rewards, torch.full_like(rewards, -torch.inf)).amax(dim=1)
+    return present.any(dim=1) & (low == high)
+
+
+def _freedom(count: Tensor, unbiased: bool) -> Tensor:
+    return (count - 1).clamp(min=1) if unbiased else count.clamp(min=1)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"advantage.{name} must be one of {', '.join(allowed)}, got {value!r}")

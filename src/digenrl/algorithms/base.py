@@ -1,0 +1,285 @@
+"""What every algorithm's LightningModule shares: scaling of the loss, safe updates, metrics, averages, checkpoints.
+
+A Lightning epoch is one RL step. The module knows no rank: it returns a *sum* over its cells divided by the update's
+denominator, and reduces metrics with Lightning's `all_gather` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from digenrl.algorithms.advantages import Advantage, Advantages
+from digenrl.algorithms.copies import Ema
+from digenrl.algorithms.meters import Meters
+from digenrl.diffusion.sde import Kernel
+from digenrl.diffusion.steps import StepSelection
+from digenrl.models.policy import Policy
+from digenrl.types import CellBlock, TrainBatch
+
+logger = logging.getLogger(__name__)
+
+SKIPS_IN_A_ROW = 3
+"""Consecutive non-finite updates that stop the run."""
+
+
+class PolicyModule(pl.LightningModule):
+    """Base of the algorithms; a subclass gives `cell_losses`."""
+
+    needs_final: ClassVar[bool] = False
+    """Whether blocks must carry the clean latents `final`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        sde: Kernel,
+        train_steps: StepSelection,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        advantage: Advantage,
+        updates_per_batch: int,
+        max_grad_norm: float | None,
+        ema: Ema | None,
+    ) -> None:
+        """sde and train_steps are what rollouts sample with; `optimizer` is a partial that lacks only the parameters."""
+        super().__init__()
+        if updates_per_batch < 1:
+            raise ValueError(f"algorithm.updates_per_batch must be >= 1, got {updates_per_batch}")
+        if max_grad_norm is not None and max_grad_norm <= 0:
+            raise ValueError(f"algorithm.max_grad_norm must be positive or null, got {max_grad_norm}: 1.0 is usual")
+        self.policy = policy
+        self.sde = sde
+        self.train_steps = train_steps
+        self.advantage = advantage
+        self.updates_per_batch = updates_per_batch
+        self.max_grad_norm = max_grad_norm
+        self.ema = ema
+        self.first_ratio_max_dev: float | None = None
+        """max |ratio-1| over every cell of all ranks before the run's first optimizer step; None without ratios or before."""
+        self.dump_batch: Callable[[TrainBatch, str], None] | None = None
+        """Called with the latest suspicious micro-batch and the reason when an update is skipped."""
+        self.skipped_updates = 0
+        self.strict_loading = False
+        self._optimizer = optimizer
+        self._meters = Meters()
+        self._skips_in_a_row = 0
+        self._suspect: tuple[TrainBatch, Tensor] | None = None
+
+    # ---- what an algorithm is
+
+    @abstractmethod
+    def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
+        """Loss of every cell, [b, K]. advantages [b]; `live` False marks a block of weight 0 that must not count in metrics."""
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """True if no cell can be trained before every reward of the logical batch is known (incompatible with gap)."""
+        return self.advantage.needs_whole_batch
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether rollouts must store the means of their transitions."""
+        return False
+
+    def rollout_parameters(self) -> dict[str, Tensor]:
+        """The weights that rollouts must use, by the names of `policy.trained_parameters()`."""
+        return dict(self.policy.trained_parameters())
+
+    def rollout_weights(self) -> AbstractContextManager[None]:
+        """Inside, this rank's policy holds `rollout_parameters()` (colocated or lent generation)."""
+        return nullcontext()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the policy holds the moving average if there is one (evaluation)."""
+        return nullcontext() if self.ema is None else self.ema.copy.swapped(self.policy.trained_parameters())
+
+    # ---- one micro-batch
+
+    def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
+        """Sum over the cells of all blocks / `batch.denominator`: order and size of micro-batches leave the gradient alone."""
+        advantages = self.advantage(batch.rewards, batch.reward_weights)
+        total = torch.zeros((), device=batch.blocks[0].latents.device)
+        cells = 0
+        for block in batch.blocks:
+            live = block.weight != 0.0
+            rows = slice(block.first_sample, block.first_sample + block.samples)
+            losses = self.cell_losses(
+                block if live else _harmless(block), advantages.values[block.group, rows], batch, live
+            )
+            total = total + block.weight * losses.sum()
+            cells += losses.numel() if live else 0
+            self._count_rewards(block, advantages, batch, live)
+        loss = total / batch.denominator
+        self._meters.mean("loss", loss, cells / batch.denominator)
+        self._suspect = self._worse(batch, loss.detach())
+        return loss
+
+    def _count_rewards(self, block: CellBlock, advantages: Advantages, batch: TrainBatch, live: bool) -> None:
+        """Statistics of rewards by cells: each sample has equally many, so these are means over samples."""
+        rows = slice(block.first_sample, block.first_sample + block.samples)
+        cells_per_sample = len(block.steps) if live else 0
+        tables = {f"reward/{name}": table for name, table in batch.rewards.items()} | {"reward": advantages.total}
+        for name, table in tables.items():
+            row = table[block.group, rows]
+            present = ~row.isnan() if live else torch.zeros_like(row, dtype=torch.bool)
+            row = torch.where(present, row, torch.zeros_like(row)).double()
+            count = float(present.sum()) * cells_per_sample
+            self._meters.mean(name, row.sum() * cells_per_sample, count)
+            if name == "reward":
+                self._meters.mean("reward_square", row.square().sum() * cells_per_sample, count)
+        constant = advantages.zero_variance[block.group].double()
+        self._meters.mean(
+            "zero_variance_groups", constant * block.samples * cells_per_sample, block.samples * cells_per_sample
+        )
+        self._meters.mean("groups", torch.full_like(constant, float(advantages.total.shape[0])) * live, float(live))
+
+    def _worse(self, batch: TrainBatch, loss: Tensor) -> tuple[TrainBatch, Tensor]:
+        """The first non-finite micro-batch of the update, else the latest one."""
+        if self._suspect is not None and not bool(torch.isfinite(self._suspect[1])):
+            return self._suspect
+        return batch, loss
+
+    # ---- the update
+
+    def configure_optimizers(self) -> Optimizer:
+        """AdamW or whatever the YAML names, over the trained parameters alone."""
+        return self._optimizer(list(self.policy.trained_parameters().values()))
+
+    def train(self, mode: bool = True) -> PolicyModule:
+        """The policy stays in eval mode: dropout would make replay differ from the rollout."""
+        super().train(mode)
+        self.policy.eval()
+        return self
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip to `max_grad_norm`; a non-finite gradient becomes an exact no-op: no gradient, no decay, no optimizer state.
+
+        Gradients are equal (or shards of one gradient) on all ranks here, so all ranks decide alike.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        finite = bool(torch.isfinite(norm))
+        self._meters.mean("update_skipped", torch.tensor(float(not finite), device=self.device), 1.0)
+        if not finite:
+            self._skip(optimizer, float(norm))
+            return
+        self._skips_in_a_row = 0
+        self._meters.mean("grad_norm", norm, 1.0)
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+
+    def _skip(self, optimizer: Optimizer, norm: float) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        self._skips_in_a_row += 1
+        self.skipped_updates += 1
+        assert self._suspect is not None
+        batch, loss = self._suspect
+        reason = (
+            f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed (loss {float(loss)}, version "
+            f"{batch.version}, update {batch.update}, skip {self._skips_in_a_row} of {SKIPS_IN_A_ROW} in a row). "
+            "Usual causes: a non-finite reward, a latent outside the storage dtype, a ratio that overflowed"
+        )
+        logger.warning(reason)
+        if self.dump_batch is not None:
+            self.dump_batch(batch, reason)
+        if self._skips_in_a_row >= SKIPS_IN_A_ROW:
+            raise RuntimeError(f"{SKIPS_IN_A_ROW} updates in a row were not finite, stopping: {reason}")
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | Any,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Lightning's step, then what follows an update that was made."""
+        if self.ema is not None:
+            self.ema.begin(self.policy.trained_parameters())
+        skipped = self.skipped_updates
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self._suspect = None
+        if self.skipped_updates == skipped:
+            self.after_update()
+
+    def after_update(self) -> None:
+        """Runs after every optimizer step that changed weights."""
+        if self.ema is not None:
+            self.ema.update(self.policy.trained_parameters())
+
+    def on_train_batch_end(self, outputs: Any, batch: TrainBatch, batch_idx: int) -> None:
+        """After the RL step's last micro-batch, log its metrics: before callbacks read them at the end of the epoch."""
+        if self.trainer.is_last_batch:
+            self._log_step()
+
+    def _log_step(self) -> None:
+        found = self._meters.collect(self.all_gather)
+        square = found.pop("reward_square", None)
+        if square is not None:
+            found["reward_std"] = (square - found["reward"].square()).clamp(min=0).sqrt()
+        groups = found.pop("groups", None)
+        if groups is not None:
+            found["zero_variance_groups"] = found["zero_variance_groups"] * groups
+        for name, value in found.items():
+            self.log(name, value.to(self.device), on_step=False, on_epoch=True, batch_size=1)
+
+    # ---- checkpoints: trained parameters, averages, counters
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Trained parameters only; the base model is in its own files."""
+        trained = {prefix + name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return {name: value for name, value in state.items() if name in trained}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Beside the weights: the average and the run's first ratio."""
+        checkpoint["algorithm"] = {
+            "first_ratio_max_dev": self.first_ratio_max_dev,
+            "skipped_updates": self.skipped_updates,
+            "ema_steps": 0 if self.ema is None else self.ema.steps,
+            "ema": {} if self.ema is None else self.ema.copy.state_dict(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """The inverse; raises ValueError if the checkpoint has an average that this run does not keep, or the reverse."""
+        saved = checkpoint["algorithm"]
+        self.first_ratio_max_dev = saved["first_ratio_max_dev"]
+        self.skipped_updates = saved["skipped_updates"]
+        if bool(saved["ema"]) and self.ema is None:
+            raise ValueError("the checkpoint keeps a moving average and this run does not: set algorithm.ema as it was")
+        if self.ema is not None:
+            self.ema.steps = saved["ema_steps"]
+            self.ema.copy.load_state_dict(saved["ema"])
+
+
+@contextmanager
+def frozen(context: AbstractContextManager[None]) -> Iterator[None]:
+    """`context` without gradients: forwards of the base model or of an old policy."""
+    with torch.no_grad(), context:
+        yield
+
+
+def _harmless(block: CellBlock) -> CellBlock:
+    """A block of weight 0 with finite data of the same shapes: it runs the same collectives, and 0 * NaN cannot arise."""
+    zeros = {
+        name: torch.zeros_like(value)
+        for name in ("latents", "next_latents", "log_probs", "final", "means")
+        if (value := getattr(block, name)) is not None
+    }
+    return replace(block, **zeros)

@@ -1,0 +1,101 @@
+"""Copies of the trained parameters: moving averages, the old policy, the weights at the beginning of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class ParameterCopy:
+    """A copy of named parameters, made on first use; on sharded parameters it holds shards.
+
+    Tensors are cloned, never aliased: `.detach().cpu()` of a CPU tensor is the live weight itself.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def follow(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        """copy = decay*copy + (1-decay)*parameter; decay 0 is a plain copy. The first call copies."""
+        if not self.tensors:
+            decay = 0.0
+        for name, parameter in parameters.items():
+            if decay == 0.0:
+                self.tensors[name] = parameter.detach().clone()
+            else:
+                copy = self._at(name, parameter)
+                copy.mul_(decay).add_(parameter.detach(), alpha=1.0 - decay)
+
+    @contextmanager
+    def swapped(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Inside, the parameters hold the copy's values; afterwards their own, bit by bit. No copy yet: unchanged.
+
+        Values are written through `.data` into the same storage, so FSDP's views and recorded graphs stay valid as long as
+        no backward runs inside.
+        """
+        if not self.tensors:
+            yield
+            return
+        kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        try:
+            for name, parameter in parameters.items():
+                parameter.data.copy_(self._at(name, parameter))
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data.copy_(kept[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Full CPU tensors for a checkpoint; a collective of all trainers where parameters are sharded."""
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
+            for name, value in self.tensors.items()
+        }
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over full tensors; they move to their parameter's device and shards on next use."""
+        self.tensors = {name: value.clone() for name, value in tensors.items()}
+
+    def _at(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """The copy of one parameter, where and as the parameter is."""
+        copy = self.tensors[name]
+        if isinstance(parameter, DTensor) and not isinstance(copy, DTensor):
+            # Every rank holds the full tensor, so nothing needs to be sent (src_data_rank=None).
+            full = copy.to(parameter.device)
+            copy = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        self.tensors[name] = copy = copy.to(parameter.device)
+        return copy
+
+
+class Ema:
+    """Exponential moving average of the trained parameters, for evaluation and export; rollouts use the raw weights.
+
+    decay after n optimizer steps = min((1+n)/(10+n), `decay`), applied every `every` steps (yifan123/flow_grpo ema.py:33-56:
+    0.9, 8).
+    """
+
+    def __init__(self, decay: float = 0.9, every: int = 8) -> None:
+        if not 0 <= decay < 1 or every < 1:
+            raise ValueError(f"ema needs 0 <= decay < 1 and every >= 1, got decay={decay}, every={every}")
+        self.decay, self.every, self.steps = decay, every, 0
+        self.copy = ParameterCopy()
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Start from the parameters before the first optimizer step; nothing after a restart."""
+        if not self.copy.tensors:
+            self.copy.follow(parameters, 0.0)
+
+    def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Count one optimizer step and follow the parameters when it is due."""
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.copy.follow(parameters, self.decay_at(self.steps))
+
+    def decay_at(self, steps: int) -> float:
+        """min((1+n)/(10+n), decay)."""
+        return min((1 + steps) / (10 + steps), self.decay)

@@ -1,0 +1,211 @@
+"""Flow-GRPO and its family as one LightningModule: another SDE, window, advantage or surrogate is another YAML.
+
+Flow-GRPO arXiv 2505.05470, DanceGRPO 2505.07818, MixGRPO 2507.21802, Flow-CPS 2509.05952, GRPO-Guard 2510.22319.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from digenrl.algorithms.advantages import Advantage
+from digenrl.algorithms.base import PolicyModule, frozen
+from digenrl.algorithms.copies import Ema, ParameterCopy
+from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, mean_square_kl
+from digenrl.algorithms.surrogates import Cells, Surrogate
+from digenrl.diffusion.denoise import Replay, replay
+from digenrl.diffusion.sde import Kernel
+from digenrl.diffusion.steps import StepSelection
+from digenrl.models.policy import Policy
+from digenrl.types import CellBlock, TrainBatch
+
+logger = logging.getLogger(__name__)
+
+KlKind = Literal["gaussian", "h_free", "mean_square"]
+RATIO_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5}
+HALF_RATIO_BOUND = 1e-3
+"""16-bit kernels round differently at another batch geometry; verl-omni measures 1e-5 at 65,536 dimensions
+(docs rollout_correction.md:99), small latents average less."""
+JOINT_CLIP_SPAN = (1e-2, 5e3)
+"""clip_range * D of every published recipe lies within: 2e-6 at D=36,864 (Guard) to 1e-3 at D=2,096,640 (LongCat)."""
+
+
+class GRPO(PolicyModule):
+    """Policy gradient over stored transitions: loss = surrogate(ratio, A) + kl_weight * KL(new || base), per cell."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        sde: Kernel,
+        train_steps: StepSelection,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        advantage: Advantage,
+        surrogate: Surrogate,
+        clip_range: float | Sequence[float] = 1e-4,
+        kl_weight: float = 0.0,
+        kl_kind: KlKind = "gaussian",
+        updates_per_batch: int = 1,
+        max_grad_norm: float | None = 1.0,
+        ema: Ema | None = None,
+        ratio_bound: float | None = None,
+    ) -> None:
+        """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what `first_ratio_max_dev` may reach;
+        null = 1e-5 in fp32, 1e-3 in 16 bit. Raises ValueError for combinations that have no meaning."""
+        super().__init__(policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema)
+        self.surrogate = surrogate
+        self.clip = _clip_pair(clip_range)
+        self.kl_weight = kl_weight
+        self.kl_kind: KlKind = kl_kind
+        self.ratio_bound = ratio_bound
+        self._check(policy)
+        self._batch_start = ParameterCopy()
+        self._batch_start_version: int | None = None
+        self._ratio_peak: Tensor | None = None
+
+    def _check(self, policy: Policy) -> None:
+        if not self.sde.stochastic:
+            raise ValueError(
+                "algorithm.sde has noise level 0: without noise there is no log-prob to train, use e.g. 0.7"
+            )
+        if self.surrogate.needs_gaussian and not self.sde.gaussian:
+            raise ValueError(
+                f"{type(self.surrogate).__name__} needs a Gaussian log-prob, and {type(self.sde).__name__} drops the variance: "
+                "use algorithm.sde FlowSDE (or DanceSDE), or another surrogate"
+            )
+        if self.kl_weight < 0:
+            raise ValueError(f"algorithm.kl_weight must be >= 0, got {self.kl_weight}")
+        if self.kl_kind not in ("gaussian", "h_free", "mean_square"):
+            raise ValueError(f"algorithm.kl_kind must be gaussian, h_free or mean_square, got {self.kl_kind!r}")
+        dimensions = int(torch.tensor(policy.latent_shape).prod())
+        joint = max(self.clip) * dimensions
+        low, high = JOINT_CLIP_SPAN
+        if not low <= joint <= high:
+            logger.warning(
+                "algorithm.clip_range=%g looks too %s: log-probs here are means per dimension (D=%d), so it bounds the joint "
+                "log-ratio at clip_range*D = %.3g, while published recipes lie in %g..%g (1e-6..1e-3 at image and video "
+                "sizes); a joint-ratio clip of 0.2 corresponds to %.1e",
+                max(self.clip),
+                "small" if joint < low else "large",
+                dimensions,
+                joint,
+                low,
+                high,
+                0.2 / dimensions,
+            )
+
+    @property
+    def needs_means(self) -> bool:
+        """GRPO-Guard and Flow-DPPO compare with the rollout's means."""
+        return self.surrogate.needs_means
+
+    def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
+        """surrogate + kl_weight * KL, [b, K]."""
+        if self.needs_means and block.means is None:
+            raise ValueError(
+                f"{type(self.surrogate).__name__} needs rollout means and the block has none: keep_means=True"
+            )
+        staleness = batch.version - block.version
+        if live and staleness not in (0, 1):
+            raise ValueError(
+                f"block of version {block.version} in a batch of version {batch.version}: staleness must be 0 or 1 (I9)"
+            )
+        proximal = self._proximal(block, batch)
+        reference = None
+        if self.kl_weight > 0:
+            with frozen(self.policy.reference()):
+                reference = replay(self.policy, block, self.sde).mean
+        new = replay(self.policy, block, self.sde)
+        cells = Cells(
+            log_prob=new.log_prob,
+            old_log_prob=block.log_probs,
+            advantages=advantages[:, None],
+            mean=new.mean,
+            scale=new.scale,
+            sqrt_h=new.sqrt_h,
+            clip=self.clip,
+            old_mean=block.means,
+            proximal_log_prob=new.log_prob.detach() if proximal is None else proximal,
+        )
+        losses = self.surrogate.loss(cells)
+        if reference is not None:
+            kl = self._kl(new, reference)
+            losses = losses + self.kl_weight * kl
+            self._meters.mean("kl", kl.sum() * live, kl.numel() * live)
+        self._count_ratios(cells.ratio.detach(), staleness, live)
+        return losses
+
+    def _proximal(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:
+        """[b, K] log-probs under the weights at the beginning of the logical batch; None where these are the present ones."""
+        if not self.surrogate.needs_proximal or self.updates_per_batch == 1:
+            return None
+        if batch.version != self._batch_start_version:
+            self._batch_start.follow(self.policy.trained_parameters(), 0.0)
+            self._batch_start_version = batch.version
+        if batch.update == 0:
+            return None
+        with frozen(self._batch_start.swapped(self.policy.trained_parameters())):
+            return replay(self.policy, block, self.sde).log_prob
+
+    def _kl(self, new: Replay, reference: Tensor) -> Tensor:
+        if self.kl_kind == "gaussian":
+            return gaussian_kl(new.mean, reference, new.scale)
+        if self.kl_kind == "h_free":
+            return h_free_kl(new.mean, reference, new.std)
+        return mean_square_kl(new.mean, reference)
+
+    def _count_ratios(self, ratio: Tensor, staleness: int, live: bool) -> None:
+        deviation = (ratio - 1.0).abs().amax()
+        low, high = self.clip
+        clipped = ((ratio < 1.0 - low) | (ratio > 1.0 + high)).sum() * live
+        self._meters.mean("clip_fraction", clipped, ratio.numel() * live)
+        self._meters.peak("ratio_max_dev", deviation, float(live))
+        for age in (0, 1):
+            here = live and staleness == age
+            self._meters.mean(f"clip_fraction/stale_{age}", clipped * here, ratio.numel() * here)
+            self._meters.mean(f"ratio/stale_{age}", ratio.sum() * here, ratio.numel() * here)
+            self._meters.peak(f"ratio_max_dev/stale_{age}", deviation, float(here))
+        if self.first_ratio_max_dev is None:
+            deviation = deviation * live
+            self._ratio_peak = deviation if self._ratio_peak is None else torch.maximum(self._ratio_peak, deviation)
+
+    def on_fit_start(self) -> None:
+        """Say what the first ratios are held to."""
+        if self.first_ratio_max_dev is None:
+            logger.info("max |ratio-1| before the first optimizer step must be at most %g", self._bound())
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Before the run's first optimizer step, also hold the ratios of all ranks to the bound."""
+        if self.first_ratio_max_dev is None and self._ratio_peak is not None:
+            self.first_ratio_max_dev = float(torch.as_tensor(self.all_gather(self._ratio_peak)).max())
+            bound = self._bound()
+            if self.first_ratio_max_dev > bound:
+                raise RuntimeError(
+                    f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, above {bound:g}: replay "
+                    "does not reproduce the rollout. Check that trainers and rollouts use equal weights, dtype, guidance and "
+                    "attention kernels; sampling.storage_dtype; schedule.tsp.batch (1 has the rollout's geometry). If the "
+                    "figure is rounding, raise algorithm.ratio_bound"
+                )
+        super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def _bound(self) -> float:
+        if self.ratio_bound is not None:
+            return self.ratio_bound
+        dtypes = [RATIO_BOUND.get(p.dtype, HALF_RATIO_BOUND) for p in self.policy.transformer.parameters()]
+        return max(dtypes, default=HALF_RATIO_BOUND)
+
+
+def _clip_pair(value: float | Sequence[float]) -> tuple[float, float]:
+    low, high = (value, value) if isinstance(value, (int, float)) else tuple(value)
+    if not 0 < low < 1 or high <= 0:
+        raise ValueError(f"algorithm.clip_range must be c or [low, high] with 0 < low < 1 and high > 0, got {value}")
+    return float(low), float(high)

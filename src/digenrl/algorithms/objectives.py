@@ -1,0 +1,70 @@
+"""Per-cell losses as pure tensor functions.
+
+Legend of shapes: b samples of a block, K steps, D latent dimensions of a sample. Log-probs are means over D
+(`diffusion.sde`), so log-ratios are 1/D of the joint ones. Every function returns one value per cell, [b, K], and leaves
+the reduction to the caller: the loss of an update is their sum divided by the update's denominator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mean_dims(value: Tensor) -> Tensor:
+    """Mean over the latent dimensions: [b, K, *L] -> [b, K]."""
+    return value.flatten(2).mean(dim=2)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float | None = None) -> Tensor:
+    """PPO's pessimistic loss max(-A*r, -A*clamp(r, 1-low, 1+high)); [b, K] from ratio [b, K], advantages broadcastable to it.
+
+    high defaults to low. Schulman et al. 2017, arXiv 1707.06347; per denoising step as in yifan123/flow_grpo
+    train_sd3.py:880-893.
+    """
+    upper = 1.0 + (clip_low if clip_high is None else clip_high)
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, upper))
+
+
+def gaussian_kl(mean: Tensor, reference_mean: Tensor, scale: Tensor) -> Tensor:
+    """KL(N(mean, S^2) || N(reference_mean, S^2)) per dimension: mean_dims((mean-ref)^2) / (2*S^2), [b, K].
+
+    mean, reference_mean [b, K, *L]; scale [b, K] S = std*sqrt(h). The true Gaussian KL, as ModelTC/GenRL
+    wan_trainer.py:649-661 has it; its weights are 3e-4 .. 4e-3 there.
+    """
+    return mean_dims((mean - reference_mean) ** 2) / (2.0 * scale**2)
+
+
+def h_free_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
+    """mean_dims((mean-ref)^2) / (2*std^2), [b, K], std without sqrt(h): h times `gaussian_kl`.
+
+    yifan123/flow_grpo train_sd3.py:895 uses this with weight 0.04 (OCR, GenEval) or 0.01 (PickScore); at 10 steps that is
+    the weight of a true KL of about a tenth.
+    """
+    return mean_dims((mean - reference_mean) ** 2) / (2.0 * std**2)
+
+
+def mean_square_kl(mean: Tensor, reference_mean: Tensor) -> Tensor:
+    """mean_dims((mean-ref)^2), [b, K]: the variance-free form that ModelTC/GenRL pairs with Flow-CPS's log-prob."""
+    return mean_dims((mean - reference_mean) ** 2)
+
+
+def guard_ratio(log_prob: Tensor, old_log_prob: Tensor, mean: Tensor, old_mean: Tensor, scale: Tensor) -> Tensor:
+    """GRPO-Guard's normalised ratio exp((log r + bias) * S), bias = mean_dims((mean-old)^2)/(2*S^2); [b, K].
+
+    Equal to exp(mean_dims(z*(mean-old))), whose logarithm has expectation 0, while a plain log-ratio has -bias
+    (GRPO-Guard, arXiv 2510.22319; verl-project/verl-omni diffusion_algos.py:527). scale [b, K] is each row's own S: a batch
+    may mix timesteps.
+    """
+    bias = gaussian_kl(mean, old_mean, scale)
+    return torch.exp((log_prob - old_log_prob + bias) * scale)
+
+
+def dppo_keep(ratio: Tensor, advantages: Tensor, kl: Tensor, threshold: float) -> Tensor:
+    """Flow-DPPO's mask, [b, K] bool: False where the cell is beyond the trust region and would be pushed further out.
+
+    drop = kl >= threshold and ((r > 1 and A > 0) or (r < 1 and A < 0)); kl is `gaussian_kl` to the rollout's mean
+    (Tencent-Hunyuan/UniRL algorithms/flowdppo.py:54-138, threshold 1e-5 for the mean-reduced KL).
+    """
+    outward = ((ratio > 1.0) & (advantages > 0)) | ((ratio < 1.0) & (advantages < 0))
+    return ~((kl >= threshold) & outward)

@@ -1,0 +1,230 @@
+"""What a cell contributes to the policy gradient: the clipped ratio and its variants. `algorithm.surrogate` in YAML.
+
+All work on mean-per-dimension log-probs (`diffusion.sde`). `old_log_prob` is always the one that the rollout rank stored,
+so an on-policy ratio is exactly 1 and a stale one is the true importance ratio per dimension. The off-policy set is the one
+that ROLL Flash (arXiv 2510.11345) compares: ratio against the behaviour policy (`Clipped`), decoupled PPO, truncated
+importance sampling, CISPO, TOPR, and none (`Uncorrected`). Their published thresholds are for joint ratios of one token; a
+per-dimension ratio of a latent is 1 +- 1e-5, where a cap of 2 never binds, so thresholds here are distances from 1 in
+the unit of `clip_range`, and default to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from digenrl.algorithms.objectives import clipped_surrogate, dppo_keep, gaussian_kl, guard_ratio
+
+
+@dataclass(frozen=True)
+class Cells:
+    """b x K cells of one block under the present weights."""
+
+    log_prob: Tensor
+    """[b, K], differentiable."""
+    old_log_prob: Tensor
+    """[b, K], stored by the rollout rank."""
+    advantages: Tensor
+    """[b, 1]."""
+    mean: Tensor
+    """[b, K, *L], differentiable."""
+    scale: Tensor
+    """[b, K] S = std*sqrt(h) of each row."""
+    sqrt_h: Tensor
+    """[b, K]."""
+    clip: tuple[float, float]
+    """(low, high) distances of the clip bounds from 1."""
+    old_mean: Tensor | None = None
+    """[b, K, *L] rollout means, if `needs_means`."""
+    proximal_log_prob: Tensor | None = None
+    """[b, K] under the weights at the beginning of the logical batch, if `needs_proximal`; not differentiable."""
+
+    @property
+    def ratio(self) -> Tensor:
+        """[b, K] exp(new - stored)."""
+        return torch.exp(self.log_prob - self.old_log_prob)
+
+
+class Surrogate(Protocol):
+    """Per-cell policy loss."""
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether rollouts must store their means."""
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether log-probs at the beginning of the logical batch are needed."""
+
+    @property
+    def needs_gaussian(self) -> bool:
+        """Whether the kernel's log-prob must be a Gaussian log-density (false for Flow-CPS)."""
+
+    def loss(self, cells: Cells) -> Tensor:
+        """[b, K], to be summed; its gradient is the update."""
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A surrogate that needs nothing but log-probs."""
+
+    @property
+    def needs_means(self) -> bool:
+        return False
+
+    @property
+    def needs_proximal(self) -> bool:
+        return False
+
+    @property
+    def needs_gaussian(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Clipped(_Plain):
+    """PPO clip against the rollout's own log-probs (Flow-GRPO, DanceGRPO, MixGRPO): off-policy, the behaviour-policy ratio."""
+
+    def loss(self, cells: Cells) -> Tensor:
+        """See `objectives.clipped_surrogate`."""
+        return clipped_surrogate(cells.ratio, cells.advantages, *cells.clip)
+
+
+@dataclass(frozen=True)
+class Guard(_Plain):
+    """GRPO-Guard (arXiv 2510.22319): normalised ratio, gradient of each step divided by its own h.
+
+    verl-omni divides by batch-mean S and h (diffusion_algos.py:527), Flow-Factory leaves 1/h out; both are per row here.
+    """
+
+    @property
+    def needs_means(self) -> bool:
+        return True
+
+    @property
+    def needs_gaussian(self) -> bool:
+        return True
+
+    def loss(self, cells: Cells) -> Tensor:
+        """clipped_surrogate(guard ratio) / h."""
+        assert cells.old_mean is not None
+        ratio = guard_ratio(cells.log_prob, cells.old_log_prob, cells.mean, cells.old_mean, cells.scale)
+        return clipped_surrogate(ratio, cells.advantages, *cells.clip) / cells.sqrt_h**2
+
+
+@dataclass(frozen=True)
+class FlowDPPO(_Plain):
+    """Flow-DPPO: unclipped -A*r, without the cells that have left the KL trust region and would be pushed further out."""
+
+    threshold: float = 1e-5
+    """tau of the mean-reduced KL to the rollout's mean (Tencent-Hunyuan/UniRL algorithms/flowdppo.py:54). Means are kept in
+    fp32: bf16 means put a floor of about tau under the KL."""
+
+    def __post_init__(self) -> None:
+        if self.threshold <= 0:
+            raise ValueError(f"FlowDPPO.threshold must be positive, got {self.threshold}: UniRL uses 1e-5")
+
+    @property
+    def needs_means(self) -> bool:
+        return True
+
+    def loss(self, cells: Cells) -> Tensor:
+        """-A*r where kept, else exactly 0 with finite gradient, even for an infinite ratio."""
+        assert cells.old_mean is not None
+        ratio = cells.ratio
+        with torch.no_grad():
+            kl = gaussian_kl(cells.mean, cells.old_mean, cells.scale)
+            keep = dppo_keep(ratio, cells.advantages, kl, self.threshold)
+        # The log-ratio is masked before exp: masking after it would leave inf * 0 in the backward pass.
+        log_ratio = torch.where(keep, cells.log_prob - cells.old_log_prob, torch.zeros_like(ratio))
+        return torch.where(keep, -cells.advantages * torch.exp(log_ratio), torch.zeros_like(ratio))
+
+
+@dataclass(frozen=True)
+class Uncorrected(_Plain):
+    """Policy gradient that takes stale samples for fresh ones: weight 1, gradient -A*grad(log-prob)."""
+
+    def loss(self, cells: Cells) -> Tensor:
+        """-A*exp(log-prob - itself without gradient)."""
+        return -cells.advantages * _unit(cells.log_prob)
+
+
+@dataclass(frozen=True)
+class DecoupledPPO(_Plain):
+    """Decoupled PPO (Hilton et al. 2022, arXiv 2110.00641; AReaL, arXiv 2505.24298):
+    min(exp(prox - old), 1 + cap) * clipped_surrogate(exp(new - prox)).
+
+    The clip is centred on the weights at the beginning of the logical batch (prox), the weight corrects from the rollout's.
+    """
+
+    cap: float | None = None
+    """Distance of the weight's upper bound from 1; null = clip_range's upper side; verl-omni caps at 2.0, i.e. 1.0 here."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.cap)
+
+    @property
+    def needs_proximal(self) -> bool:
+        return True
+
+    def loss(self, cells: Cells) -> Tensor:
+        """Reduces to `Clipped` where prox = old."""
+        assert cells.proximal_log_prob is not None
+        weight = torch.exp(cells.proximal_log_prob - cells.old_log_prob).clamp(max=1.0 + _cap(self.cap, cells))
+        ratio = torch.exp(cells.log_prob - cells.proximal_log_prob)
+        return weight * clipped_surrogate(ratio, cells.advantages, *cells.clip)
+
+
+@dataclass(frozen=True)
+class TruncatedIS(_Plain):
+    """Truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561): gradient -min(r, 1 + cap)*A*grad(log-prob)."""
+
+    cap: float | None = None
+    """Distance of the weight's upper bound from 1; null = clip_range's upper side."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.cap)
+
+    def loss(self, cells: Cells) -> Tensor:
+        """The weight carries no gradient."""
+        weight = cells.ratio.detach().clamp(max=1.0 + _cap(self.cap, cells))
+        return -weight * cells.advantages * _unit(cells.log_prob)
+
+
+@dataclass(frozen=True)
+class CISPO(_Plain):
+    """CISPO (MiniMax-M1, arXiv 2506.13585): gradient -clamp(r, 1-low, 1+high)*A*grad(log-prob); no cell loses its gradient."""
+
+    def loss(self, cells: Cells) -> Tensor:
+        """The clipped weight carries no gradient."""
+        low, high = cells.clip
+        weight = cells.ratio.detach().clamp(1.0 - low, 1.0 + high)
+        return -weight * cells.advantages * _unit(cells.log_prob)
+
+
+@dataclass(frozen=True)
+class TOPR(_Plain):
+    """TOPR (arXiv 2503.14286): weight 1 for A > 0, min(r, 1) for A <= 0: bad samples that have become unlikely fade out."""
+
+    def loss(self, cells: Cells) -> Tensor:
+        """The weight carries no gradient."""
+        ratio = cells.ratio.detach()
+        weight = torch.where(cells.advantages > 0, torch.ones_like(ratio), ratio.clamp(max=1.0))
+        return -weight * cells.advantages * _unit(cells.log_prob)
+
+
+def _unit(log_prob: Tensor) -> Tensor:
+    """1 with the gradient of the log-prob."""
+    return torch.exp(log_prob - log_prob.detach())
+
+
+def _cap(cap: float | None, cells: Cells) -> float:
+    return cells.clip[1] if cap is None else cap
+
+
+def _check_cap(cap: float | None) -> None:
+    if cap is not None and cap <= 0:
+        raise ValueError(f"cap is the distance of the weight's bound from 1 and must be positive or null, got {cap}")
