@@ -93,7 +93,7 @@ class DiffusersPolicy(Policy):
         self.path = str(tiny.ensure(self.family)) if build == "tiny" else path
         checkpoint.require_family(self.path, self.pipelines, self.family)
         compute = getattr(torch, dtype)
-        transformer = checkpoint.load_component(
+        transformer: Any = checkpoint.load_component(
             self.transformer_class, self.path, "transformer", torch.float32 if lora is None else compute
         )
         if self.embedded_guidance and guidance_scale != 1.0 and not transformer.config.guidance_embeds:

@@ -1,0 +1,171 @@
+"""The adapter is the diffusers pipeline: same noise, same steps, same latents; and replay is sampling."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from digenrl.diffusion import denoise
+from digenrl.diffusion.sde import FlowSDE
+from digenrl.diffusion.steps import StepPlan
+from digenrl.types import CellBlock, Prompt
+from tests.models.tiny_policies import FAMILIES, diffusers_latents, make, randomise_lora
+
+PROMPTS = ["a red circle on a blue background", "a sign"]
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def noise_of(policy, rows: int) -> torch.Tensor:
+    return torch.randn(rows, *policy.latent_shape, generator=torch.Generator().manual_seed(3))
+
+
+CASES = [
+    ("wan", 1.0, 1.0),
+    ("wan", 5.0, 1.0),
+    ("sd3", 1.0, 1.0),
+    ("sd3", 4.5, 1.0),
+    ("qwen_image", 1.0, 1.0),
+    ("qwen_image", 4.0, 1.0),
+    ("flux", 3.5, 1.0),
+    ("flux", 3.5, 2.0),
+    ("hunyuan_video", 6.018, 1.0),
+    ("hunyuan_video", 6.018, 2.0),
+]
+
+
+@pytest.mark.parametrize(("family", "guidance", "true_cfg"), CASES)
+def test_ode_sampling_equals_the_diffusers_pipeline(family, guidance, true_cfg):
+    policy = make(family, guidance_scale=guidance, true_cfg_scale=true_cfg)
+    noise = noise_of(policy, len(PROMPTS))
+    condition = policy.encode([Prompt(text) for text in PROMPTS])
+    ours = denoise.ode_sample(policy, condition, noise, policy.sigma_grid(STEPS))
+    theirs = diffusers_latents(family, PROMPTS, noise, STEPS, guidance, true_cfg)
+    assert ours.shape == theirs.shape
+    assert (ours - noise).abs().max() > 0.1
+    assert (ours - theirs).abs().max() <= 1e-5
+
+
+def block_of(policy, steps, storage_dtype, kernel, plan):
+    condition = policy.encode([Prompt(PROMPTS[0])])
+    key = denoise.SampleKey(seed=0, step=0, uid=7, samples=(0, 1, 2))
+    sigmas = policy.sigma_grid(steps)
+    samples = denoise.sample(policy, condition, key, sigmas, kernel, plan, storage_dtype)
+    return CellBlock(
+        step=0,
+        group=0,
+        uid=7,
+        first_sample=0,
+        version=0,
+        steps=samples.steps,
+        sigmas=sigmas,
+        latents=samples.latents,
+        next_latents=samples.next_latents,
+        log_probs=samples.log_probs,
+        condition=condition,
+    )
+
+
+def cell(block: CellBlock, k: int) -> CellBlock:
+    return CellBlock(
+        **{
+            **vars(block),
+            "steps": block.steps[k : k + 1],
+            "latents": block.latents[:, k : k + 1],
+            "next_latents": block.next_latents[:, k : k + 1],
+            "log_probs": block.log_probs[:, k : k + 1],
+        }
+    )
+
+
+@pytest.mark.parametrize("storage_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_is_exact_at_the_same_geometry_and_close_when_steps_share_a_forward(family, storage_dtype):
+    policy = make(family, guidance_scale=4.0, gradient_checkpointing=True)
+    randomise_lora(policy)
+    kernel, plan = FlowSDE(0.7), StepPlan(sde=(0, 1, 2, 3), trained=(0, 1, 2))
+    block = block_of(policy, 5, storage_dtype, kernel, plan)
+    assert block.latents.dtype == storage_dtype
+    for k in range(3):
+        one = denoise.replay(policy, cell(block, k), kernel)
+        assert torch.equal(one.log_prob[:, 0].detach(), block.log_probs[:, k])
+    together = denoise.replay(policy, block, kernel)
+    assert (together.log_prob - block.log_probs).abs().max() <= 1e-6
+    together.log_prob.sum().backward()
+    assert policy.parameters_without_gradient() == []
+    grads = [parameter.grad.abs().max() for parameter in policy.trained_parameters().values()]
+    assert min(grads) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_with_different_sigmas_and_prompts_equal_one_row_at_a_time(family):
+    policy = make(family, guidance_scale=1.0)
+    randomise_lora(policy)
+    prompts = [Prompt(text) for text in (*PROMPTS, "a cat in the rain at night")]
+    condition = policy.encode(prompts)
+    noise, sigmas = noise_of(policy, 3), torch.tensor([0.9, 0.5, 0.1])
+    with torch.no_grad():
+        batch = policy.velocity(noise, sigmas, condition)
+        for row in range(3):
+            alone = policy.velocity(
+                noise[row : row + 1], sigmas[row : row + 1], {k: v[row : row + 1] for k, v in condition.items()}
+            )
+            assert (batch[row : row + 1] - alone).abs().max() <= 1e-6 * max(1.0, alone.abs().max().item())
+    assert batch.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_is_the_base_model_and_leaves_the_adapter_as_it_was(family):
+    policy = make(family)
+    base = make(family)
+    randomise_lora(policy)
+    condition, noise, sigma = policy.encode([Prompt("a star")]), noise_of(policy, 1), torch.tensor([0.7])
+    with torch.no_grad():
+        adapted = policy.velocity(noise, sigma, condition)
+        with policy.reference():
+            reference = policy.velocity(noise, sigma, condition)
+        assert torch.equal(reference, base.velocity(noise, sigma, condition))
+        assert not torch.equal(reference, adapted)
+        assert torch.equal(policy.velocity(noise, sigma, condition), adapted)
+    assert list(policy.trained_parameters()) == list(base.trained_parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode_gives_media_in_the_unit_range(family):
+    policy = make(family)
+    media = policy.decode(noise_of(policy, 2))
+    assert media.shape == ((2, 5, 3, 32, 32) if family in ("wan", "hunyuan_video") else (2, 3, 64, 64))
+    assert media.dtype == torch.float32
+    assert 0 <= media.min() < media.max() <= 1
+
+
+def test_decode_equals_the_diffusers_pipeline():
+    import diffusers
+
+    from digenrl.models import tiny
+
+    for family in FAMILIES:
+        policy = make(family)
+        latents = noise_of(policy, 1)
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny.ensure(family))
+        pipeline.set_progress_bar_config(disable=True)
+        size = {"num_frames": 5} if family in ("wan", "hunyuan_video") else {}
+        decoded = []
+        pipeline.scheduler.step = lambda *_, latents=latents, **__: (latents,)
+        output = pipeline(
+            prompt="a",
+            latents=latents,
+            num_inference_steps=1,
+            output_type="np",
+            height=policy.height,
+            width=policy.width,
+            **size,
+        )
+        decoded = torch.from_numpy(np.asarray(output[0]))
+        ours = policy.decode(latents).movedim(-3, -1)
+        assert (decoded - ours).abs().max() <= 1e-5, family

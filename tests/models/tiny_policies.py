@@ -1,0 +1,98 @@
+"""Tiny policies of all five families, and the plain diffusers pipelines to compare them with."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import diffusers
+import numpy as np
+import torch
+
+from digenrl.models import tiny
+from digenrl.models.flux import FluxPolicy
+from digenrl.models.hunyuan_video import HunyuanVideoPolicy
+from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.qwen_image import QwenImagePolicy
+from digenrl.models.sd3 import SD3Policy
+from digenrl.models.wan import WanPolicy
+
+FAMILIES: dict[str, type[DiffusersPolicy]] = {
+    "wan": WanPolicy,
+    "hunyuan_video": HunyuanVideoPolicy,
+    "flux": FluxPolicy,
+    "qwen_image": QwenImagePolicy,
+    "sd3": SD3Policy,
+}
+VIDEO = {"wan", "hunyuan_video"}
+LORA = {"rank": 4, "alpha": 8, "targets": "attention_ff"}
+TEXT_LENGTH = {"wan": 64, "hunyuan_video": 64, "flux": 64, "qwen_image": 48, "sd3": 48}
+NEGATIVE = "a blue ring"
+
+
+def make(family: str, lora: dict[str, Any] | None = None, dtype: str = "float32", **overrides: Any) -> DiffusersPolicy:
+    """The family's policy on its tiny build: 32x32 pixels and 5 frames, or a 64x64 image."""
+    size = {"height": 32, "width": 32, "frames": 5} if family in VIDEO else {"height": 64, "width": 64}
+    arguments = {
+        "path": "unused",
+        "build": "tiny",
+        "lora": LORA if lora is None else lora,
+        "dtype": dtype,
+        "max_sequence_length": TEXT_LENGTH[family],
+        "negative_prompt": NEGATIVE,
+        **size,
+        **overrides,
+    }
+    return FAMILIES[family](**arguments)
+
+
+def randomise_lora(policy: DiffusersPolicy, seed: int = 1, std: float = 0.05) -> None:
+    """B matrices are zero at the start; give them values, so that the adapter shows."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.trained_parameters().values():
+            parameter.add_(std * torch.randn(parameter.shape, generator=generator))
+
+
+class ExplicitEuler(diffusers.FlowMatchEulerDiscreteScheduler):
+    """Euler on the explicit grid, for a pipeline that calls set_timesteps(steps) by itself (Wan)."""
+
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:  # type: ignore[override]
+        super().set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), device=device)
+
+
+def diffusers_latents(
+    family: str, prompts: list[str], noise: torch.Tensor, steps: int, guidance: float, true_cfg: float = 1.0
+) -> torch.Tensor:
+    """Final latents of the family's own pipeline on the tiny build, from the same noise."""
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny.ensure(family), local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    call: dict[str, Any] = {
+        "prompt": prompts,
+        "latents": noise,
+        "num_inference_steps": steps,
+        "output_type": "latent",
+        "return_dict": False,
+        "max_sequence_length": TEXT_LENGTH[family],
+    }
+    if family in VIDEO:
+        call |= {"height": 32, "width": 32, "num_frames": 5}
+    else:
+        call |= {"height": 64, "width": 64}
+    if family == "qwen_image":
+        call |= {"true_cfg_scale": guidance, "negative_prompt": [NEGATIVE] * len(prompts) if guidance > 1 else None}
+    elif family in ("flux", "hunyuan_video"):
+        negative = [NEGATIVE] * len(prompts) if true_cfg > 1 else None
+        call |= {"guidance_scale": guidance, "true_cfg_scale": true_cfg, "negative_prompt": negative}
+    else:
+        call |= {"guidance_scale": guidance, "negative_prompt": [NEGATIVE] * len(prompts) if guidance > 1 else None}
+    if family == "wan":
+        pipeline.scheduler = ExplicitEuler(shift=3.0)
+    if family == "sd3":
+        call |= {"sigmas": list(np.linspace(1, 1 / steps, steps))}
+    if family == "hunyuan_video":
+        del call["max_sequence_length"]
+        call |= {"max_sequence_length": TEXT_LENGTH[family]}
+    return pipeline(**call)[0]
