@@ -1,0 +1,100 @@
+"""summary.json: every promised key, and what is inferred when nobody wrote the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from digenrl.report.alarms import alarms
+from digenrl.report.run_dir import append_event, append_jsonl, read_run
+from digenrl.report.summary import build_summary
+from tests.report.synthetic import EPOCH, GROUPS, write_lines, write_run
+
+PROMISED = {
+    "status", "cause", "rl_steps", "wall_s", "step_s", "samples_per_s", "reward_first", "reward_last", "heldout_first",
+    "heldout_last", "diversity_ratio", "nn_distance_first", "nn_distance_last", "first_ratio_max_dev", "staleness_max",
+    "bubble", "predicted_step_s", "dropped", "restarts", "world",
+}  # fmt: skip
+"""Design section 5."""
+
+
+def test_summary_of_a_finished_run(finished: Path) -> None:
+    run = read_run(finished)
+    summary = build_summary(run)
+    assert set(summary) >= PROMISED
+    assert (summary["status"], summary["cause"], summary["rl_steps"], summary["restarts"]) == ("completed", None, 24, 0)
+    assert summary["experiment"] == "digits_flowgrpo"
+    assert summary["first_ratio_max_dev"] == 0.0
+    assert summary["world"] == {"trainer": 2, "rollout": 2}
+    assert summary["heldout_first"] == 0.56
+    assert summary["reward_last"] == run.steps[-1]["reward"]
+    assert summary["wall_s"] == pytest.approx(run.events[-1]["time"] - EPOCH)
+    seconds = sum(row["step_s"] for row in run.steps)
+    assert summary["samples_per_s"] == pytest.approx(24 * GROUPS * 16 / seconds)
+    waits = [span for span in run.spans if span.stage == "wait" and span.role == "trainer"]
+    assert sum(summary["bubble"]["trainer"].values()) == pytest.approx(sum(span.seconds for span in waits))
+
+
+def test_a_run_that_nobody_ended_has_failed(crashed: Path) -> None:
+    summary = build_summary(read_run(crashed))
+    assert summary["status"] == "failed"
+    assert "no end was recorded" in summary["cause"]
+    assert summary["rl_steps"] == 9
+    assert len(summary["warnings"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "cause"),
+    [
+        ([("stop", {"rl_step": 24, "cause": None})], "completed", None),
+        ([("stop", {"rl_step": 3, "cause": "interrupted"})], "stopped", "interrupted"),
+        (
+            [("failure", {"cause": "OSError: disk full"}), ("stop", {"cause": "interrupted"})],
+            "failed",
+            "OSError: disk full",
+        ),
+        ([("failure", {"cause": "x"}), ("end", {"status": "failed", "cause": "rank 1 died"})], "failed", "rank 1 died"),
+        ([("end", {"status": "failed", "cause": "x"}), ("launch", {}), ("stop", {"cause": None})], "completed", None),
+    ],
+)
+def test_outcome_is_that_of_the_last_attempt(
+    tmp_path: Path, events: list[tuple[str, dict[str, object]]], status: str, cause: str | None
+) -> None:
+    append_event(tmp_path, "launch", {})
+    for kind, facts in events:
+        append_event(tmp_path, kind, facts)
+    summary = build_summary(read_run(tmp_path))
+    assert (summary["status"], summary["cause"]) == (status, cause)
+
+
+def test_wall_time_leaves_out_the_pause_before_a_resume(tmp_path: Path) -> None:
+    rows = [(0, "launch"), (50, "failure"), (1000, "launch"), (1030, "stop")]
+    write_lines(tmp_path / "events.jsonl", [{"time": EPOCH + seconds, "kind": kind} for seconds, kind in rows])
+    summary = build_summary(read_run(tmp_path))
+    assert summary["wall_s"] == pytest.approx(80)
+    assert (summary["attempts"], summary["restarts"]) == (2, 1)
+
+
+def test_a_run_that_died_at_once_has_a_summary_of_nulls(tmp_path: Path) -> None:
+    append_event(tmp_path, "launch", {})
+    summary = build_summary(read_run(tmp_path))
+    assert set(summary) >= PROMISED
+    assert summary["reward_first"] is None
+    assert summary["step_s"] is None
+    assert summary["rl_steps"] == 0
+
+
+def test_dropped_samples_are_counted_by_reason(tmp_path: Path) -> None:
+    for reason, samples in [("missing_reward", 16), ("missing_reward", 16), ("task_lost", 4)]:
+        append_event(tmp_path, "dropped", {"reason": reason, "samples": samples})
+    assert build_summary(read_run(tmp_path))["dropped"] == {"missing_reward": 32, "task_lost": 4}
+
+
+def test_alarms_are_silent_for_a_good_run_and_name_reward_hacking(tmp_path: Path, finished: Path) -> None:
+    assert alarms(build_summary(read_run(finished))) == []
+    path = write_run(tmp_path / "run", steps=8)
+    append_jsonl(path / "metrics.jsonl", {"kind": "eval", "rl_step": 8, "heldout": 0.4, "diversity_ratio": 0.5})
+    told = " ".join(alarms(build_summary(read_run(path))))
+    assert "gamed" in told
+    assert "mode collapse" in told
