@@ -1,0 +1,103 @@
+"""What the engine needs to know about ranks: seconds per unit of work, and what disturbs them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One GPU and what it costs there to do one unit of each kind of work."""
+
+    rank: int
+    """Launch rank; trainers come first."""
+    role: str
+    """trainer | rollout."""
+    pool: str
+    step_seconds: float
+    """One denoising step of one task. inf: this rank cannot generate."""
+    encode_seconds: float = 0.0
+    """Conditioning of one prompt, paid once per group and rank."""
+    decode_seconds: float = 0.0
+    """Of one task."""
+    score_seconds: float = 0.0
+    """Of one task."""
+    cell_seconds: float = 0.0
+    """Forward and backward of one (task, trained step), inside a block of K steps. Trainers only."""
+    adopt_seconds: float = 0.0
+    """Taking over a published version. Rollout ranks only."""
+
+    def task_seconds(self, denoise_steps: int) -> float:
+        """One task from noise to reward, conditioning cached."""
+        return denoise_steps * self.step_seconds + self.decode_seconds + self.score_seconds
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks and what they do together."""
+
+    ranks: tuple[Rank, ...]
+    lockstep: bool = False
+    """Sharded trainers (hsdp, fsdp): every micro-batch and every lent denoising step is a collective of all of them."""
+    micro_batch_seconds: float = 0.0
+    """Communication of one micro-batch that does not overlap with computing."""
+    reduce_seconds: float = 0.0
+    """Gradient reduction at the end of an update."""
+    optimizer_seconds: float = 0.0
+    """Optimizer step of an update."""
+    snapshot_seconds: float = 0.0
+    """Copy of the published weights, before the trainers go on."""
+    publish_seconds: float = 0.0
+    """From the copy until rollout ranks have received a version."""
+    deliver_seconds: float = 0.0
+    """A finished task on its way to the trainers."""
+    move_seconds: float = 0.0
+    """A suspended task on its way to another rank."""
+    switch_seconds: float = 0.0
+    """One switch of a trainer between training and generation."""
+    lends_between_updates: bool = False
+    """A copy of the published weights is kept, so trainers may lend after the first update of a batch."""
+    static_claims: bool = False
+    """Tasks are split equally beforehand (what published colocated loops do) instead of claimed."""
+
+    @cached_property
+    def trainers(self) -> tuple[Rank, ...]:
+        return tuple(rank for rank in self.ranks if rank.role == "trainer")
+
+    @cached_property
+    def rollouts(self) -> tuple[Rank, ...]:
+        return tuple(rank for rank in self.ranks if rank.role == "rollout")
+
+    def __post_init__(self) -> None:
+        if not self.trainers:
+            raise ValueError("allocation.trainers = 0: nobody would learn; use at least 1.")
+        if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))):
+            raise ValueError(f"ranks must be numbered 0 .. {len(self.ranks) - 1} in order.")
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Jitter, stragglers and failures of a simulated run; neutral by default."""
+
+    jitter: float = 0.0
+    """Standard deviation of the logarithm of each duration's factor."""
+    seed: int = 0
+    stragglers: Mapping[int, float] = field(default_factory=dict)
+    """rank -> factor on all its durations."""
+    failures: tuple[tuple[float, int], ...] = ()
+    """(virtual second, rollout rank) of deaths."""
+    detect_seconds: float = 10.0
+    """From a death until its tasks are reissued."""
+
+    def generator(self) -> random.Random:
+        """A fresh generator of the run's jitter."""
+        return random.Random(self.seed)
+
+    def factor(self, rank: int, generator: random.Random) -> float:
+        """What to multiply a duration of `rank` with."""
+        noise = math.exp(generator.gauss(0.0, self.jitter)) if self.jitter else 1.0
+        return noise * self.stragglers.get(rank, 1.0)
