@@ -16,7 +16,8 @@ from digenrl.types import CellBlock, TrainBatch
 
 
 class ToyPolicy(nn.Module):
-    """v(x, s, c) of a small MLP over packed latents [N, C]; the base is frozen under a trained residual that begins at 0."""
+    """v(x, s, c) of a small MLP over packed latents [N, C]; the base is frozen under a trained residual that begins at
+    0."""
 
     family = "toy"
     latent_shape: tuple[int, ...] = (3, 4)

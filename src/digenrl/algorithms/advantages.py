@@ -1,8 +1,8 @@
 """From rewards [P, G] to advantages [P, G], in fp64.
 
 P prompts, G samples of a group. NaN = missing: it takes no part in any statistic and its advantage is 0. One convention
-for all variants: population standard deviation unless `unbiased`, eps added outside the root, groups whose rewards are all
-equal get exactly 0. The choices of the field's repositories are listed at the options.
+for all variants: population standard deviation unless `unbiased`, eps added outside the root, groups whose rewards are
+all equal get exactly 0. The choices of the field's repositories are listed at the options.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ class Advantage:
     """How rewards become advantages; `algorithm.advantage` in YAML."""
 
     std: Literal["group", "batch", "max_group", "none"] = "group"
-    """What divides: the group's own deviation (DanceGRPO), the whole logical batch's (Flow-GRPO `global_std`, default for
-    images), the largest of the groups' (LongCat, ModelTC/GenRL stat_tracking.py:45), or nothing (Dr. GRPO)."""
+    """What divides: the group's own deviation (DanceGRPO), the whole logical batch's (Flow-GRPO `global_std`, default
+    for images), the largest of the groups' (LongCat, ModelTC/GenRL stat_tracking.py:45), or nothing (Dr. GRPO)."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """leave_one_out: the mean of the group's other samples (RLOO, arXiv 2402.14740) = mean baseline times n/(n-1)."""
     combine: Literal["sum", "per_reward"] = "sum"
-    """sum: weighted sum of raw rewards, then one normalisation (Flow-GRPO). per_reward: each reward normalised by its own
-    group first, then the weighted sum (GenRL `weight_advantages`, advantages.py:87)."""
+    """sum: weighted sum of raw rewards, then one normalisation (Flow-GRPO). per_reward: each reward normalised by its
+    own group first, then the weighted sum (GenRL `weight_advantages`, advantages.py:87)."""
     renormalise: bool = False
-    """With per_reward: normalise the sum over the whole batch again (GDPO, arXiv 2601.05242; Flow-Factory's default)."""
+    """With per_reward: normalise the sum over the whole batch again (GDPO, arXiv 2601.05242; Flow-Factory's
+    default)."""
     unbiased: bool = False
     """n-1 instead of n (DanceGRPO, verl-omni); sqrt(G/(G-1)) larger: 2.1% at G=24, 15% at G=4."""
     eps: float = 1e-4
-    """Added to the deviation (Flow-GRPO); 1e-8 (DanceGRPO) turns reward noise of near-constant groups into +-sqrt(G)."""
+    """Added to the deviation (Flow-GRPO); 1e-8 (DanceGRPO) turns reward noise of near-constant groups into
+    +-sqrt(G)."""
     clip: float | None = 5.0
     """Bound of |A|; null = none (Flow-DPPO)."""
     best_and_worst: int | None = None
-    """Train only the k best and k worst of a group, by advantage (DanceGRPO's HunyuanVideo recipe: 4 + 4 of 24), scaled by
-    G/(2k) so that the group weighs as much as before; null = all."""
+    """Train only the k best and k worst of a group, by advantage (DanceGRPO's HunyuanVideo recipe: 4 + 4 of 24), scaled
+    by G/(2k) so that the group weighs as much as before; null = all."""
 
     def __post_init__(self) -> None:
         _one_of("std", self.std, ("group", "batch", "max_group", "none"))
@@ -66,16 +68,18 @@ class Advantage:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """True if no advantage is known before every reward of the logical batch is (incompatible with schedule.gap)."""
+        """True if no advantage is known before every reward of the logical batch is (incompatible with
+        schedule.gap)."""
         return self.std in ("batch", "max_group") or self.renormalise
 
     def __call__(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Advantages:
-        """rewards: name -> [P, G], NaN = missing; weights: the optimised ones. Raises KeyError-like ValueError on a name
-        in `weights` without rewards."""
+        """rewards: name -> [P, G], NaN = missing; weights: the optimised ones. Raises ValueError on a
+        name in `weights` without rewards."""
         missing = sorted(set(weights) - set(rewards))
         if missing or not weights:
             raise ValueError(
-                f"optimised rewards {sorted(weights)} must be non-empty and among the scored {sorted(rewards)}; missing: {missing}"
+                f"optimised rewards {sorted(weights)} must be non-empty and among the scored {sorted(rewards)}; "
+                f"missing: {missing}"
             )
         scored = {name: rewards[name].double() for name in sorted(weights)}
         total = sum((weights[name] * value for name, value in scored.items()), start=torch.zeros(()).double())

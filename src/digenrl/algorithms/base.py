@@ -50,7 +50,8 @@ class PolicyModule(pl.LightningModule):
         max_grad_norm: float | None,
         ema: Ema | None,
     ) -> None:
-        """sde and train_steps are what rollouts sample with; `optimizer` is a partial that lacks only the parameters."""
+        """sde and train_steps are what rollouts sample with; `optimizer` is a partial that lacks only the
+        parameters."""
         super().__init__()
         if updates_per_batch < 1:
             raise ValueError(f"algorithm.updates_per_batch must be >= 1, got {updates_per_batch}")
@@ -64,7 +65,8 @@ class PolicyModule(pl.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.ema = ema
         self.first_ratio_max_dev: float | None = None
-        """max |ratio-1| over every cell of all ranks before the run's first optimizer step; None without ratios or before."""
+        """max |ratio-1| over every cell of all ranks before the run's first optimizer step; None without ratios or
+        before."""
         self.dump_batch: Callable[[TrainBatch, str], None] | None = None
         """Called with the latest suspicious micro-batch and the reason when an update is skipped."""
         self.skipped_updates = 0
@@ -78,7 +80,8 @@ class PolicyModule(pl.LightningModule):
 
     @abstractmethod
     def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
-        """Loss of every cell, [b, K]. advantages [b]; `live` False marks a block of weight 0 that must not count in metrics."""
+        """Loss of every cell, [b, K]. advantages [b]; `live` False marks a block of weight 0 that must not count in
+        metrics."""
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -105,7 +108,8 @@ class PolicyModule(pl.LightningModule):
     # ---- one micro-batch
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
-        """Sum over the cells of all blocks / `batch.denominator`: order and size of micro-batches leave the gradient alone."""
+        """Sum over the cells of all blocks / `batch.denominator`: order and size of micro-batches leave the gradient
+        alone."""
         advantages = self.advantage(batch.rewards, batch.reward_weights)
         total = torch.zeros((), device=batch.blocks[0].latents.device)
         cells = 0
@@ -166,7 +170,8 @@ class PolicyModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip to `max_grad_norm`; a non-finite gradient becomes an exact no-op: no gradient, no decay, no optimizer state.
+        """Clip to `max_grad_norm`; a non-finite gradient becomes an exact no-op: no gradient, no decay, no optimizer
+        state.
 
         Gradients are equal (or shards of one gradient) on all ranks here, so all ranks decide alike.
         """
@@ -190,8 +195,8 @@ class PolicyModule(pl.LightningModule):
         assert self._suspect is not None
         batch, loss = self._suspect
         reason = (
-            f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed (loss {float(loss)}, version "
-            f"{batch.version}, update {batch.update}, skip {self._skips_in_a_row} of {SKIPS_IN_A_ROW} in a row). "
+            f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed (loss {float(loss)}, "
+            f"version {batch.version}, update {batch.update}, {self._skips_in_a_row} of {SKIPS_IN_A_ROW} in a row). "
             "Usual causes: a non-finite reward, a latent outside the storage dtype, a ratio that overflowed"
         )
         logger.warning(reason)
@@ -227,7 +232,7 @@ class PolicyModule(pl.LightningModule):
             self._log_step()
 
     def _log_step(self) -> None:
-        found = self._meters.collect(self.all_gather)
+        found = self._meters.collect(lambda packed: torch.as_tensor(self.all_gather(packed)))
         square = found.pop("reward_square", None)
         if square is not None:
             found["reward_std"] = (square - found["reward"].square()).clamp(min=0).sqrt()
@@ -240,11 +245,11 @@ class PolicyModule(pl.LightningModule):
     # ---- checkpoints: trained parameters, averages, counters
 
     def state_dict(  # type: ignore[override]
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self, *, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Trained parameters only; the base model is in its own files."""
         trained = {prefix + name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state = super().state_dict(prefix=prefix, keep_vars=keep_vars)
         return {name: value for name, value in state.items() if name in trained}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -257,7 +262,8 @@ class PolicyModule(pl.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """The inverse; raises ValueError if the checkpoint has an average that this run does not keep, or the reverse."""
+        """The inverse; raises ValueError if the checkpoint has an average that this run does not keep, or the
+        reverse."""
         saved = checkpoint["algorithm"]
         self.first_ratio_max_dev = saved["first_ratio_max_dev"]
         self.skipped_updates = saved["skipped_updates"]
@@ -276,10 +282,13 @@ def frozen(context: AbstractContextManager[None]) -> Iterator[None]:
 
 
 def _harmless(block: CellBlock) -> CellBlock:
-    """A block of weight 0 with finite data of the same shapes: it runs the same collectives, and 0 * NaN cannot arise."""
-    zeros = {
-        name: torch.zeros_like(value)
-        for name in ("latents", "next_latents", "log_probs", "final", "means")
-        if (value := getattr(block, name)) is not None
-    }
-    return replace(block, **zeros)
+    """A block of weight 0 with finite data of the same shapes: it runs the same collectives, and 0 * NaN cannot
+    arise."""
+    return replace(
+        block,
+        latents=torch.zeros_like(block.latents),
+        next_latents=torch.zeros_like(block.next_latents),
+        log_probs=torch.zeros_like(block.log_probs),
+        final=None if block.final is None else torch.zeros_like(block.final),
+        means=None if block.means is None else torch.zeros_like(block.means),
+    )

@@ -35,8 +35,8 @@ class ParameterCopy:
     def swapped(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Inside, the parameters hold the copy's values; afterwards their own, bit by bit. No copy yet: unchanged.
 
-        Values are written through `.data` into the same storage, so FSDP's views and recorded graphs stay valid as long as
-        no backward runs inside.
+        Values are written through `.data` into the same storage, so FSDP's views and recorded graphs stay valid as long
+        as no backward runs inside.
         """
         if not self.tensors:
             yield
@@ -75,8 +75,8 @@ class ParameterCopy:
 class Ema:
     """Exponential moving average of the trained parameters, for evaluation and export; rollouts use the raw weights.
 
-    decay after n optimizer steps = min((1+n)/(10+n), `decay`), applied every `every` steps (yifan123/flow_grpo ema.py:33-56:
-    0.9, 8).
+    decay after n optimizer steps = min((1+n)/(10+n), `decay`), applied every `every` steps (yifan123/flow_grpo
+    ema.py:33-56: 0.9, 8).
     """
 
     def __init__(self, decay: float = 0.9, every: int = 8) -> None:

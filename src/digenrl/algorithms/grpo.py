@@ -54,8 +54,8 @@ class GRPO(PolicyModule):
         ema: Ema | None = None,
         ratio_bound: float | None = None,
     ) -> None:
-        """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what `first_ratio_max_dev` may reach;
-        null = 1e-5 in fp32, 1e-3 in 16 bit. Raises ValueError for combinations that have no meaning."""
+        """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what `first_ratio_max_dev` may
+        reach; null = 1e-5 in fp32, 1e-3 in 16 bit. Raises ValueError for combinations that have no meaning."""
         super().__init__(policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema)
         self.surrogate = surrogate
         self.clip = _clip_pair(clip_range)
@@ -74,8 +74,8 @@ class GRPO(PolicyModule):
             )
         if self.surrogate.needs_gaussian and not self.sde.gaussian:
             raise ValueError(
-                f"{type(self.surrogate).__name__} needs a Gaussian log-prob, and {type(self.sde).__name__} drops the variance: "
-                "use algorithm.sde FlowSDE (or DanceSDE), or another surrogate"
+                f"{type(self.surrogate).__name__} needs a Gaussian log-prob, and {type(self.sde).__name__} drops the "
+                "variance: use algorithm.sde FlowSDE (or DanceSDE), or another surrogate"
             )
         if self.kl_weight < 0:
             raise ValueError(f"algorithm.kl_weight must be >= 0, got {self.kl_weight}")
@@ -86,9 +86,9 @@ class GRPO(PolicyModule):
         low, high = JOINT_CLIP_SPAN
         if not low <= joint <= high:
             logger.warning(
-                "algorithm.clip_range=%g looks too %s: log-probs here are means per dimension (D=%d), so it bounds the joint "
-                "log-ratio at clip_range*D = %.3g, while published recipes lie in %g..%g (1e-6..1e-3 at image and video "
-                "sizes); a joint-ratio clip of 0.2 corresponds to %.1e",
+                "algorithm.clip_range=%g looks too %s: log-probs here are means per dimension (D=%d), so it bounds the "
+                "joint log-ratio at clip_range*D = %.3g, while published recipes lie in %g..%g (1e-6..1e-3 at image "
+                "and video sizes); a joint-ratio clip of 0.2 corresponds to %.1e",
                 max(self.clip),
                 "small" if joint < low else "large",
                 dimensions,
@@ -140,7 +140,8 @@ class GRPO(PolicyModule):
         return losses
 
     def _proximal(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:
-        """[b, K] log-probs under the weights at the beginning of the logical batch; None where these are the present ones."""
+        """[b, K] log-probs under the weights at the beginning of the logical batch; None where these are the present
+        ones."""
         if not self.surrogate.needs_proximal or self.updates_per_batch == 1:
             return None
         if batch.version != self._batch_start_version:
@@ -190,10 +191,10 @@ class GRPO(PolicyModule):
             bound = self._bound()
             if self.first_ratio_max_dev > bound:
                 raise RuntimeError(
-                    f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, above {bound:g}: replay "
-                    "does not reproduce the rollout. Check that trainers and rollouts use equal weights, dtype, guidance and "
-                    "attention kernels; sampling.storage_dtype; schedule.tsp.batch (1 has the rollout's geometry). If the "
-                    "figure is rounding, raise algorithm.ratio_bound"
+                    f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, above {bound:g}:"
+                    " replay does not reproduce the rollout. Check that trainers and rollouts use equal weights, dtype, "
+                    "guidance and attention kernels; sampling.storage_dtype; schedule.tsp.batch (1 has the rollout's "
+                    "geometry). If the figure is rounding, raise algorithm.ratio_bound"
                 )
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

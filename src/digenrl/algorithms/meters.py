@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-
 NOTHING = -1.0
 """Below every peak."""
 
@@ -33,7 +32,8 @@ class Meters:
         self._peaks[name] = torch.maximum(known, value.detach().double()) if count > 0 else known
 
     def collect(self, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """name -> fp32 scalar over all ranks, equal on all of them; names nobody counted are left out. Empties the meters.
+        """name -> fp32 scalar over all ranks, equal on all of them; names nobody counted are left out. Empties the
+        meters.
 
         gather: tensor [n] -> [ranks, n], or [n] for one rank (Lightning's `all_gather`).
         """

@@ -1,8 +1,8 @@
 """Per-cell losses as pure tensor functions.
 
 Legend of shapes: b samples of a block, K steps, D latent dimensions of a sample. Log-probs are means over D
-(`diffusion.sde`), so log-ratios are 1/D of the joint ones. Every function returns one value per cell, [b, K], and leaves
-the reduction to the caller: the loss of an update is their sum divided by the update's denominator.
+(`diffusion.sde`), so log-ratios are 1/D of the joint ones. Every function returns one value per cell, [b, K], and
+leaves the reduction to the caller: the loss of an update is their sum divided by the update's denominator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def mean_dims(value: Tensor) -> Tensor:
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float | None = None) -> Tensor:
-    """PPO's pessimistic loss max(-A*r, -A*clamp(r, 1-low, 1+high)); [b, K] from ratio [b, K], advantages broadcastable to it.
+    """PPO's pessimistic loss max(-A*r, -A*clamp(r, 1-low, 1+high)); [b, K] from ratio [b, K], advantages broadcastable
+    to it.
 
     high defaults to low. Schulman et al. 2017, arXiv 1707.06347; per denoising step as in yifan123/flow_grpo
     train_sd3.py:880-893.
@@ -38,8 +39,8 @@ def gaussian_kl(mean: Tensor, reference_mean: Tensor, scale: Tensor) -> Tensor:
 def h_free_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
     """mean_dims((mean-ref)^2) / (2*std^2), [b, K], std without sqrt(h): h times `gaussian_kl`.
 
-    yifan123/flow_grpo train_sd3.py:895 uses this with weight 0.04 (OCR, GenEval) or 0.01 (PickScore); at 10 steps that is
-    the weight of a true KL of about a tenth.
+    yifan123/flow_grpo train_sd3.py:895 uses this with weight 0.04 (OCR, GenEval) or 0.01 (PickScore); at 10 steps that
+    is the weight of a true KL of about a tenth.
     """
     return mean_dims((mean - reference_mean) ** 2) / (2.0 * std**2)
 
@@ -53,8 +54,8 @@ def guard_ratio(log_prob: Tensor, old_log_prob: Tensor, mean: Tensor, old_mean: 
     """GRPO-Guard's normalised ratio exp((log r + bias) * S), bias = mean_dims((mean-old)^2)/(2*S^2); [b, K].
 
     Equal to exp(mean_dims(z*(mean-old))), whose logarithm has expectation 0, while a plain log-ratio has -bias
-    (GRPO-Guard, arXiv 2510.22319; verl-project/verl-omni diffusion_algos.py:527). scale [b, K] is each row's own S: a batch
-    may mix timesteps.
+    (GRPO-Guard, arXiv 2510.22319; verl-project/verl-omni diffusion_algos.py:527). scale [b, K] is each row's own S: a
+    batch may mix timesteps.
     """
     bias = gaussian_kl(mean, old_mean, scale)
     return torch.exp((log_prob - old_log_prob + bias) * scale)

@@ -1,11 +1,11 @@
 """What a cell contributes to the policy gradient: the clipped ratio and its variants. `algorithm.surrogate` in YAML.
 
-All work on mean-per-dimension log-probs (`diffusion.sde`). `old_log_prob` is always the one that the rollout rank stored,
-so an on-policy ratio is exactly 1 and a stale one is the true importance ratio per dimension. The off-policy set is the one
-that ROLL Flash (arXiv 2510.11345) compares: ratio against the behaviour policy (`Clipped`), decoupled PPO, truncated
-importance sampling, CISPO, TOPR, and none (`Uncorrected`). Their published thresholds are for joint ratios of one token; a
-per-dimension ratio of a latent is 1 +- 1e-5, where a cap of 2 never binds, so thresholds here are distances from 1 in
-the unit of `clip_range`, and default to it.
+All work on mean-per-dimension log-probs (`diffusion.sde`). `old_log_prob` is always the one that the rollout rank
+stored, so an on-policy ratio is exactly 1 and a stale one is the true importance ratio per dimension. The off-policy
+set is the one that ROLL Flash (arXiv 2510.11345) compares: ratio against the behaviour policy (`Clipped`), decoupled
+PPO, truncated importance sampling, CISPO, TOPR, and none (`Uncorrected`). Their published thresholds are for joint
+ratios of one token; a per-dimension ratio of a latent is 1 +- 1e-5, where a cap of 2 never binds, so thresholds here
+are distances from 1 in the unit of `clip_range`, and default to it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class _Plain:
 
 @dataclass(frozen=True)
 class Clipped(_Plain):
-    """PPO clip against the rollout's own log-probs (Flow-GRPO, DanceGRPO, MixGRPO): off-policy, the behaviour-policy ratio."""
+    """PPO clip against the rollout's own log-probs (Flow-GRPO, DanceGRPO, MixGRPO): off-policy, the behaviour-policy
+    ratio."""
 
     def loss(self, cells: Cells) -> Tensor:
         """See `objectives.clipped_surrogate`."""
@@ -97,7 +98,8 @@ class Clipped(_Plain):
 class Guard(_Plain):
     """GRPO-Guard (arXiv 2510.22319): normalised ratio, gradient of each step divided by its own h.
 
-    verl-omni divides by batch-mean S and h (diffusion_algos.py:527), Flow-Factory leaves 1/h out; both are per row here.
+    verl-omni divides by batch-mean S and h (diffusion_algos.py:527), Flow-Factory leaves 1/h out; both are per row
+    here.
     """
 
     @property
@@ -117,11 +119,12 @@ class Guard(_Plain):
 
 @dataclass(frozen=True)
 class FlowDPPO(_Plain):
-    """Flow-DPPO: unclipped -A*r, without the cells that have left the KL trust region and would be pushed further out."""
+    """Flow-DPPO: unclipped -A*r, without the cells that have left the KL trust region and would be pushed further
+    out."""
 
     threshold: float = 1e-5
-    """tau of the mean-reduced KL to the rollout's mean (Tencent-Hunyuan/UniRL algorithms/flowdppo.py:54). Means are kept in
-    fp32: bf16 means put a floor of about tau under the KL."""
+    """tau of the mean-reduced KL to the rollout's mean (Tencent-Hunyuan/UniRL algorithms/flowdppo.py:54). Means are
+    kept in fp32: bf16 means put a floor of about tau under the KL."""
 
     def __post_init__(self) -> None:
         if self.threshold <= 0:
@@ -157,11 +160,13 @@ class DecoupledPPO(_Plain):
     """Decoupled PPO (Hilton et al. 2022, arXiv 2110.00641; AReaL, arXiv 2505.24298):
     min(exp(prox - old), 1 + cap) * clipped_surrogate(exp(new - prox)).
 
-    The clip is centred on the weights at the beginning of the logical batch (prox), the weight corrects from the rollout's.
+    The clip is centred on the weights at the beginning of the logical batch (prox), the weight corrects from the
+    rollout's.
     """
 
     cap: float | None = None
-    """Distance of the weight's upper bound from 1; null = clip_range's upper side; verl-omni caps at 2.0, i.e. 1.0 here."""
+    """Distance of the weight's upper bound from 1; null = clip_range's upper side; verl-omni caps at 2.0, i.e. 1.0
+    here."""
 
     def __post_init__(self) -> None:
         _check_cap(self.cap)
@@ -180,7 +185,8 @@ class DecoupledPPO(_Plain):
 
 @dataclass(frozen=True)
 class TruncatedIS(_Plain):
-    """Truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561): gradient -min(r, 1 + cap)*A*grad(log-prob)."""
+    """Truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561): gradient -min(r, 1 +
+    cap)*A*grad(log-prob)."""
 
     cap: float | None = None
     """Distance of the weight's upper bound from 1; null = clip_range's upper side."""
@@ -196,7 +202,8 @@ class TruncatedIS(_Plain):
 
 @dataclass(frozen=True)
 class CISPO(_Plain):
-    """CISPO (MiniMax-M1, arXiv 2506.13585): gradient -clamp(r, 1-low, 1+high)*A*grad(log-prob); no cell loses its gradient."""
+    """CISPO (MiniMax-M1, arXiv 2506.13585): gradient -clamp(r, 1-low, 1+high)*A*grad(log-prob); no cell loses its
+    gradient."""
 
     def loss(self, cells: Cells) -> Tensor:
         """The clipped weight carries no gradient."""
@@ -207,7 +214,8 @@ class CISPO(_Plain):
 
 @dataclass(frozen=True)
 class TOPR(_Plain):
-    """TOPR (arXiv 2503.14286): weight 1 for A > 0, min(r, 1) for A <= 0: bad samples that have become unlikely fade out."""
+    """TOPR (arXiv 2503.14286): weight 1 for A > 0, min(r, 1) for A <= 0: bad samples that have become unlikely fade
+    out."""
 
     def loss(self, cells: Cells) -> Tensor:
         """The weight carries no gradient."""

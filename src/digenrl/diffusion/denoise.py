@@ -1,8 +1,9 @@
 """Sampling and replay of trajectories through one transition kernel.
 
-`SampleState` is all that a trajectory is between two denoising steps: it can be suspended after any step, sent to another
-rank and resumed there, bit-equal on equal kernels and batch geometry (I12), because noise comes from keys, not generators.
-Legend of shapes: b samples of a task, T denoising steps, S trained steps, K steps of a cell block, *L latent dimensions.
+`SampleState` is all that a trajectory is between two denoising steps: it can be suspended after any step, sent to
+another rank and resumed there, bit-equal on equal kernels and batch geometry (I12), because noise comes from keys, not
+generators. Legend of shapes: b samples of a task, T denoising steps, S trained steps, K steps of a cell block, *L
+latent dimensions.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def advance(
     plan: StepPlan,
     keep_means: bool = False,
 ) -> SampleState:
-    """One denoising step of all rows. condition: leading dimension 1 or b. sigmas [T+1]. Raises when already finished."""
+    """One denoising step of all rows. condition: leading dimension 1 or b. sigmas [T+1]. Raises when already
+    finished."""
     k, latents = state.next_step, state.latents
     if k >= sigmas.numel() - 1:
         raise ValueError(f"the trajectory has finished its {sigmas.numel() - 1} denoising steps: call finish()")
@@ -191,7 +193,8 @@ def sample(
 
 @torch.no_grad()
 def ode_sample(policy: Policy, condition: dict[str, Tensor], noise: Tensor, sigmas: Tensor) -> Tensor:
-    """Euler sampling for evaluation (always without SDE noise: flow_grpo train_sd3.py:258). noise [b, *L] -> final [b, *L]."""
+    """Euler sampling for evaluation (always without SDE noise: flow_grpo train_sd3.py:258). noise [b, *L] -> final [b,
+    *L]."""
     latents, rows = noise, noise.shape[0]
     grid = sigmas.to(noise.device)
     for k in range(grid.numel() - 1):
@@ -204,8 +207,8 @@ def ode_sample(policy: Policy, condition: dict[str, Tensor], noise: Tensor, sigm
 def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
     """A block's stored transitions under the present weights: one forward over (sample x step) rows, sample-major.
 
-    At K = 1 the rows are those of the rollout, so that log-probs are bit-equal on equal weights and kernels. Call it under
-    `torch.no_grad()` inside `policy.reference()` for the base model's transitions.
+    At K = 1 the rows are those of the rollout, so that log-probs are bit-equal on equal weights and kernels. Call it
+    under `torch.no_grad()` inside `policy.reference()` for the base model's transitions.
     """
     rows, count = block.latents.shape[:2]
     latents, following = block.latents.flatten(0, 1), block.next_latents.flatten(0, 1)
@@ -222,7 +225,8 @@ def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
 
 
 def expand_condition(condition: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """One prompt's conditioning (leading dimension 1) as views with leading dimension `rows`; per-row conditioning unchanged."""
+    """One prompt's conditioning (leading dimension 1) as views with leading dimension `rows`; per-row conditioning
+    unchanged."""
     return {
         name: value.expand(rows, *value.shape[1:]) if value.shape[0] == 1 else value
         for name, value in condition.items()

@@ -1,7 +1,8 @@
 """Counter-based randomness: every number follows from what it is for, never from rank, GPU or batch size (design, I11).
 
 A 128-bit BLAKE2b digest of the identifying tuple keys one Philox stream (Salmon et al., SC'11) per sample and denoising
-step. `torch.Generator` on CPU keeps only 32 bits of a seed, so that unrelated tuples would collide; Philox takes all 128.
+step. `torch.Generator` on CPU keeps only 32 bits of a seed, so that unrelated tuples would collide; Philox takes all
+128.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def noise(
 ) -> Tensor:
     """Standard normal [b, *shape] fp32 on CPU, one independent stream per sample.
 
-    seed, step (RL step), uid (prompt), samples (indices within the group) and denoise_step (-1 = initial noise) are the key.
-    `stream` separates uses that share these numbers (forward-process methods draw their own noise).
+    seed, step (RL step), uid (prompt), samples (indices within the group) and denoise_step (-1 = initial noise) are the
+    key. `stream` separates uses that share these numbers (forward-process methods draw their own noise).
     """
     rows = [
         generator(seed, stream, int(step), int(uid), int(sample), int(denoise_step)).standard_normal(

@@ -5,10 +5,13 @@ s = sigma, s1 = next sigma < s, dt = s1 - s < 0, h = -dt. x0_hat = x - s*v, eps_
 Legend of shapes: B rows, *L latent dimensions of any rank ([N, C] packed, [C, H, W], [C, F, H, W]).
 
 Conventions, one for all kernels:
-- log-probs are *means* over the latent dimensions, so a log-ratio is 1/D of the joint one and clip ranges are 1e-6..1e-3;
+- log-probs are *means* over the latent dimensions, so a log-ratio is 1/D of the joint one and clip ranges are
+  1e-6..1e-3;
 - `std` excludes sqrt(h); the standard deviation of one step's noise is S = std * sqrt_h;
-- the next latent is rounded to the storage dtype *before* its log-prob is taken, and that tensor is what the network sees next;
-- arithmetic is fp32 at least (bf16 overflows in the mean: yifan123/flow_grpo sd3_sde_with_logprob.py:34); fp64 input stays fp64.
+- the next latent is rounded to the storage dtype *before* its log-prob is taken, and that tensor is what the network
+  sees next;
+- arithmetic is fp32 at least (bf16 overflows in the mean: yifan123/flow_grpo sd3_sde_with_logprob.py:34); fp64 input
+  stays fp64.
 """
 
 from __future__ import annotations
@@ -78,8 +81,8 @@ def ode_step(
 class FlowSDE:
     """Flow-GRPO SDE (arXiv 2505.05470): std = a*sqrt(s/(1-d)), mean = x + v*dt + std^2/(2s)*eps_hat*dt.
 
-    d = s, except at the first step, where d = sigmas[1] (yifan123/flow_grpo sd3_sde_with_logprob.py:44), so that the noise
-    of the first step has standard deviation a on any grid.
+    d = s, except at the first step, where d = sigmas[1] (yifan123/flow_grpo sd3_sde_with_logprob.py:44), so that the
+    noise of the first step has standard deviation a on any grid.
     """
 
     noise_level: float = 0.7
@@ -126,7 +129,8 @@ class FlowSDE:
 class DanceSDE:
     """DanceGRPO SDE (arXiv 2505.07818): constant std = eta, mean = x + v*dt - eta^2/2*score*dt, score = -eps_hat/s.
 
-    Equal to `FlowSDE`'s step with std := eta; needs no guard at the first step (XueZeyue/DanceGRPO train_grpo_flux.py:131).
+    Equal to `FlowSDE`'s step with std := eta; needs no guard at the first step (XueZeyue/DanceGRPO
+    train_grpo_flux.py:131).
     """
 
     eta: float = 0.3
@@ -166,8 +170,8 @@ class FlowCPS:
     """Flow-CPS, coefficient-preserving sampling (arXiv 2509.05952): sig = s1*sin(a*pi/2),
     mean = (1-s1)*x0_hat + s1*cos(a*pi/2)*eps_hat, x' = mean + sig*z, log-prob = -mean((x'-mean)^2).
 
-    The log-prob has neither variance nor constants (ModelTC/GenRL wan_pipeline_with_logprob.py:113), so its log-ratios are
-    2*sig^2 times the Gaussian ones and clip ranges do not transfer from `FlowSDE`. At the last step sig = 0.
+    The log-prob has neither variance nor constants (ModelTC/GenRL wan_pipeline_with_logprob.py:113), so its log-ratios
+    are 2*sig^2 times the Gaussian ones and clip ranges do not transfer from `FlowSDE`. At the last step sig = 0.
     """
 
     noise_level: float = 0.8
@@ -177,7 +181,7 @@ class FlowCPS:
         _check_level("noise_level", self.noise_level)
         if self.noise_level > 1:
             raise ValueError(
-                f"FlowCPS noise_level must be in [0, 1] (it is an angle in quarter turns), got {self.noise_level}: use 0.8"
+                f"FlowCPS noise_level is an angle in quarter turns and must be in 0..1, got {self.noise_level}: use 0.8"
             )
 
     @property

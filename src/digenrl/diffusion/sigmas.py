@@ -1,13 +1,14 @@
 """Sigma grids: pure functions that the model adapters call, each shift applied exactly once.
 
-Notation: t in [0, 1] is the unshifted noise level, T the number of steps; a grid is [T+1] fp32, strictly decreasing, and
-ends with 0. diffusers' static path may shift twice (huggingface/diffusers#13243), so a family's grid is made here, once,
-and travels with the trajectory.
+Notation: t in [0, 1] is the unshifted noise level, T the number of steps; a grid is [T+1] fp32, strictly decreasing,
+and ends with 0. diffusers' static path may shift twice (huggingface/diffusers#13243), so a family's grid is made here,
+once, and travels with the trajectory.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,19 +38,22 @@ def dynamic_mu(
     base_shift: float = 0.5,
     max_shift: float = 1.15,
 ) -> float:
-    """Resolution-dependent log-shift mu = m*L + b over L packed image tokens (diffusers `calculate_shift`; FLUX defaults)."""
+    """Resolution-dependent log-shift mu = m*L + b over L packed image tokens (diffusers `calculate_shift`; FLUX
+    defaults)."""
     slope = (max_shift - base_shift) / (max_tokens - base_tokens)
     return slope * tokens + base_shift - slope * base_tokens
 
 
 def exponential_shift(t: Tensor, mu: float) -> Tensor:
-    """e^mu / (e^mu + 1/t - 1), written without the division by t so that 0 stays 0 (diffusers `_time_shift_exponential`)."""
+    """e^mu / (e^mu + 1/t - 1), written without the division by t so that 0 stays 0 (diffusers
+    `_time_shift_exponential`)."""
     scale = math.exp(mu)
     return scale * t / (1.0 + (scale - 1.0) * t)
 
 
 def stretch_to_terminal(t: Tensor, terminal: float) -> Tensor:
-    """Rescale 1-t so that the last non-zero level is `terminal` (diffusers `stretch_shift_to_terminal`; Qwen-Image 0.02).
+    """Rescale 1-t so that the last non-zero level is `terminal` (diffusers `stretch_shift_to_terminal`; Qwen-Image
+    0.02).
 
     t is a grid [T+1] that ends with 0; the 0 is kept.
     """
@@ -84,7 +88,7 @@ def check_grid(sigmas: Tensor) -> Tensor:
     if sigmas.ndim != 1 or sigmas.numel() < 2:
         raise ValueError(f"a sigma grid has shape [T+1] with T >= 1, got {tuple(sigmas.shape)}")
     values = sigmas.tolist()
-    if values[-1] != 0.0 or values[0] > 1.0 or any(a <= b for a, b in zip(values, values[1:], strict=False)):
+    if values[-1] != 0.0 or values[0] > 1.0 or any(a <= b for a, b in pairwise(values)):
         raise ValueError(f"a sigma grid falls strictly from at most 1 to exactly 0, got {values}")
     return sigmas
 
@@ -92,8 +96,8 @@ def check_grid(sigmas: Tensor) -> Tensor:
 def step_sigmas(sigmas: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(sigma, next_sigma, sigma_guard), each [B], of rows at denoising steps `steps` [B] int64 of one grid [T+1].
 
-    sigma_guard is sigmas[1] for rows at step 0 and sigma elsewhere: the first step is known by its index, because a float
-    test `sigma == 1` misses grids that start at 0.9999 (trap T8 of the field's repositories).
+    sigma_guard is sigmas[1] for rows at step 0 and sigma elsewhere: the first step is known by its index, because a
+    float test `sigma == 1` misses grids that start at 0.9999 (trap T8 of the field's repositories).
     """
     sigma = sigmas[steps]
     return sigma, sigmas[steps + 1], torch.where(steps == 0, sigmas[1], sigma)

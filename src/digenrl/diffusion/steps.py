@@ -4,9 +4,10 @@ The choice is the same on every rank (its key holds no rank), and the same for e
 compared on equal steps. The last step is never trained: its sigma reaches 0, where Flow-SDE leaves the variance
 std^2*s + std^4/4 in the result and Flow-CPS has no noise at all.
 
-Steps that are not trained default to the ODE at the *last* step. Euler from s to 0 gives exactly x0_hat = x - s*v, which is
-what DanceGRPO decodes (train_grpo_flux.py:254); Flow-GRPO decodes the noisy SDE result (sd3_pipeline_with_logprob.py:178),
-`last="sde"` here, which lowers sample quality and therefore the reward's signal for no gain in exploration.
+Steps that are not trained default to the ODE at the *last* step. Euler from s to 0 gives exactly x0_hat = x - s*v,
+which is what DanceGRPO decodes (train_grpo_flux.py:254); Flow-GRPO decodes the noisy SDE result
+(sd3_pipeline_with_logprob.py:178), `last="sde"` here, which lowers sample quality and therefore the reward's signal for
+no gain in exploration.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class StepPlan:
     sde: tuple[int, ...]
     """Ascending indices that get noise. Empty for forward-process methods (NFT, DPO), which sample by the ODE."""
     trained: tuple[int, ...]
-    """Ascending indices that become cells: a subset of `sde`, or, where `sde` is empty, noise levels sigmas[k] to train at."""
+    """Ascending indices that become cells: a subset of `sde`, or, where `sde` is empty, noise levels sigmas[k] to train
+    at."""
 
     def __post_init__(self) -> None:
         for name, steps in (("sde", self.sde), ("trained", self.trained)):
@@ -110,8 +112,8 @@ class FirstFraction:
 class RandomSubset:
     """A random subset of the steps first..stop-1, drawn anew at every RL step.
 
-    DanceGRPO trains int((T-1)*0.6) of the first T-1 steps and keeps noise on the others (train_grpo_flux.py:511-572); UniRL
-    and Flow-Factory take `size` of a pool and run the others by the ODE (untrained="ode").
+    DanceGRPO trains int((T-1)*0.6) of the first T-1 steps and keeps noise on the others (train_grpo_flux.py:511-572);
+    UniRL and Flow-Factory take `size` of a pool and run the others by the ODE (untrained="ode").
     """
 
     fraction: float | None = 0.6
@@ -137,7 +139,8 @@ class RandomSubset:
         size = self.size if self.size is not None else max(int(pool * (self.fraction or 0.0)), 1)
         if not 1 <= size <= pool:
             raise ValueError(
-                f"train_steps.size={size} does not fit the pool of {pool} steps [{first}, {stop}) of sampling.steps={steps}"
+                f"train_steps.size={size} does not fit the pool of {pool} steps [{first}, {stop}) "
+                f"of sampling.steps={steps}"
             )
         return size
 
@@ -151,11 +154,13 @@ class RandomSubset:
 
 @dataclass(frozen=True)
 class Window:
-    """A contiguous window of `size` SDE steps, all trained; the ODE elsewhere (MixGRPO, arXiv 2507.21802; Flow-GRPO-Fast).
+    """A contiguous window of `size` SDE steps, all trained; the ODE elsewhere (MixGRPO, arXiv 2507.21802;
+    Flow-GRPO-Fast).
 
-    random: start drawn at every RL step by (seed, RL step). progressive: the window moves by size - overlap every `hold` RL
-    steps; the last window is anchored at the end of the range so that every step of it is trained (UniRL's floor would leave
-    the remainder out), then stays there or, with `wrap`, starts again (MixGRPO: size 4, hold 25, overlap 1, roll back).
+    random: start drawn at every RL step by (seed, RL step). progressive: the window moves by size - overlap every
+    `hold` RL steps; the last window is anchored at the end of the range so that every step of it is trained (UniRL's
+    floor would leave the remainder out), then stays there or, with `wrap`, starts again (MixGRPO: size 4, hold 25,
+    overlap 1, roll back).
     """
 
     size: int = 2
@@ -208,8 +213,8 @@ class Window:
 class NoiseLevels:
     """Sampling by the ODE alone; cells are noise levels sigmas[k] of the rollout grid (DiffusionNFT, online DPO).
 
-    `size` of the levels first..stop-1 are drawn at every RL step by (seed, RL step); null = all of them, as UniRL sweeps
-    (algorithms/diffusionnft.py:240). The final sigma 0 carries no noise and is never among them.
+    `size` of the levels first..stop-1 are drawn at every RL step by (seed, RL step); null = all of them, as UniRL
+    sweeps (algorithms/diffusionnft.py:240). The final sigma 0 carries no noise and is never among them.
     """
 
     size: int | None = None
