@@ -61,8 +61,8 @@ class PromptSampler:
     def __init__(self, prompts: Sequence[Prompt], prompts_per_batch: int, seed: int) -> None:
         if not 1 <= prompts_per_batch <= len(prompts):
             raise ValueError(
-                f"data.prompts_per_batch = {prompts_per_batch}: the prompt file holds {len(prompts)} different prompts and "
-                f"a batch needs distinct ones; use 1 .. {len(prompts)}, or a longer file."
+                f"data.prompts_per_batch = {prompts_per_batch}: the prompt file holds {len(prompts)} different prompts "
+                f"and a batch needs distinct ones; use 1 .. {len(prompts)}, or a longer file."
             )
         self._by_uid = {prompt.uid: prompt for prompt in prompts}
         if len(self._by_uid) != len(prompts):

@@ -28,50 +28,50 @@ def problems_of(config: DictConfig, roots: Sequence[str], known: Sequence[str], 
         known: dotted keys that "nearest valid key" may offer.
         allow: further packages that targets may name.
     """
-    tree, problems = resolved(config)
+    tree, unresolved = resolved(config)
+    problems = list(unresolved.values())
     problems += [unknown_key(key, tree[key], known) for key in tree if key not in roots]
     problems += _closed_problems(tree, known)
-    rule_problems = _rule_problems(tree)
+    rule_problems = {key: text for key, text in _rule_problems(tree).items() if key not in unresolved}
     problems += rule_problems.values()
     problems += _non_finite(tree, rule_problems)
     problems += _secret_problems(tree)
     problems += _trainer_problems(tree)
     problems += target_problems(tree, allow)
-    problems += cross_problems(tree, broken=set(rule_problems))
-    problems += _prompt_problems(tree, broken=set(rule_problems))
+    problems += cross_problems(tree, broken={*rule_problems, *unresolved})
+    problems += _prompt_problems(tree, broken={*rule_problems, *unresolved})
     return problems
 
 
-def lookup(tree: Mapping[str, Any], key: str, default: Any = _ABSENT) -> Any:
-    """The value at a dotted key of a plain tree; `default` (or KeyError) where there is none."""
+def lookup(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value at a dotted key of a plain tree; `default` where there is none."""
     node: Any = tree
     for part in key.split("."):
         if not isinstance(node, Mapping) or part not in node:
-            if default is _ABSENT:
-                raise KeyError(key)
             return default
         node = node[part]
     return node
 
 
-def resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
-    """`config` as plain dicts and lists with interpolations resolved; unresolvable leaves are left out and reported."""
-    problems: list[str] = []
+def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """`config` as plain dicts and lists, interpolations resolved; and path -> problem of the leaves left out."""
+    problems: dict[str, str] = {}
 
     def leaf(parent: DictConfig | ListConfig, key: Any, path: str) -> Any:
         try:
             if OmegaConf.is_missing(parent, key):
-                problems.append(f"{path}: a value is required; set {path}=...")
+                problems[path] = f"{path}: a value is required; set {path}=..."
                 return _ABSENT
             return node(parent[key], path)
         except OmegaConfBaseException as error:
-            problems.append(f"{path}: cannot be resolved ({redact_text(str(error).splitlines()[0])}).")
+            problems[path] = f"{path}: cannot be resolved ({redact_text(str(error).splitlines()[0])})."
             return _ABSENT
 
     def node(value: Any, path: str) -> Any:
         if isinstance(value, DictConfig):
-            items = {str(key): leaf(value, key, f"{path}.{key}" if path else str(key)) for key in value}
-            return {key: item for key, item in items.items() if item is not _ABSENT}
+            names = [str(key) for key in value]
+            items = {name: leaf(value, name, f"{path}.{name}" if path else name) for name in names}
+            return {name: item for name, item in items.items() if item is not _ABSENT}
         if isinstance(value, ListConfig):
             return [item for i in range(len(value)) if (item := leaf(value, i, f"{path}[{i}]")) is not _ABSENT]
         return value

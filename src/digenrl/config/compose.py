@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.redact import MASK, is_secret_name, redact_text
-from digenrl.config.rules import KEYS
+from digenrl.config.rules import DERIVED_TRAINER_KEYS, KEYS
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
@@ -89,9 +90,9 @@ def _group_problem(override: Override, options: Sequence[str]) -> list[str]:
     group, value = override.key_or_group, override.value()
     chosen = value if isinstance(value, list) else [value]
     return [
-        unknown_option(group, str(option), options)
+        unknown_option(group, "null" if option is None else str(option), options)
         for option in chosen
-        if option is not None and str(option) not in options and not override.is_delete()
+        if str(option) not in options and not override.is_delete()
     ]
 
 
@@ -114,6 +115,8 @@ def composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
             config = compose(config_name, overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_composition_message(error)]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([f"no valid YAML: {' '.join(str(error).split())}"]) from error
     HydraConfig.instance().set_config(config)
     return config
 
@@ -152,6 +155,10 @@ def known_keys(config: DictConfig) -> list[str]:
 def unknown_key(key: str, value: Any, known: Sequence[str]) -> str:
     """The message for a key that does not exist: key, value, nearest valid key and what that one may hold."""
     shown = MASK if is_secret_name(key) else redact_text(str(value))
+    group, _, leaf = key.partition(".")
+    if group == "trainer" and leaf in DERIVED_TRAINER_KEYS:
+        return f"{key} = {shown}: is derived; {DERIVED_TRAINER_KEYS[leaf]}."
+    known = [name for name in known if name != key and not name.startswith(f"{key}.")]
     close = nearest(key, known)
     if close is None:
         parent = next((p for p in _parents(key) if any(k.startswith(f"{p}.") for k in known)), "")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -60,6 +61,7 @@ def load(argv: Sequence[str], config_name: str = "train") -> Composed:
         tree, found = compose_words(words, config_name)
         choices = {name: str(value) for name, value in HydraConfig.get().runtime.choices.items() if "/" not in name}
         run_dir = Path(str(HydraConfig.get().run.dir))
+        OmegaConf.set_struct(tree, False)
         del tree["hydra"]
     else:
         tree, found = _stored(run, words)
@@ -161,12 +163,8 @@ def _stored(run: Path, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
         raise ConfigError([f"resume = {run}: {cause}; name a run directory, e.g. outputs/<experiment>/<time>-0.{hint}"])
     try:
         tree = OmegaConf.load(file)
-    except (OmegaConfBaseException, ValueError, OSError) as error:
-        raise ConfigError([f"{file}: cannot be read ({redact_text(str(error).splitlines()[0])})."]) from error
-    except Exception as error:
-        if type(error).__module__.startswith("yaml"):
-            raise ConfigError([f"{file}: is no valid YAML ({' '.join(str(error).split())})."]) from error
-        raise
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
+        raise ConfigError([f"{file}: cannot be read ({redact_text(' '.join(str(error).split()))})."]) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError([f"{file}: is not the config.yaml of a run (it holds no keys)."])
     tree["allow_targets"] = []

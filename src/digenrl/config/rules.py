@@ -51,9 +51,9 @@ class Number:
     def describe(self) -> str:
         phrase = "whole number" if self.whole else "number"
         if self.low is not None:
-            phrase += f" {'>' if self.above else '>='} {self.low:g}"
+            phrase += f" {'>' if self.above else '>='} {self.low}"
         if self.high is not None:
-            phrase += f"{' and' if self.low is not None else ''} {'<' if self.below else '<='} {self.high:g}"
+            phrase += f"{' and' if self.low is not None else ''} {'<' if self.below else '<='} {self.high}"
         return " or ".join([phrase, *self.words, *(["null"] if self.null else [])])
 
     def problem(self, value: Any) -> str | None:
@@ -165,7 +165,6 @@ def _whole(low: int, high: int | None = None, *words: str, null: bool = False) -
 
 _NOT_NEGATIVE = Number(0)
 _POSITIVE = Number(0, above=True)
-
 KEYS: dict[str, Rule] = {
     "experiment_name": Text("name of the run's directory"),
     "seed": _whole(0, 2**63 - 1),
@@ -198,7 +197,7 @@ KEYS: dict[str, Rule] = {
     "sampling.task_size": _whole(1, 4096),
     "sampling.same_noise": Flag(),
     "sampling.eval.steps": _whole(1, 1000, null=True),
-    "algorithm.clip_range": AnyOf((Number(0, 1, above=True, below=True), ListOf(Number(0, 1), least=2))),
+    "algorithm.clip_range": AnyOf((Number(0, 1, above=True, below=True), ListOf(_NOT_NEGATIVE, least=2))),
     "algorithm.kl_weight": _NOT_NEGATIVE,
     "algorithm.updates_per_batch": _whole(1),
     "algorithm.max_grad_norm": Number(0, above=True, null=True),

@@ -1,7 +1,8 @@
 """Writes the project's own prompt sets, the same bytes every time: `python -m digenrl.prompts.generate [DIRECTORY]`.
 
 A set and its held-out split come from one stream, so that they have the same distribution and share no prompt; no
-held-out sign has the text of a training sign. A candidate whose words overlap too much with an accepted prompt is skipped.
+held-out sign has the text of a training sign. A candidate whose words overlap too much with an accepted prompt is
+skipped.
 """
 
 from __future__ import annotations
