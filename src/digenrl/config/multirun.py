@@ -1,0 +1,170 @@
+"""Hydra multirun (`-m`) with each job in a fresh process, one after the other, and one table at the end.
+
+Jobs come from Hydra's own sweep syntax (`seed=0,1,2`, `gap=range(1,4)`, `experiment=glob(wan*)`) on the command line
+and from `hydra.sweeper.params` of the experiment. A job that fails leaves a row with its cause, and the sweep goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from digenrl.config.compose import VERSION_BASE, composed, config_directory, initialize_config_dir
+from digenrl.config.errors import ConfigError
+from digenrl.config.loading import EXIT_CODE, load
+from digenrl.config.redact import redact_text
+from digenrl.config.sweep_table import write_tables
+
+FLAGS = ("-m", "--multirun")
+
+
+@dataclass
+class Job:
+    """One run of a sweep."""
+
+    number: int
+    words: tuple[str, ...]
+    """All its overrides."""
+    varied: dict[str, str]
+    """The swept keys with this job's values."""
+    run_dir: Path
+    status: str = "waiting"
+    """completed | stopped | failed | refused."""
+    cause: str | None = None
+    wall_s: float = 0.0
+    summary: dict[str, Any] = field(default_factory=dict)
+    """The run's summary.json; {} where it wrote none."""
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir.with_suffix(".log")
+
+
+def is_multirun(argv: Sequence[str]) -> bool:
+    """Whether a command line asks for a sweep."""
+    return any(word in FLAGS for word in argv)
+
+
+def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[Job]]:
+    """The sweep's directory and its jobs, in the order of Hydra's sweeper; nothing is written.
+
+    Raises:
+        ConfigError: the words cannot be parsed, or what they have in common cannot be composed.
+    """
+    words = [word for word in argv if word not in FLAGS]
+    single = [word for word in words if not _is_sweep(word)]
+    config = composed(config_name, [word for word in single if not word.startswith("resume=")])
+    sweep_dir = Path(str(HydraConfig.get().sweep.dir)).absolute()
+    named = {word.partition("=")[0].lstrip("+~") for word in words}
+    params = config.hydra.sweeper.get("params") or {}
+    words += [f"{key}={value}" for key, value in params.items() if key not in named]
+    with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
+        try:
+            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+            batches = BasicSweeper.split_arguments(parser.parse_overrides(words), max_batch_size=None)
+        except HydraException as error:
+            raise ConfigError([redact_text(" ".join(str(error).split()))]) from error
+    swept = {word.partition("=")[0] for word in words if _is_sweep(word)}
+    jobs = []
+    for number, job_words in enumerate(batches[0] if batches else []):
+        varied = {key: value for key, _, value in (word.partition("=") for word in job_words) if key in swept}
+        jobs.append(Job(number, tuple(job_words), varied, sweep_dir / f"job-{number}"))
+    return sweep_dir, jobs
+
+
+def sweep(argv: Sequence[str], module: str = "digenrl.cli.train", config_name: str = "train") -> int:
+    """Run every job of the sweep as `python -m <module>`; returns the exit code (0: every job completed).
+
+    Standard output: one line a job, the table, and as the last line the sweep's directory, which holds a run directory
+    and a log for each job, sweep.csv, sweep.json and sweep.png.
+    """
+    try:
+        sweep_dir, jobs = expand(argv, config_name)
+        _refuse_bad(jobs, config_name)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_CODE
+    sweep_dir.mkdir(parents=True, exist_ok=True)
+    interrupted = False
+    for job in jobs:
+        if job.status == "waiting":
+            print(f"[{job.number + 1}/{len(jobs)}] {_label(job)}: log {job.log}", file=sys.stderr, flush=True)
+            interrupted = _run(job, module)
+        print(
+            f"[{job.number + 1}/{len(jobs)}] {_label(job)}: {job.status} in {job.wall_s:.0f} s"
+            + (f" ({job.cause})" if job.cause else ""),
+            flush=True,
+        )
+        write_tables(sweep_dir, jobs, plot=False)  # after every job, so that a killed sweep keeps what it has
+        if interrupted:
+            break
+    print(write_tables(sweep_dir, jobs, plot=True))
+    print(sweep_dir)
+    if interrupted:
+        return 130
+    return 0 if all(job.status == "completed" for job in jobs) else 1
+
+
+def _is_sweep(word: str) -> bool:
+    try:
+        return bool(OverridesParser.create().parse_override(word).is_sweep_override())
+    except HydraException:
+        return False  # reported when all words are parsed
+
+
+def _label(job: Job) -> str:
+    return " ".join(f"{key}={value}" for key, value in job.varied.items()) or "the only job"
+
+
+def _refuse_bad(jobs: Sequence[Job], config_name: str) -> None:
+    """Mark the jobs whose configuration is wrong; raise if that is all of them."""
+    problems: list[str] = []
+    for job in jobs:
+        try:
+            load(job.words, config_name)
+        except ConfigError as error:
+            job.status, job.cause = "refused", "; ".join(error.problems)
+            problems += error.problems
+    if all(job.status == "refused" for job in jobs):
+        raise ConfigError(problems or ["the sweep has no job: give several values, e.g. seed=0,1,2"])
+
+
+def _run(job: Job, module: str) -> bool:
+    """Run one job to its end and fill in its result; returns whether the user interrupted it."""
+    command = [sys.executable, "-m", module, *job.words, f"hydra.run.dir={job.run_dir}"]
+    began = time.monotonic()
+    interrupted = False
+    with job.log.open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            interrupted = True  # the job got the same signal and stops by itself
+            code = process.wait()
+    job.wall_s = time.monotonic() - began
+    file = job.run_dir / "summary.json"
+    job.summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    job.status = str(job.summary.get("status", "failed"))
+    job.cause = job.summary.get("cause")
+    if code != 0 and job.status == "completed":
+        job.status = "failed"
+    if job.status == "failed" and not job.cause:
+        job.cause = f"exit code {code}: {_last_line(job.log)}"
+    return interrupted
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return redact_text(lines[-1]) if lines else "no output"
