@@ -18,21 +18,21 @@ class Checkpoint(pl.Callback):
     """Writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run, a requested stop included.
 
     Args:
-        run_dir: the run's directory.
         every: RL steps between checkpoints.
+        run_dir: the run's directory; None = the Trainer's `default_root_dir`.
     """
 
-    def __init__(self, run_dir: str | Path, every: int = 5) -> None:
+    def __init__(self, every: int = 5, run_dir: str | None = None) -> None:
         if every < 1:
             raise ValueError(f"callbacks.checkpoint.every = {every}: use at least 1 RL step.")
-        self._directory, self._every = Path(run_dir) / "checkpoints", every
+        self._configured, self._every = run_dir, every
         self._failures = 0
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.current_epoch + 1
         if step % self._every and step != trainer.max_epochs and not trainer.should_stop:
             return
-        path = self._directory / f"step-{step:06d}"
+        path = self._run_dir(trainer) / "checkpoints" / f"step-{step:06d}"
         try:
             trainer.save_checkpoint(path)
             self._failures = 0
@@ -44,17 +44,24 @@ class Checkpoint(pl.Callback):
             return
         self._event(trainer, "checkpoint", {"path": str(path), "rl_step": step})
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         checkpoint[KEY] = {
             "rng": torch.get_rng_state(),
             "version": trainer.strategy.version,  # type: ignore[attr-defined]
             "previous": trainer.strategy.previous or {},  # type: ignore[attr-defined]
         }
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         torch.set_rng_state(checkpoint[KEY]["rng"])
         trainer.strategy.previous = checkpoint[KEY]["previous"] or None  # type: ignore[attr-defined]
 
     def _event(self, trainer: pl.Trainer, kind: str, facts: dict[str, Any]) -> None:
         if trainer.is_global_zero:
-            append_event(self._directory.parent, kind, facts)
+            append_event(self._run_dir(trainer), kind, facts)
+
+    def _run_dir(self, trainer: pl.Trainer) -> Path:
+        return Path(self._configured or trainer.default_root_dir)

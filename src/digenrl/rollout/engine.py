@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from digenrl.diffusion import denoise, keys
 from digenrl.diffusion.sde import Kernel
-from digenrl.diffusion.steps import StepSelection
+from digenrl.diffusion.steps import StepPlan, StepSelection
 from digenrl.models.policy import Policy
 from digenrl.rewards.suite import RewardSuite
 from digenrl.schedule import Task
@@ -53,6 +53,15 @@ class Evaluation:
     """[N, *L] clean latents, on CPU."""
 
 
+@dataclass(frozen=True)
+class Generation:
+    """A task on its way: it can be suspended between two denoising steps and finished on another rank (I12)."""
+
+    task: Task
+    prompt: Prompt
+    state: denoise.SampleState
+
+
 class RolloutEngine:
     """Everything needed to turn a task into a trajectory.
 
@@ -88,25 +97,38 @@ class RolloutEngine:
         """name -> weight of the optimised rewards."""
         return {name: weight for name, weight in self._rewards.weights.items() if weight}
 
-    @torch.no_grad()
-    def generate(self, task: Task, prompt: Prompt) -> Trajectory:
-        """Run one task from noise to reward."""
+    def begin(self, task: Task, prompt: Prompt) -> Generation:
+        """A task before its first denoising step."""
+        rows = tuple(range(task.first_sample, task.first_sample + task.samples))
+        key = denoise.SampleKey(self.seed, task.step, prompt.uid, rows)
+        shape, dtype = self.policy.latent_shape, self.sampling.storage_dtype
+        return Generation(task, prompt, denoise.start(key, shape, dtype, self.policy.device, self.sampling.same_noise))
+
+    def steps_left(self, generation: Generation) -> int:
+        """Denoising steps that the task still needs."""
+        return self.sampling.steps - generation.state.next_step
+
+    def advance(self, generation: Generation) -> Generation:
+        """One denoising step of all rows."""
         with _inference(self.policy):
-            condition = self.policy.encode([prompt])
-            plan = self._selection.plan(self.seed, task.step, self.sampling.steps)
-            rows = tuple(range(task.first_sample, task.first_sample + task.samples))
-            samples = denoise.sample(
+            state = denoise.advance(
                 self.policy,
-                condition,
-                denoise.SampleKey(self.seed, task.step, prompt.uid, rows),
+                self.policy.encode([generation.prompt]),
+                generation.state,
                 self._grid,
                 self._kernel,
-                plan,
-                self.sampling.storage_dtype,
-                self.policy.device,
-                self.sampling.same_noise,
+                self._plan(generation.task),
                 self._keep_means,
             )
+        return replace(generation, state=state)
+
+    def complete(self, generation: Generation) -> Trajectory:
+        """Decode and score a task that has made all its steps."""
+        task, prompt = generation.task, generation.prompt
+        plan = self._plan(task)
+        samples = denoise.finish(generation.state, plan)
+        with _inference(self.policy), torch.no_grad():
+            condition = self.policy.encode([prompt])
             media = self.policy.decode(samples.final)
         return Trajectory(
             step=task.step,
@@ -153,6 +175,9 @@ class RolloutEngine:
         pictures = torch.cat(media)
         rewards = self._rewards.score(pictures, rows, heldout=True)
         return Evaluation(pictures, tuple(rows), rewards, torch.cat(finals))
+
+    def _plan(self, task: Task) -> StepPlan:
+        return self._selection.plan(self.seed, task.step, self.sampling.steps)
 
     def close(self) -> None:
         """Stop the scorers."""

@@ -37,11 +37,14 @@ def owned_positions(spec: ScheduleSpec, place: Place, rank: int, group: int, par
     return tuple(sorted(mine))
 
 
-def pack(trajectory: Trajectory, positions: Sequence[int]) -> Message:
-    """The part of a trajectory that one trainer rank needs: all rewards, and the cells at `positions`."""
+def pack(trajectory: Trajectory, positions: Sequence[int], maker: int, seconds: float) -> Message:
+    """The part of a trajectory that one trainer rank needs: all rewards, and the cells at `positions`; with the rank
+    that made it and how long that took (the trainers' cost tables)."""
     meta = {name: getattr(trajectory, name) for name in _FIELDS} | {
         "positions": list(positions),
         "reward_names": list(trajectory.rewards),
+        "maker": maker,
+        "seconds": seconds,
     }
     index = torch.as_tensor(positions, dtype=torch.int64)
     tensors: dict[str, Tensor] = {f"rewards/{name}": value for name, value in trajectory.rewards.items()}
@@ -67,6 +70,7 @@ class Part:
     def __init__(self, message: Message) -> None:
         try:
             self.meta = {name: int(message.meta[name]) for name in _FIELDS}
+            self.maker, self.seconds = int(message.meta["maker"]), float(message.meta["seconds"])
             self.positions = [int(p) for p in message.meta["positions"]]
             self.rewards = {str(name): message.tensors[f"rewards/{name}"] for name in message.meta["reward_names"]}
         except (KeyError, TypeError, ValueError) as error:

@@ -59,7 +59,9 @@ class DirectoryCheckpointIO(CheckpointIO):
         try:
             rest = dict(checkpoint)
             state = rest.pop("state_dict")
-            policy = {k.removeprefix(PREFIX): v.detach().cpu().contiguous() for k, v in state.items() if k.startswith(PREFIX)}
+            policy = {
+                k.removeprefix(PREFIX): v.detach().cpu().contiguous() for k, v in state.items() if k.startswith(PREFIX)
+            }
             rest["state_dict"] = {k: v for k, v in state.items() if not k.startswith(PREFIX)}
             save_file(policy, temporary / POLICY)
             torch.save(rest, temporary / STATE)
@@ -104,7 +106,9 @@ def verify(directory: Path) -> None:
     try:
         files = json.loads((directory / MANIFEST).read_text())["files"]
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory} is not a complete checkpoint: {MANIFEST} cannot be read ({error}).") from error
+        raise CheckpointError(
+            f"{directory} is not a complete checkpoint: {MANIFEST} cannot be read ({error})."
+        ) from error
     for name, written in files.items():
         found = _describe(directory / name) if (directory / name).is_file() else None
         if found != written:

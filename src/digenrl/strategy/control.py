@@ -14,7 +14,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-
 class Aborted(RuntimeError):
     """The run is over for this rank: another rank or the launcher gave the cause."""
 
@@ -62,7 +61,9 @@ class Control:
         while (value := self.get(key)) is None:
             self.check()
             if time.monotonic() > deadline:
-                raise Aborted(f"rank {self._rank} waited {self._patience:.0f} s for {what}. Raise launch.patience if that is normal.")
+                raise Aborted(
+                    f"rank {self._rank} waited {self._patience:.0f} s for {what}. Raise launch.patience if that is normal."
+                )
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
         return value

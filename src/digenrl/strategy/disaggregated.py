@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,9 +30,10 @@ from digenrl.data import PromptSampler
 from digenrl.report.run_dir import append_event
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
-from digenrl.strategy import gradients
+from digenrl.strategy import gradients, shard
 from digenrl.strategy.cells import Placement, StepBoard
 from digenrl.strategy.control import Aborted, Control, join_store
+from digenrl.strategy.lender import Lender
 from digenrl.strategy.link import SocketLink
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.stream import FragmentStream
@@ -40,7 +42,7 @@ from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.strategy.world import RoleEnvironment, Session, World
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    pass
 
 
 class DisaggregatedStrategy(DDPStrategy):
@@ -54,6 +56,7 @@ class DisaggregatedStrategy(DDPStrategy):
         sampler: prompts of each RL step, the same on every rank.
         last_step: index of the final RL step (max_rl_steps - 1).
         sharding: how trainers hold the model: ddp (replicas), hsdp or fsdp.
+        trainers_per_node: extent of a shard group under hsdp.
     """
 
     strategy_name = "disaggregated"
@@ -67,6 +70,7 @@ class DisaggregatedStrategy(DDPStrategy):
         sampler: PromptSampler,
         last_step: int,
         sharding: str = "ddp",
+        trainers_per_node: int = 1,
         checkpoint_io: Any = None,
     ) -> None:
         super().__init__(
@@ -75,7 +79,8 @@ class DisaggregatedStrategy(DDPStrategy):
             timeout=timedelta(seconds=session.timeout_s),
         )
         self.world, self.session, self.spec, self.engine = world, session, spec, engine
-        self.sharding, self._sampler, self._last_step = sharding, sampler, last_step
+        self.sharding, self._per_node = sharding, trainers_per_node
+        self._sampler, self._last_step = sampler, last_step
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
         """Logical batches published so far = the RL step in progress."""
@@ -88,6 +93,9 @@ class DisaggregatedStrategy(DDPStrategy):
         self._step_facts: dict[str, float] = {}
         self._step_began = 0.0
         self._staleness = 0
+        self._loan = 0
+        """Tasks still to be taken of the loan that the last search granted."""
+        self._asked: tuple[int, int] | None = None
         self.dropped: dict[str, int] = {}
 
     # ---- hooks for researchers: thin calls into schedule/
@@ -106,9 +114,12 @@ class DisaggregatedStrategy(DDPStrategy):
         """TSP: which trainer rank trains which cells of a fragment, and in which micro-batch."""
         return place(self.spec, self.world.trainers, fragment)
 
-    def on_bubble(self, board: StepBoard) -> int:
-        """TAG: how many rollout tasks this idle trainer should take now. Colocated ranks take one at a time."""
-        return 1 if self.world.rollouts == 0 else 0
+    def on_bubble(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> int:
+        """TAG: how many rollout tasks this idle trainer should take now; the bubble-triggered search decides. Colocated
+        ranks have nobody to wait for and take one at a time."""
+        if self.world.rollouts == 0:
+            return 1
+        return self.lender.decide(self.plan_tasks(self.version), pending, board.step, self.spans.now())
 
     # ---- roles
 
@@ -136,6 +147,7 @@ class DisaggregatedStrategy(DDPStrategy):
         )
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
+        self.lender = Lender(self.spec, world, self.control)
         self._process_group_backend = self._get_process_group_backend()
         name = "trainers" if world.is_trainer else f"rollout-{world.rank}"
         dist.init_process_group(
@@ -149,6 +161,7 @@ class DisaggregatedStrategy(DDPStrategy):
             self.spec,
             lambda version: self.plan_tasks(version),
             lambda fragment: self.place_timesteps(fragment),
+            world.rank,
             world.trainers,
             self.engine,
             self._sampler,
@@ -161,12 +174,19 @@ class DisaggregatedStrategy(DDPStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if not self.world.is_trainer and trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self.world.is_trainer:  # before every other callback, so that rollouts work while the first evaluation runs
+            trainer.callbacks.insert(0, _Begin(self))  # type: ignore[attr-defined]
+        else:
             trainer.fit_loop = _RolloutLoop.replacing(trainer.fit_loop)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
 
     def configure_ddp(self) -> None:
-        """Gradients are reduced once per update by `gradients.average`; no wrapper, so no unused-parameter rules."""
+        """Replicas need no wrapper: `gradients.average` reduces once per update. Otherwise FSDP2 shards in place."""
+        if self.sharding != "ddp" and self.world.is_trainer:
+            device = self.root_device.type
+            shard.shard(self.engine.policy, shard.mesh_of(self.sharding, self.world.trainers, self._per_node, device))
 
     # ---- data
 
@@ -181,11 +201,25 @@ class DisaggregatedStrategy(DDPStrategy):
         """Whether this trainer holds exactly the published version, and may generate with it."""
         return self.updates_done == 0 and (self.world.rollouts == 0 or self.spec.tag)
 
-    def lend(self, board: StepBoard) -> Task | None:
-        """A rollout task for this idle trainer, or None."""
-        if self.runner.remaining(self.version) == 0 or self.on_bubble(board) == 0:
+    def lend(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> Task | None:
+        """A rollout task for this idle trainer, or None. The search is asked once per loan and per finished task: its
+        answer cannot change before something happens."""
+        if self._loan == 0:
+            event = (len(board.completed), self.runner.remaining(self.version))
+            if event[1] == 0 or (self.world.rollouts and event == self._asked):
+                return None
+            self._asked = event
+            self._loan = self.on_bubble(board, pending)
+        if self._loan == 0:
             return None
+        self._loan -= 1
         return self.runner.claim(self.version)
+
+    def heir(self, board: StepBoard, pending: Sequence[tuple[int, ...]], task: Task) -> int | None:
+        """Hand-off of a loan: the rollout rank that will be free first, as soon as a fragment is ready to train."""
+        if task.step != self.version or self.cut_fragment(pending, board) is None:
+            return None
+        return self.lender.first_free(self.spans.now())
 
     def trained(self, board: StepBoard, fragment: tuple[int, ...]) -> None:
         """Book a fragment that is about to be trained: staleness (I9) and dropped groups (I10)."""
@@ -194,7 +228,12 @@ class DisaggregatedStrategy(DDPStrategy):
             if group in board.dropped:
                 self.dropped["missing_reward"] = self.dropped.get("missing_reward", 0) + self.spec.group_size
                 if self.is_global_zero:
-                    facts = {"reason": "missing_reward", "step": board.step, "group": group, "samples": self.spec.group_size}
+                    facts = {
+                        "reason": "missing_reward",
+                        "step": board.step,
+                        "group": group,
+                        "samples": self.spec.group_size,
+                    }
                     append_event(self.session.run_dir, "dropped", facts)
 
     # ---- gradients: the one place that scales (design, "Scaling of gradients")
@@ -203,10 +242,12 @@ class DisaggregatedStrategy(DDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning's mark of every micro-batch but the last of an update."""
         self._accumulating = True
+        shard.synchronise_gradients(self.engine.policy.transformer, on=False)
         try:
             yield
         finally:
             self._accumulating = False
+            shard.synchronise_gradients(self.engine.policy.transformer, on=True)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Undo Lightning's division by the accumulation count and the mean over ranks: losses are sums already."""
@@ -233,8 +274,9 @@ class DisaggregatedStrategy(DDPStrategy):
         Raises:
             WeightsError: replicated trainers disagree about their weights.
         """
+        assert self.lightning_module is not None
         with self.spans.span("publish", version=version) as facts:
-            copies = dict(tensors) if tensors is not None else snapshot(self._trained())
+            copies = dict(tensors) if tensors is not None else snapshot(self.lightning_module.rollout_parameters())
             facts["digest"] = digest(copies.values())
             gradients.assert_equal_digests(facts["digest"], self.world.trainers, version)
             if self.spec.async_steps and tensors is None:
@@ -245,12 +287,9 @@ class DisaggregatedStrategy(DDPStrategy):
                 append_event(self.session.run_dir, "publish", {"version": version, "digest": facts["digest"]})
         self.version = version
 
-    def on_train_start(self) -> None:
+    def begin(self, trainer: pl.Trainer) -> None:
         """Publish the version that training starts from (and, for an exact asynchronous resume, the one before)."""
-        if not self.world.is_trainer:
-            return
-        assert self.lightning_module is not None
-        self._first_step = self.version = self.lightning_module.trainer.current_epoch
+        self._first_step = self.version = trainer.current_epoch
         if self.is_global_zero:
             self.control.set("first_step", str(self._first_step))
         if self.previous is not None and self._first_step > 0:
@@ -264,12 +303,22 @@ class DisaggregatedStrategy(DDPStrategy):
         samples = self.spec.prompts * self.spec.group_size
         seconds = now - self._step_began
         waits = {cause: s for (stage, cause), s in self.spans.take_seconds().items() if stage == "wait"}
+        loans, message = self.lender.finish_step(now)
+        if self.is_global_zero:
+            for loan in loans:
+                append_event(self.session.run_dir, "lend", {"rl_step": self.version} | loan)
+            if message is not None:
+                append_event(self.session.run_dir, "tag_off", {"message": message})
+        predicted = self.lender.predicted_end
         self._step_facts = {
             "samples": samples,
             "step_s": seconds,
             "samples_per_s": samples / seconds,
             "staleness_max": self._staleness,
         } | {f"bubble/{cause}": s for cause, s in waits.items()}
+        if predicted is not None:
+            self._step_facts["predicted_step_s"] = predicted - self._step_began
+        self.lender.predicted_end, self._loan, self._asked = None, 0, None
         self._step_began, self.updates_done, self._staleness = now, 0, 0
         stop = torch.tensor(self.control.stopping, device=self.root_device)
         if self.reduce_boolean_decision(bool(stop), all=False):
@@ -307,10 +356,44 @@ class DisaggregatedStrategy(DDPStrategy):
     def run_rollouts(self) -> None:
         """The life of a rollout rank (called in place of the fit loop)."""
         self._first_step = int(self.control.wait_for("first_step", "the trainers to start"))
-        RolloutWorker(self.runner, self._trained(), self.control, self.link, self.spans).run()
+        world, handoff = self.world, self.spec.handoff
+        RolloutWorker(
+            self.runner, self._trained(), self.control, self.link, self.spans, world.rank, world.rollout_ranks, handoff
+        ).run()
+
+    # ---- checkpoints: whole tensors, whatever the sharding
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return shard.full_state(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        shard.load_full_state(self.lightning_module, dict(checkpoint["state_dict"]))
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if self.sharding == "ddp":
+            return dict(super().optimizer_state(optimizer))
+        return shard.full_optimizer_state(self.engine.policy, optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.sharding == "ddp":
+            return super().load_optimizer_state_dict(checkpoint)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            shard.load_full_optimizer_state(self.engine.policy, optimizer, state)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return self.engine.policy.trained_parameters()
+
+
+class _Begin(Callback):
+    """Publishes the first version as soon as training starts."""
+
+    def __init__(self, strategy: DisaggregatedStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._strategy.begin(trainer)
 
 
 class _RolloutLoop(_FitLoop):

@@ -56,4 +56,6 @@ def assert_equal_digests(own: str, trainers: int, version: int) -> None:
     everyone = [torch.empty_like(mine) for _ in range(trainers)]
     dist.all_gather(everyone, mine)
     if any(not torch.equal(other, everyone[0]) for other in everyone):
-        raise WeightsError(f"trainers hold different weights at version {version}: an update was not the same on all ranks.")
+        raise WeightsError(
+            f"trainers hold different weights at version {version}: an update was not the same on all ranks."
+        )

@@ -17,8 +17,8 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
@@ -58,6 +58,8 @@ class Launch:
     host: str = "127.0.0.1"
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
     """Called several times per second with a function that reads what each rank does (the live display)."""
+    on_end: Callable[[], None] = field(default=lambda: None)
+    """Called once when every rank is gone, while the store still answers."""
 
 
 def launch(spec: Launch) -> Outcome:
@@ -86,6 +88,7 @@ def launch(spec: Launch) -> Outcome:
             return _watch(spec, ranks, control, signals)
         finally:
             _kill(ranks)
+            spec.on_end()
 
 
 def _child(

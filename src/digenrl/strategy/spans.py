@@ -38,13 +38,17 @@ class SpanLog:
         """Seconds since the run started."""
         return time.monotonic() + self._offset
 
+    def announce(self, text: str) -> None:
+        """Say what this rank does now, without a span."""
+        if self._on_stage is not None:
+            self._on_stage(text)
+
     @contextmanager
     def span(self, stage: str, **args: Any) -> Iterator[dict[str, Any]]:
         """Record the body as one span; the yielded dict takes facts that are known only inside."""
         start = self.now()
-        if self._on_stage is not None:
-            where = next((f" {key[0]}{args[key]}" for key in ("group", "version") if key in args), "")
-            self._on_stage(f"{stage}{where}" + (f" {args['cause']}" if "cause" in args else ""))
+        where = next((f" {key[0]}{args[key]}" for key in ("group", "version") if key in args), "")
+        self.announce(f"{stage}{where}")
         try:
             yield args
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from digenrl.schedule import fragments
+from digenrl.schedule import Task, fragments
 from digenrl.strategy.cells import Part, StepBoard
 from digenrl.strategy.wire import Kind
 from digenrl.types import TrainBatch
@@ -38,16 +38,16 @@ class FragmentStream:
                 fragment = self._wait(board, pending)
                 pending.remove(fragment)
                 strategy.trained(board, fragment)
+                began = strategy.spans.now()
                 yield from board.batches(fragment)
+                strategy.lender.measured("train", strategy.world.rank, strategy.spans.now() - began)
         del self._boards[step]
 
     def _board(self, step: int) -> StepBoard:
         if step not in self._boards:
             strategy = self._strategy
             weights = strategy.engine.reward_weights
-            self._boards[step] = StepBoard(
-                strategy.spec, strategy.place_timesteps, strategy.world.rank, step, weights
-            )
+            self._boards[step] = StepBoard(strategy.spec, strategy.place_timesteps, strategy.world.rank, step, weights)
         return self._boards[step]
 
     def _wait(self, board: StepBoard, pending: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -71,15 +71,32 @@ class FragmentStream:
             if fragment is not None:
                 end_wait()
                 return fragment
-            if strategy.may_lend and (task := strategy.lend(board)) is not None:
+            if strategy.may_lend and (task := strategy.lend(board, pending)) is not None:
                 end_wait()
-                strategy.runner.run(task, stage="generate" if strategy.world.rollouts == 0 else "lend")
+                self._lend(board, pending, task)
                 continue
             if waiting_since is None:
                 waiting_since = spans.now()
                 strategy.show("wait fragment")
             self._receive(0.2)
             strategy.control.check()
+
+    def _lend(self, board: StepBoard, pending: list[tuple[int, ...]], task: Task) -> None:
+        """Run one rollout task here; with hand-off it is passed on as soon as a fragment is ready."""
+        strategy = self._strategy
+        colocated = strategy.world.rollouts == 0
+
+        def interrupt(task: Task, steps_left: int) -> int | None:
+            while self._receive(0.0):
+                pass
+            return strategy.heir(board, pending, task)
+
+        with strategy.lightning_module.rollout_weights():  # type: ignore[union-attr]
+            strategy.runner.run(
+                task,
+                "generate" if colocated else "lend",
+                interrupt if strategy.spec.handoff and not colocated else None,
+            )
 
     def _receive(self, timeout: float) -> bool:
         """Take one message if there is one within `timeout` seconds."""
@@ -88,6 +105,7 @@ class FragmentStream:
             return False
         if message.kind is Kind.CELLS:
             part = Part(message)
+            self._strategy.lender.measured("generate", part.maker, part.seconds)
             if part.meta["step"] >= self._strategy.version:  # older: a re-issued task that came twice
                 self._board(part.meta["step"]).add(part)
         return True

@@ -73,13 +73,17 @@ def encode(message: Message) -> Buffers:
     names = list(message.tensors)
     meta = json.dumps({"names": names, "meta": dict(message.meta)}, separators=(",", ":")).encode()
     if len(meta) > MAX_META_BYTES or len(names) > MAX_TENSORS:
-        raise WireError(f"message of kind {message.kind.name} is too large: {len(meta)} bytes of meta, {len(names)} tensors.")
+        raise WireError(
+            f"message of kind {message.kind.name} is too large: {len(meta)} bytes of meta, {len(names)} tensors."
+        )
     head = bytearray(_HEAD.pack(MAGIC, message.kind, len(meta), len(names)) + meta)
     buffers: Buffers = []
     for name in names:
         tensor = message.tensors[name].detach().to("cpu").contiguous()
         if tensor.dtype not in _CODES:
-            raise WireError(f"tensor {name!r} has dtype {tensor.dtype}; the wire carries {', '.join(map(str, _DTYPES))}.")
+            raise WireError(
+                f"tensor {name!r} has dtype {tensor.dtype}; the wire carries {', '.join(map(str, _DTYPES))}."
+            )
         head += _TENSOR.pack(_CODES[tensor.dtype], tensor.dim()) + struct.pack(f"!{tensor.dim()}Q", *tensor.shape)
         buffers += [bytes(head), tensor_bytes(tensor)]
         head = bytearray()
@@ -100,13 +104,20 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
 
     magic, kind, meta_size, count = _HEAD.unpack(take(_HEAD.size))
     if magic != MAGIC or kind not in Kind._value2member_map_ or meta_size > MAX_META_BYTES or count > MAX_TENSORS:
-        raise WireError(f"not a digenrl message: magic {magic!r}, kind {kind}, meta {meta_size} bytes, {count} tensors.")
+        raise WireError(
+            f"not a digenrl message: magic {magic!r}, kind {kind}, meta {meta_size} bytes, {count} tensors."
+        )
     try:
         body = json.loads(take(meta_size))
         names, meta = body["names"], body["meta"]
     except (ValueError, KeyError, TypeError) as error:
         raise WireError(f"message meta is not the agreed JSON: {error}.") from error
-    if not (isinstance(meta, dict) and isinstance(names, list) and len(names) == count and all(isinstance(n, str) for n in names)):
+    if not (
+        isinstance(meta, dict)
+        and isinstance(names, list)
+        and len(names) == count
+        and all(isinstance(n, str) for n in names)
+    ):
         raise WireError(f"message meta announces {names!r} for {count} tensors.")
     tensors: dict[str, Tensor] = {}
     total = 0
@@ -117,7 +128,9 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
         shape: Sequence[int] = struct.unpack(f"!{dims}Q", take(8 * dims))
         total += math.prod(shape) * _DTYPES[code].itemsize
         if total > max_bytes:
-            raise WireError(f"message of {total} bytes at tensor {name!r} {tuple(shape)}: the limit is {max_bytes} bytes.")
+            raise WireError(
+                f"message of {total} bytes at tensor {name!r} {tuple(shape)}: the limit is {max_bytes} bytes."
+            )
         tensor = torch.empty(tuple(shape), dtype=_DTYPES[code])
         if tensor.numel():
             read(tensor_bytes(tensor))

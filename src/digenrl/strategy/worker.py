@@ -6,19 +6,24 @@ depend on who made it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from digenrl.data import PromptSampler
-from digenrl.rollout.engine import RolloutEngine
+from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task
 from digenrl.strategy.cells import Place, owned_positions, pack
 from digenrl.strategy.control import Control
+from digenrl.strategy.handoff import pack_state, unpack_state
 from digenrl.strategy.link import Link
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.weights import adopt
 from digenrl.strategy.wire import Kind, Message
+
+Interrupt = Callable[[Task, int], int | None]
+"""Asked after every denoising step with (task, steps left): the rank that should finish the task, or None to go on."""
 
 
 class TaskRunner:
@@ -28,6 +33,7 @@ class TaskRunner:
         spec: the schedule.
         plan: the Strategy's `plan_tasks`: version -> its queue of tasks, in claim order.
         place: the Strategy's `place_timesteps`: fragment -> which trainer rank trains which cells.
+        rank: this launch rank.
         trainers: number of trainer ranks.
     """
 
@@ -36,6 +42,7 @@ class TaskRunner:
         spec: ScheduleSpec,
         plan: Callable[[int], tuple[Task, ...]],
         place: Place,
+        rank: int,
         trainers: int,
         engine: RolloutEngine,
         sampler: PromptSampler,
@@ -43,8 +50,11 @@ class TaskRunner:
         link: Link,
         spans: SpanLog,
     ) -> None:
-        self._spec, self._plan, self._place, self._trainers = spec, plan, place, trainers
+        self._spec, self._plan, self._place = spec, plan, place
+        self._rank, self._trainers = rank, trainers
         self._engine, self._sampler, self._control, self._link, self._spans = engine, sampler, control, link, spans
+        self.step_seconds = 0.0
+        """Measured seconds of one denoising step on this rank; 0 before the first."""
 
     def claim(self, version: int) -> Task | None:
         """The next task of the version's queue, or None when all are claimed."""
@@ -56,47 +66,146 @@ class TaskRunner:
         """Unclaimed tasks of the version's queue."""
         return max(0, len(self._plan(version)) - self._control.claimed(f"v{version}"))
 
-    def run(self, task: Task, stage: str = "generate") -> None:
-        """Generate one task and ship it."""
+    def run(self, task: Task, stage: str = "generate", interrupt: Interrupt | None = None) -> None:
+        """Generate one task and ship it, unless `interrupt` names another rank to finish it."""
+        self._finish(self._engine.begin(task, self._sampler.batch(task.step)[task.group]), stage, interrupt)
+
+    def resume(self, message: Message, interrupt: Interrupt | None = None) -> None:
+        """Finish a task that another rank began."""
+        task, state = unpack_state(message, self._engine.policy.device)
         prompt = self._sampler.batch(task.step)[task.group]
-        with self._spans.span(stage, step=task.step, group=task.group, version=task.version) as facts:
-            trajectory = self._engine.generate(task, prompt)
+        self._finish(Generation(task, prompt, state), "generate", interrupt)
+
+    def _finish(self, generation: Generation, stage: str, interrupt: Interrupt | None) -> None:
+        task, spans = generation.task, self._spans
+        began = spans.now()
+        self._control.set(f"task/{self._rank}", f"{task.group}:{began:.6f}")
+        with spans.span(stage, step=task.step, group=task.group, version=task.version) as facts:
+            first = generation.state.next_step
+            heir = None
+            while heir is None and (left := self._engine.steps_left(generation)):
+                heir = interrupt(task, left) if interrupt is not None and generation.state.next_step > first else None
+                if heir is not None:
+                    facts["handed_to"] = heir
+                    continue
+                generation = self._engine.advance(generation)
+                self.step_seconds = (spans.now() - began) / (generation.state.next_step - first)
             facts["samples"] = task.samples
+            trajectory = self._engine.complete(generation) if heir is None else None
+        self._control.set(f"task/{self._rank}", "")
+        if trajectory is None:
+            assert heir is not None
+            self._link.send(heir, pack_state(task, generation.state))
+            return
+        seconds = spans.now() - began
         part = task.first_sample // self._spec.task_size
-        with self._spans.span("send", step=task.step, group=task.group):
+        with spans.span("send", step=task.step, group=task.group):
             for rank in range(self._trainers):
                 positions = owned_positions(self._spec, self._place, rank, task.group, part)
-                self._link.send(rank, pack(trajectory, positions))
+                self._link.send(rank, pack(trajectory, positions, self._rank, seconds))
 
 
 class RolloutWorker:
-    """The life of a rollout rank: adopt a version, empty its queue, wait for the next one."""
+    """The life of a rollout rank: adopt a version, empty its queue, wait for the next one.
+
+    With hand-off, a rank whose queue is empty announces itself, and a slower rank may pass it the rest of a task.
+    """
 
     def __init__(
-        self, runner: TaskRunner, parameters: Mapping[str, Tensor], control: Control, link: Link, spans: SpanLog
+        self,
+        runner: TaskRunner,
+        parameters: Mapping[str, Tensor],
+        control: Control,
+        link: Link,
+        spans: SpanLog,
+        rank: int,
+        peers: range,
+        handoff: bool,
     ) -> None:
         self._runner, self._parameters = runner, parameters
         self._control, self._link, self._spans = control, link, spans
+        self._rank, self._peers = rank, peers
+        self._interrupt: Interrupt | None = self._faster_idle_peer if handoff else None
+        self._weights: deque[Message] = deque()
+        self._suspended: deque[Message] = deque()
+        self._announced = 0
+        self._version = -1
 
     def run(self) -> None:
         """Work until a trainer says that the run is done."""
         cause = "startup"
         while (message := self._next_weights(cause)) is not None:
-            version = int(message.meta["version"])
-            with self._spans.span("adopt", version=version) as facts:
+            self._version = int(message.meta["version"])
+            with self._spans.span("adopt", version=self._version) as facts:
                 facts["digest"] = adopt(self._parameters, message)
-            while (task := self._runner.claim(version)) is not None:
+            while self._work_once():
                 self._control.check()
-                self._runner.run(task)
             cause = "weights"
 
+    def _work_once(self) -> bool:
+        """Run a suspended task, else the next of the queue; False when there is neither."""
+        self._receive(0.0)
+        if self._suspended:
+            self._runner.resume(self._suspended.popleft(), self._interrupt)
+            return True
+        task = self._runner.claim(self._version)
+        if task is None:
+            return False
+        self._runner.run(task, interrupt=self._interrupt)
+        return True
+
     def _next_weights(self, cause: str) -> Message | None:
-        """The next version in order, or None at the end of the run."""
-        with self._spans.span("wait", cause=cause):
-            while True:
-                message = self._link.receive(timeout=0.2)
-                if message is not None and message.kind is Kind.WEIGHTS:
-                    return message
-                if self._control.get("done") is not None:
-                    return None
-                self._control.check()
+        """The next version in order, or None at the end of the run. Suspended tasks that arrive meanwhile are finished."""
+        began = self._spans.now()
+        self._spans.announce(f"wait {cause}")
+        self._announce()
+        while True:
+            if self._suspended:
+                self._spans.add("wait", began, self._spans.now(), cause="tail")
+                self._control.set(f"idle/{self._rank}", "")
+                self._runner.resume(self._suspended.popleft(), self._interrupt)
+                began = self._spans.now()
+                self._announce()
+            if self._weights:
+                self._spans.add("wait", began, self._spans.now(), cause=cause)
+                self._control.set(f"idle/{self._rank}", "")
+                return self._weights.popleft()
+            if self._control.get("done") is not None:
+                return None
+            self._control.check()
+            self._receive(0.2)
+
+    def _receive(self, timeout: float) -> None:
+        """Sort arriving messages; wait up to `timeout` seconds for the first."""
+        while (message := self._link.receive(timeout)) is not None:
+            timeout = 0.0
+            if message.kind is Kind.WEIGHTS:
+                self._weights.append(message)
+            elif message.kind is Kind.STATE:
+                self._suspended.append(message)
+
+    def _announce(self) -> None:
+        """Say that this rank has nothing to do, and how fast it is."""
+        if self._interrupt is not None and self._runner.step_seconds:
+            self._announced += 1
+            text = f"{self._version}:{self._announced}:{self._runner.step_seconds:.6f}"
+            self._control.set(f"idle/{self._rank}", text)
+
+    def _faster_idle_peer(self, task: Task, steps_left: int) -> int | None:
+        """An idle rank that would finish the task a step earlier than this one, reserved by an atomic add; or None.
+
+        Only tasks of the step in progress may travel (see `handoff`), and only when no task is left to claim.
+        """
+        if task.step != self._version or self._runner.remaining(self._version):
+            return None
+        own = self._runner.step_seconds * (steps_left - 1)
+        for peer in self._peers:
+            note = self._control.get(f"idle/{peer}") if peer != self._rank else None
+            if not note:
+                continue
+            version, number, seconds = note.split(":")
+            if int(version) != self._version or float(seconds) * steps_left >= own:
+                continue
+            if self._control.claim(f"take/{peer}/{number}") == 0:
+                return peer
+        return None

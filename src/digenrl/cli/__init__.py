@@ -1,0 +1,1 @@
+"""Commands: `python -m digenrl.cli.<name> key=value ...`."""

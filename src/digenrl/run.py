@@ -1,0 +1,172 @@
+"""Assembly of one rank from a configuration: policy, rewards, engine, LightningModule, Strategy, Trainer.
+
+Every rank of every role runs `build` and then `trainer.fit`; the Strategy makes the difference between roles.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from digenrl import config as configuration
+from digenrl.data import PromptData
+from digenrl.rollout.engine import RolloutEngine, SamplingSpec
+from digenrl.schedule import ScheduleSpec, micro_batches_per_update
+from digenrl.strategy.checkpoint import DirectoryCheckpointIO
+from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.strategy.world import Session, World
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank, ready to `fit`."""
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    data: PromptData
+    strategy: DisaggregatedStrategy
+
+    def fit(self, checkpoint: Path | None = None) -> None:
+        """Run this rank to the end of the run; `checkpoint` is a directory to resume from."""
+        self.trainer.fit(self.module, datamodule=self.data, ckpt_path=checkpoint)
+
+
+def schedule_spec(config: DictConfig, trained_steps: int, trainers: int) -> ScheduleSpec:
+    """The schedule that a configuration describes."""
+    schedule = config.schedule
+    batch = schedule.tsp.batch
+    shares = schedule.shares
+    return ScheduleSpec(
+        prompts=config.data.prompts_per_batch,
+        group_size=config.data.group_size,
+        task_size=config.sampling.task_size,
+        denoise_steps=config.sampling.steps,
+        trained_steps=trained_steps,
+        updates_per_batch=config.algorithm.updates_per_batch,
+        gap=schedule.gap,
+        order=schedule.order,
+        tsp_batch=trained_steps if batch in ("auto", "all") else min(batch, trained_steps),
+        tsp_shard=schedule.tsp.shard,
+        tag=schedule.tag,
+        handoff=schedule.handoff,
+        shares=tuple(float(share) for share in shares) if not isinstance(shares, str) else (),
+        async_steps=schedule.async_steps,
+        stale_fraction=schedule.stale_fraction,
+    )
+
+
+def allocation(config: DictConfig) -> tuple[int, int]:
+    """(trainers, rollouts) with every `auto` resolved from the hardware profile's pools: a pool's role says what its
+    devices do; devices without a role are shared evenly, and on processors one of each is the default."""
+    trainers, rollouts = config.allocation.trainers, config.allocation.rollouts
+    counts = {"trainer": 0, "rollout": 0, "auto": 0}
+    for pool in config.hardware.pools.values():
+        counts[pool.get("role", "auto")] += pool.count if pool.gpu != "cpu" else 2
+    if trainers == "auto":
+        room = counts["trainer"] + counts["auto"]
+        trainers = max(1, room - (rollouts if isinstance(rollouts, int) else (counts["auto"] + 1) // 2))
+    if rollouts == "auto":
+        rollouts = max(1, counts["rollout"] + counts["auto"] - max(0, trainers - counts["trainer"]))
+    return int(trainers), int(rollouts)
+
+
+def describe(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
+    """The lines that precede a run: what runs where, with what schedule."""
+    data, schedule = config.data, config.schedule
+    samples = data.prompts_per_batch * data.group_size
+    ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}"
+    lines = [
+        f"run       {run_dir}",
+        f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
+        f"{'GPU' if torch.cuda.is_available() else 'CPU'}",
+        f"step      {data.prompts_per_batch} prompts x {data.group_size} samples = {samples} samples, "
+        f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; {config.max_rl_steps} RL steps",
+        f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} tag={schedule.tag} "
+        f"handoff={schedule.handoff} async_steps={schedule.async_steps}",
+    ]
+    return lines + ([f"resume    {checkpoint}"] if checkpoint else [])
+
+
+def sampling_spec(config: DictConfig) -> SamplingSpec:
+    """The `sampling` group as the engine reads it."""
+    sampling = config.sampling
+    return SamplingSpec(
+        steps=sampling.steps,
+        storage_dtype=getattr(torch, sampling.storage_dtype),
+        same_noise=sampling.same_noise,
+        eval_steps=sampling.eval.steps,
+    )
+
+
+def build(config: DictConfig, world: World, session: Session, callbacks: Sequence[pl.Callback] = ()) -> Rank:
+    """Instantiate everything that rank `world.rank` needs.
+
+    Args:
+        config: a composed, validated configuration.
+        world: this process's place.
+        session: how to reach the run.
+        callbacks: further Lightning callbacks (tests record gradients with them).
+    """
+    threads = os.environ.get("OMP_NUM_THREADS")
+    torch.set_num_threads(int(threads) if threads else 1)
+    torch.manual_seed(config.seed)
+    # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+    policy = configuration.instantiate(config.model)
+    rewards = configuration.instantiate(config.reward)
+    module = configuration.instantiate(config.algorithm, policy=policy)
+    engine = RolloutEngine(
+        policy,
+        rewards,
+        module.sde,
+        module.train_steps,
+        sampling_spec(config),
+        config.seed,
+        keep_means=module.needs_means,
+        keep_final=module.needs_final,
+    )
+    spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers)
+    data = PromptData(config.data, config.seed)
+    strategy = DisaggregatedStrategy(
+        world,
+        session,
+        spec,
+        engine,
+        data.sampler,
+        last_step=config.max_rl_steps - 1,
+        sharding=config.parallel.sharding,
+        checkpoint_io=DirectoryCheckpointIO(),
+    )
+    named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
+    trainer = configuration.instantiate(
+        config.trainer,
+        devices=[world.local_rank] if torch.cuda.is_available() else 1,
+        strategy=strategy,
+        max_epochs=config.max_rl_steps,
+        accumulate_grad_batches=micro_batches_per_update(spec, world.trainers),
+        callbacks=[*named, *callbacks],
+        logger=_loggers(config, world, session),
+        default_root_dir=str(session.run_dir),
+    )
+    return Rank(trainer, module, data, strategy)
+
+
+def _loggers(config: DictConfig, world: World, session: Session) -> list[Any]:
+    if world.rank != 0 or not config.logger:
+        return []
+    return [configuration.instantiate(logger)(save_dir=str(session.run_dir)) for logger in config.logger.values()]
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration as plain data, interpolations resolved."""
+    tree = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}

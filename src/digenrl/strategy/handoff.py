@@ -1,0 +1,47 @@
+"""Hand-off: a trajectory suspended at a denoising-step boundary, on its way to the rank that finishes it.
+
+Only tasks of the step in progress travel: the next version cannot be published before they are trained, so the receiver
+still holds the version that began them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from digenrl.diffusion.denoise import SampleKey, SampleState
+from digenrl.schedule import Task
+from digenrl.strategy.wire import Kind, Message, WireError
+from digenrl.types import move
+
+_KEPT = ("kept_latents", "kept_next_latents", "kept_log_probs", "kept_means")
+
+
+def pack_state(task: Task, state: SampleState) -> Message:
+    """A suspended task as a message."""
+    tensors: dict[str, Tensor] = {"latents": state.latents}
+    for name in _KEPT:
+        kept = getattr(state, name)
+        if kept:
+            tensors[name] = torch.stack(kept)
+    meta = {"task": asdict(task), "next_step": state.next_step, "seed": state.key.seed, "uid": state.key.uid}
+    return Message(Kind.STATE, meta, tensors)
+
+
+def unpack_state(message: Message, device: torch.device) -> tuple[Task, SampleState]:
+    """The inverse of `pack_state`, on `device`.
+
+    Raises:
+        WireError: the message is not a suspended task.
+    """
+    try:
+        task = Task(**{name: int(value) for name, value in message.meta["task"].items()})
+        rows = tuple(range(task.first_sample, task.first_sample + task.samples))
+        key = SampleKey(int(message.meta["seed"]), task.step, int(message.meta["uid"]), rows)
+        kept = {name: message.tensors[name].unbind() if name in message.tensors else () for name in _KEPT}
+        state = SampleState(key, message.tensors["latents"], int(message.meta["next_step"]), **kept)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"a STATE message lacks or garbles {error}.") from error
+    return task, move(state, device)

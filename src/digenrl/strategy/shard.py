@@ -1,0 +1,84 @@
+"""Sharded trainers: FSDP2 over the policy's blocks. The model knows nothing of it.
+
+ddp  replicas; gradients are averaged once per update (`gradients.average`);
+fsdp every trainer holds 1/N of each block (ZeRO-3); one all-gather per block and forward;
+hsdp sharded inside a node, replicated between nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from digenrl.models.policy import Policy
+
+SHARDING = ("ddp", "hsdp", "fsdp")
+
+
+def mesh_of(sharding: str, trainers: int, per_node: int, device_type: str) -> DeviceMesh:
+    """The mesh of a sharding mode over the trainers' world.
+
+    Raises:
+        ValueError: hsdp with a number of trainers that is no multiple of the trainers per node.
+    """
+    if sharding == "fsdp":
+        return init_device_mesh(device_type, (trainers,), mesh_dim_names=("shard",))
+    if trainers % per_node:
+        raise ValueError(
+            f"parallel.sharding=hsdp needs whole nodes: allocation.trainers = {trainers} is no multiple of "
+            f"{per_node} per node; use {trainers - trainers % per_node} trainers, or parallel.sharding=fsdp."
+        )
+    return init_device_mesh(device_type, (trainers // per_node, per_node), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(policy: Policy, mesh: DeviceMesh) -> None:
+    """Shard the transformer in place, block by block, then the rest of it."""
+    for unit in policy.wrap_units():
+        fully_shard(unit, mesh=mesh)
+    fully_shard(policy.transformer, mesh=mesh)
+
+
+def synchronise_gradients(transformer: nn.Module, on: bool) -> None:
+    """Whether the next backward pass reduces gradients (only an update's last micro-batch does)."""
+    if isinstance(transformer, FSDPModule):
+        transformer.set_requires_gradient_sync(on)
+
+
+def full_state(module: LightningModule) -> dict[str, Any]:
+    """The module's state dict with whole CPU tensors; a collective when parameters are sharded."""
+    state = module.state_dict()
+    return {name: value.full_tensor().cpu() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+@torch.no_grad()
+def load_full_state(module: LightningModule, state: dict[str, Any]) -> None:
+    """Copy whole tensors into a (sharded or plain) module; keys that the checkpoint does not hold keep their values."""
+    own = module.state_dict()
+    for name, value in state.items():
+        target = own[name]
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value.to(target.device, target.dtype), target.device_mesh, target.placements)
+        target.copy_(value)
+
+
+def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Optimizer state by parameter name, with whole CPU tensors (a collective)."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(get_optimizer_state_dict(module, optimizer, options=options))
+
+
+def load_full_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """The inverse of `full_optimizer_state`; every rank passes the whole state."""
+    set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))
