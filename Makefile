@@ -1,0 +1,104 @@
+# `make` prints what there is. Every target that needs the environment makes it first; ARGS="key=value ..." works everywhere.
+
+PYTHON ?= python3
+VENV   ?= .venv
+STAMP  := $(VENV)/.stamp
+PY     := $(VENV)/bin/python
+
+EXP ?= digits_flowgrpo
+HW  ?=
+RUN ?=
+ARGS ?=
+
+# Threads that spin while they wait would take a core from another rank.
+export OMP_WAIT_POLICY ?= passive
+
+PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
+WORDS := experiment=$(EXP) $(PROFILE_WORDS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train resume sweep plan bench test test-all report eval export score serve-reward tiny pretrain profile \
+        lint format types notebooks clean
+
+define need
+@test -n "$($(1))" || { echo "make $@ needs $(1)=..., for example: make $@ $(2)" >&2; exit 2; }
+endef
+
+help:  ## This list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is too old: digenrl needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 2; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP)  ## Only the environment: .venv with everything, then a self-check
+	@$(PY) -m digenrl.cli.setup $(ARGS)
+
+train: $(STAMP)  ## Train. EXP=experiment HW=hardware ARGS="key=value ..."; alone: the first run, on CPU
+	@$(PY) -m digenrl.cli.train $(WORDS)
+
+resume: $(STAMP)  ## Continue a run from its last checkpoint. RUN=directory
+	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
+	@$(PY) -m digenrl.cli.train resume=$(RUN) $(ARGS)
+
+sweep: $(STAMP)  ## Hydra multirun of EXP, each job in a fresh process; one table and plot
+	@$(PY) -m digenrl.cli.train -m $(WORDS)
+
+plan: $(STAMP)  ## What a run will cost: memory per rank, s/step, bubbles, best split; no GPU needed. EXP= HW=
+	@$(PY) -m digenrl.cli.plan $(WORDS)
+
+profile: $(STAMP)  ## Measure seconds per unit on this machine, for a hardware profile. EXP= HW=
+	@$(PY) -m digenrl.cli.profile $(WORDS)
+
+report: $(STAMP)  ## Rebuild summary, trace, pictures and report.html from a run's files. RUN=
+	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
+	@$(PY) -m digenrl.cli.report run=$(RUN) $(ARGS)
+
+eval: $(STAMP)  ## Evaluate a run's model again, with own prompts, steps or rewards. RUN= [STEP=base|last] [DATA=FILE]
+	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
+	@$(PY) -m digenrl.cli.evaluate run=$(RUN) $(if $(STEP),step=$(STEP)) $(if $(DATA),data=$(DATA)) $(ARGS)
+
+export: $(STAMP)  ## Write a run's trained weights as other tools read them. RUN=
+	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
+	@$(PY) -m digenrl.cli.export run=$(RUN) $(ARGS)
+
+score: $(STAMP)  ## Score pictures or videos. REWARD=ocr IMAGES=directory PROMPTS=file
+	$(call need,REWARD,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)
+	@$(PY) -m digenrl.cli.score reward=$(REWARD) images=$(IMAGES) prompts=$(PROMPTS) $(ARGS)
+
+serve-reward: $(STAMP)  ## Serve a reward over HTTP. REWARD=ocr
+	$(call need,REWARD,REWARD=ocr)
+	@$(PY) -m digenrl.cli.serve_reward reward=$(REWARD) $(ARGS)
+
+tiny: $(STAMP)  ## Build the tiny model of every family (made on first use otherwise)
+	@$(PY) -m digenrl.cli.tiny $(ARGS)
+
+pretrain: $(STAMP)  ## Train the digits base model and its judges again, into the committed files
+	@OMP_NUM_THREADS=1 $(PY) -m digenrl.cli.pretrain $(ARGS)
+
+bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios
+	@for file in benchmarks/[a-z]*.py; do echo "== $$file" && $(PY) $$file $(ARGS) || exit 1; done
+
+test: $(STAMP)  ## The default tests: at most ten minutes on two cores
+	@$(PY) -m pytest -q $(ARGS)
+
+test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
+	@$(PY) -m pytest -q -m "not cluster" $(ARGS)
+
+notebooks: $(STAMP)  ## Execute the notebooks
+	@$(PY) -m pytest -q -m "not cluster" tests/notebooks $(ARGS)
+
+lint: $(STAMP)  ## Ruff
+	@$(VENV)/bin/ruff check .
+
+format: $(STAMP)  ## Ruff's formatter, in place
+	@$(VENV)/bin/ruff format . && $(VENV)/bin/ruff check --fix .
+
+types: $(STAMP)  ## Mypy
+	@$(VENV)/bin/mypy
+
+clean:  ## Remove caches (neither outputs nor the environment)
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
