@@ -30,8 +30,9 @@ help:  ## This list
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "$(PYTHON) is too old: digenrl needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 2; }
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@echo "Making the environment in $(VENV); this downloads PyTorch and takes some minutes, once." >&2
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]' >&2
 	@touch $@
 
 setup: $(STAMP)  ## Only the environment: .venv with everything, then a self-check
