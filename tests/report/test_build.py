@@ -76,7 +76,8 @@ def test_trace_has_a_track_per_rank_and_an_event_per_span(finished: Path) -> Non
     assert len({(event["pid"], event["tid"]) for event in spans}) == 4
 
 
-def test_rebuilding_changes_nothing(finished: Path) -> None:
+def test_rebuilding_changes_nothing(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "PICTURES", {})  # the pictures stay as they are; drawing them again takes seconds
     before = {name: (finished / name).read_bytes() for name in ("summary.json", "trace.json", "report.html")}
     rebuild(finished)
     assert {name: (finished / name).read_bytes() for name in before} == before
@@ -153,7 +154,10 @@ def test_videos_are_shown_as_film_strips(tmp_path: Path) -> None:
     assert sum(len(axes.images) for axes in figure.axes) == 2 * 2 * 5
 
 
-def test_command_prints_the_reports_path_last(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_reports_path_last(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "PICTURES", {})
     assert report.main([f"run={finished}"]) == 0
     captured = capsys.readouterr()
     assert captured.out.strip() == f"{finished}/report.html"

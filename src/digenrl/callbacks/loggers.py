@@ -78,6 +78,7 @@ class WandbLogger(pl_loggers.WandbLogger):
                 raise
             rank_zero_warn(f"W&B cannot be reached ({error}); the run is recorded offline in {self.save_dir}/wandb")
             self._offline = True
+            self._wandb_init["mode"] = "offline"  # the environment variable that Lightning sets was read already
             return super().experiment
 
     @override
