@@ -1,7 +1,7 @@
 """Aesthetics: LAION's predictor, a small head on CLIP ViT-L/14 that was fitted to people's ratings of 1..10.
 
-Architecture and weights: christophschuhmann/improved-aesthetic-predictor (`sac+logos+ava1-l14-linearMSE.pth`). Used as a
-reward by DDPO (arXiv:2305.13301). The rating is divided by 10.
+Architecture and weights: christophschuhmann/improved-aesthetic-predictor (`sac+logos+ava1-l14-linearMSE.pth`). Used
+as a reward by DDPO (arXiv:2305.13301). The rating is divided by 10.
 """
 
 from __future__ import annotations

@@ -134,13 +134,11 @@ def _build_engine(detection_side: int, threads: int, device: str) -> Any:
         import onnxruntime
 
         if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-            raise ValueError(
-                "device=cuda needs onnxruntime-gpu; this onnxruntime has no CUDA provider: use device=cpu."
-            )
+            raise ValueError("device=cuda needs onnxruntime-gpu, this one has no CUDA provider: use device=cpu.")
     return RapidOCR(
         params={
             "Global.log_level": "critical",
-            "Global.width_height_ratio": -1,  # detect in wide pictures too; lines that need no detection are told by shape
+            "Global.width_height_ratio": -1,  # detect in wide pictures too: `read` tells lines by shape
             "EngineConfig.onnxruntime.intra_op_num_threads": threads,
             "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             "EngineConfig.onnxruntime.use_cuda": device == "cuda",

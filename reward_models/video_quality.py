@@ -16,13 +16,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from digenrl.rewards.protocol import as_frames, as_rgb
+from digenrl.rewards.pictures import laplacian, luma
 from digenrl.types import Prompt
 
 TERMS = ("sharpness", "exposure", "smoothness", "motion")
-_LUMA = (0.299, 0.587, 0.114)
 _SHARP, _MOVING, _FLICKER = 0.02, 0.02, 0.05
 """Values at which a term is half saturated (for smoothness: has lost half), in units of the full pixel range."""
 
@@ -77,16 +75,3 @@ def quality_terms(media: Tensor) -> dict[str, Tensor]:
         change = (frames[:, 1:] - frames[:, :-1]).abs().mean((1, 2, 3))
         terms["motion"] = change / (change + _MOVING)
     return terms
-
-
-def luma(media: Tensor) -> Tensor:
-    """[B, F, H, W] brightness (ITU-R BT.601) of images or videos."""
-    frames = as_rgb(as_frames(media)).float()
-    return (frames * frames.new_tensor(_LUMA).view(3, 1, 1)).sum(2)
-
-
-def laplacian(frames: Tensor) -> Tensor:
-    """[B, F, H, W] 3x3 Laplacian with replicated borders."""
-    kernel = frames.new_tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]]).view(1, 1, 3, 3)
-    padded = functional.pad(frames.flatten(0, 1).unsqueeze(1), (1, 1, 1, 1), mode="replicate")
-    return functional.conv2d(padded, kernel).squeeze(1).unflatten(0, frames.shape[:2])

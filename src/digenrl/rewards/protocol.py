@@ -4,10 +4,10 @@ A *scorer* is any callable `scorer(media, prompts) -> scores`:
 
 - `media`: fp32 in [0, 1]; images [B, C, H, W], videos [B, F, C, H, W]; C is 3 (RGB) or 1 (grey). Any device.
 - `prompts`: B `Prompt`s, row i of `media` was made from prompt i; `target` and `metadata` travel untouched.
-- `scores`: [B] floating point on any device, each finite, or NaN for a sample that could not be scored; larger is better.
+- `scores`: [B] floating point on any device, each finite, or NaN for a sample without a score; larger is better.
 
-A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name what it is: `model_id`
-(what is scored with) and `weights_digest` (hex digest of its weights, "none" where it has none); see `identity_of`.
+A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name it: `model_id` (what
+is scored with) and `weights_digest` (hex digest of its weights, "none" where it has none); see `identity_of`.
 Two methods are optional: `check_prompts(prompts)` raises ValueError for a prompt that it could never score, `close()`
 ends processes and connections.
 """
@@ -30,6 +30,11 @@ class RewardError(RuntimeError):
 
 class RewardUnavailable(RewardError):
     """A scorer could not answer this time (down, slow, refused): its samples are missing (NaN), and counted."""
+
+    def __init__(self, cause: str, scores: Tensor | None = None) -> None:
+        """`scores` [B]: what could be scored all the same, NaN elsewhere; None = nothing."""
+        super().__init__(cause)
+        self.scores = scores
 
 
 @runtime_checkable
@@ -58,7 +63,7 @@ def identity_of(scorer: Scorer) -> Identity:
 
 
 def check_media(media: Tensor, prompts: Sequence[Prompt]) -> None:
-    """Raises ValueError unless `media` is [B, C, H, W] or [B, F, C, H, W] floating point in [0, 1], B = len(prompts)."""
+    """Raises ValueError unless `media` is [B, C, H, W] or [B, F, C, H, W] floating in [0, 1] with B = len(prompts)."""
     if media.dim() not in (4, 5) or media.shape[-3] not in (1, 3) or 0 in media.shape:
         raise ValueError(
             f"media has shape {list(media.shape)}: "

@@ -62,7 +62,8 @@ class RewardSuite:
         max_missing_share: `check_missing` raises once more than this share of a reward's samples is missing ...
         min_missing_samples: ... among at least this many samples.
         pending: bound on tasks that wait for scores (see `digenrl.rewards.scorer.AsyncScorer`).
-        max_batch: largest number of samples that scoring joins from several tasks.
+        max_batch: largest number of samples that scoring joins from several waiting tasks; 0 = each task alone, so that
+            no score depends, in its last bits, on which tasks happened to wait together.
         cache_size: scores kept by content hash; 0 = off.
     """
 
@@ -75,7 +76,7 @@ class RewardSuite:
         max_missing_share: float = 0.25,
         min_missing_samples: int = 64,
         pending: int = 4,
-        max_batch: int = 64,
+        max_batch: int = 0,
         cache_size: int = 4096,
     ) -> None:
         if not rewards:
@@ -136,7 +137,8 @@ class RewardSuite:
                 scores = check_scores(name, self._scorers[name](media, prompts), len(prompts))
         except RewardUnavailable as error:
             cause = str(error)
-            scores = torch.full((len(prompts),), math.nan)
+            kept = torch.full((len(prompts),), math.nan) if error.scores is None else error.scores
+            scores = check_scores(name, kept, len(prompts))
         missing = int(torch.isnan(scores).sum())
         with self._lock:
             count = self._failures[name]

@@ -1,0 +1,63 @@
+"""A scorer that runs elsewhere: the client of `python -m digenrl.cli.serve_reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from digenrl.rewards.client import ClientOptions, RewardClient
+from digenrl.rewards.protocol import Identity
+from digenrl.rewards.wire import DtypeName
+from digenrl.types import Prompt
+
+
+class RemoteScorer:
+    """Scores of a reward service. See `digenrl.rewards.client` for what is retried and what ends the run.
+
+    Args:
+        urls: equal services; requests are spread over them.
+        deadline_s: every call returns or raises within it.
+        attempt_s: longest single attempt.
+        max_attempts: attempts per request.
+        dtype: on the wire; float32 is exact, uint8 a quarter of the bytes.
+        model_id, weights_digest: the identity that must answer; both null = whatever answers first.
+        token_env: environment variable with the bearer token.
+        quarantine: folder for malformed answers; null = only logged.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        deadline_s: float = 60.0,
+        attempt_s: float = 30.0,
+        max_attempts: int = 6,
+        dtype: DtypeName = "float32",
+        model_id: str | None = None,
+        weights_digest: str | None = None,
+        token_env: str = "DIGENRL_REWARD_TOKEN",
+        quarantine: str | None = None,
+    ) -> None:
+        if (model_id is None) != (weights_digest is None):
+            raise ValueError("Pin both model_id and weights_digest (see GET /identity of the service), or neither.")
+        pinned = Identity(model_id, weights_digest) if model_id is not None and weights_digest is not None else None
+        options = ClientOptions(deadline_s=deadline_s, attempt_s=attempt_s, max_attempts=max_attempts, dtype=dtype)
+        self.client = RewardClient(list(urls), options, pinned, token_env, quarantine)
+
+    @property
+    def model_id(self) -> str:
+        """That of the service, asked for on first use."""
+        return self.client.identity().model_id
+
+    @property
+    def weights_digest(self) -> str:
+        """That of the service, asked for on first use."""
+        return self.client.identity().weights_digest
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """[B] scores; raises as `RewardClient.score` does."""
+        return self.client.score(media, prompts)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self.client.close()

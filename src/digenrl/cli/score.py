@@ -1,0 +1,203 @@
+"""`make score REWARD=ocr IMAGES=dir PROMPTS=file`: score pictures or videos with any reward.
+
+    python -m digenrl.cli.score reward=ocr images=DIR prompts=FILE
+
+File i of the folder (in order of name; other files are ignored) is scored against prompt i of the file (one a line).
+Prints a table and writes scores.json: `scores` is a list of {file, prompt, score, rewards}, `score` the mixture's
+weighted sum (null = missing). Every key of configs/score.yaml may follow as key=value. The last line of standard output
+is the path of scores.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from digenrl import prompts
+from digenrl.config import ConfigError, config_directory, group_options, instantiate
+from digenrl.config.compose import compose_words, unknown_option
+from digenrl.config.targets import target_problems
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from digenrl.rewards.suite import RewardSuite
+    from digenrl.types import Prompt
+
+USAGE = "usage: python -m digenrl.cli.score reward=<name> images=<folder> prompts=<file> [key=value ...]"
+_PATH_KEYS = ("images", "prompts", "output")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0 = scored, 1 = could not be scored, 2 = the command line is wrong."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(__doc__)
+        return 0
+    try:
+        config = reward_config(argv, "score", ("images", "prompts"), USAGE)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    from digenrl.rewards.media import MediaError
+    from digenrl.rewards.protocol import RewardError
+
+    try:
+        path = score(config)
+    except (prompts.PromptFileError, MediaError, RewardError, ValueError, OSError) as error:
+        print(f"score: {error}", file=sys.stderr)
+        return 1
+    print(path)
+    return 0
+
+
+def reward_config(argv: Sequence[str], name: str, needed: Sequence[str], usage: str) -> DictConfig:
+    """configs/<name>.yaml with the words of `argv`, its targets checked against the allow-list.
+
+    Raises ConfigError with every problem that was found.
+    """
+    if odd := [word for word in argv if word.startswith("-") or "=" not in word]:
+        raise ConfigError([f"{word}: settings are key=value. {usage}" for word in odd])
+    rewards = group_options(config_directory())["reward"]
+    chosen = [word.partition("=")[2] for word in argv if word.startswith("reward=")]
+    if not chosen:
+        raise ConfigError([f"reward=... is missing; known: {', '.join(rewards)}. {usage}"])
+    if chosen[-1] not in rewards:
+        raise ConfigError([unknown_option("reward", chosen[-1], rewards)])
+    tree, problems = compose_words([_quoted(word) for word in argv], name)
+    missing = [key for key in needed if OmegaConf.is_missing(tree, key)]
+    problems += [f"{key}=... is missing. {usage}" for key in missing]
+    keys = [str(key) for key in tree if key not in ("hydra", *missing)]
+    config = OmegaConf.masked_copy(tree, keys)
+    problems += target_problems(OmegaConf.to_container(config, resolve=True))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def score(config: DictConfig) -> Path:
+    """Scores, prints the table and writes the file; returns its absolute path."""
+    from digenrl.rewards.media import media_files
+    from digenrl.rewards.protocol import RewardUnavailable
+
+    files, asked = media_files(Path(config.images)), aligned_prompts(config.prompts)
+    if len(files) != len(asked):
+        raise ValueError(
+            f"{config.images} holds {len(files)} pictures or videos, {config.prompts} {len(asked)} prompts: "
+            "give one prompt a file, in the files' order of name."
+        )
+    suite: RewardSuite = instantiate(config.reward)
+    try:
+        for line, prompt in asked:
+            try:
+                suite.check_prompts([prompt])
+            except ValueError as error:
+                raise ValueError(f"{config.prompts}:{line}: {error}") from error
+        rows = list(_rows(config, suite, files, [prompt for _, prompt in asked]))
+        failures = suite.failures()
+    finally:
+        suite.close()
+    for name, count in failures.items():
+        for cause, times in count.causes.most_common():
+            print(f"score: {name} is missing for {times} files: {cause}", file=sys.stderr)
+    _print_table(rows)
+    if all(row["score"] is None for row in rows):
+        raise RewardUnavailable("no file could be scored; the causes are above.")
+    path = Path(config.output).absolute()
+    path.write_text(json.dumps({"reward": dict(suite.weights), "scores": rows}, indent=2, ensure_ascii=False) + "\n")
+    return path
+
+
+def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
+    """(line, prompt) of every line of a prompt file, repeated ones included: files are matched by position."""
+    from digenrl.types import Prompt
+
+    file = prompts.read(name)
+    records = {record.line: record for record in file.records}
+    records |= {line: records[first] for line, first in file.duplicates}
+    return [(line, Prompt(r.text, r.negative, r.target, r.metadata)) for line, r in sorted(records.items())]
+
+
+def _rows(
+    config: DictConfig, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
+) -> Iterator[dict[str, Any]]:
+    """One entry of scores.json per file; at most `batch` files of equal size are in memory."""
+    import torch
+
+    from digenrl.rewards.media import read_media
+    from digenrl.rewards.suite import combine
+
+    step = max(1, config.batch)
+    for start in range(0, len(files), step):
+        loaded = [
+            (file, prompt, read_media(file, config.max_frames))
+            for file, prompt in zip(files[start : start + step], asked[start : start + step], strict=True)
+        ]
+        for _, same in groupby(loaded, key=lambda entry: entry[2].shape):
+            group = list(same)
+            media = torch.stack([entry[2] for entry in group])
+            scores = suite.score(media, [entry[1] for entry in group], heldout=config.heldout)
+            total = combine(scores, suite.weights)
+            for row, (file, prompt, _) in enumerate(group):
+                yield {
+                    "file": file.name,
+                    "prompt": prompt.text,
+                    "score": _number(total[row]),
+                    "rewards": {name: _number(values[row]) for name, values in scores.items()},
+                }
+
+
+def _number(value: Tensor) -> float | None:
+    number = value.item()
+    return None if math.isnan(number) else number
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(rows[0]["rewards"])
+    several = len(names) > 1
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("file", overflow="fold")
+    table.add_column("prompt", overflow="ellipsis", max_width=60, no_wrap=True)
+    for name in names if several else []:
+        table.add_column(name, justify="right")
+    table.add_column("score", justify="right")
+    for row in rows:
+        cells = [_shown(row["rewards"][name]) for name in names] if several else []
+        table.add_row(row["file"], row["prompt"], *cells, _shown(row["score"]))
+    known = [row["score"] for row in rows if row["score"] is not None]
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    if known:
+        mean = statistics.fmean(known)
+        console.print(
+            f"{len(known)} of {len(rows)} scored; mean {mean:.4f}, lowest {min(known):.4f}, highest {max(known):.4f}"
+        )
+
+
+def _shown(value: float | None) -> str:
+    return "missing" if value is None else f"{value:.4f}"
+
+
+def _quoted(word: str) -> str:
+    """A path as Hydra reads it literally: its override grammar gives spaces, brackets and commas a meaning."""
+    key, _, value = word.partition("=")
+    if key not in _PATH_KEYS or re.fullmatch(r"[\w./-]+|'.*'|\".*\"", value):
+        return word
+    escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", value)
+    return f"{key}='{escaped}'"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""Alarms against rewards that are plausible but wrong, and against policies that game them: pure functions.
+
+Each takes what a report has read from a run and returns `Alarm`s; none means nothing was found, not that all is well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from digenrl.rewards.pictures import laplacian, luma
+
+COLLAPSED_SHARE = 0.9
+BLUR_SHARE = 0.5
+GRID_RATIO = 4.0
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One suspicion."""
+
+    name: str
+    """variance_collapse | saturated | heldout_gap | blur | grid | canary"""
+    value: float
+    """What was measured."""
+    threshold: float
+    message: str
+    """Cause and what to look at."""
+
+
+def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm | None:
+    """Whether nearly every group of `rewards` [P, G] has one value: such a group carries no gradient.
+
+    `floor` is the standard deviation below which a group counts as constant, in units of the reward's overall spread or
+    of 1.0, whichever is larger. NaN members are left out; groups with fewer than two members do not count.
+    """
+    spreads = [row[~row.isnan()].std().item() for row in rewards.float() if (~row.isnan()).sum() >= 2]
+    if not spreads:
+        return None
+    known = rewards[~rewards.isnan()]
+    scale = max(1.0, known.std().item()) if known.numel() > 1 else 1.0
+    share = sum(spread <= floor * scale for spread in spreads) / len(spreads)
+    if share < COLLAPSED_SHARE:
+        return None
+    return Alarm(
+        "variance_collapse",
+        share,
+        COLLAPSED_SHARE,
+        f"Reward `{name}` is constant within {share:.0%} of the groups: no gradient comes from it "
+        "(all solved, none solvable, samples alike, or a broken scorer).",
+    )
+
+
+def saturated(name: str, history: Sequence[float], window: int = 5, tolerance: float = 1e-6) -> Alarm | None:
+    """Whether the last `window` mean rewards are the same number: a constant scorer, or one at its ceiling."""
+    last = [value for value in history if math.isfinite(value)][-window:]
+    if len(last) < window or max(last) - min(last) > tolerance * max(1.0, abs(last[0])):
+        return None
+    return Alarm(
+        "saturated",
+        last[-1],
+        tolerance,
+        f"Reward `{name}` has been {last[-1]:.6g} for {window} steps: is it still a judge?",
+    )
+
+
+def heldout_gap(reward: Sequence[float], heldout: Sequence[float], rise: float = 0.1) -> Alarm | None:
+    """Whether the optimised reward rose while the held-out one fell: the mark of a reward that is being gamed.
+
+    Args:
+        reward, heldout: values of the evaluations, first to last, in any units.
+        rise: change of the optimised reward, in units of its own standard deviation over the evaluations, that counts.
+    """
+    pairs = [(a, b) for a, b in zip(reward, heldout, strict=True) if math.isfinite(a) and math.isfinite(b)]
+    if len(pairs) < 3:
+        return None
+    columns = torch.tensor(pairs, dtype=torch.float64)
+    gained, lost = (columns[-1] - columns[0]).tolist()
+    spread = columns[:, 0].std().item()
+    if spread == 0 or gained / spread < rise or lost >= 0:
+        return None
+    return Alarm(
+        "heldout_gap",
+        lost,
+        0.0,
+        f"The optimised reward rose by {gained:.4g} while the held-out one fell by {-lost:.4g}: look at the samples, "
+        "raise kl_weight or add the held-out reward to the mixture.",
+    )
+
+
+def blur(before: Tensor, after: Tensor) -> Alarm | None:
+    """Whether the samples `after` have lost detail against `before` (both [N, (F,) C, H, W] in [0, 1])."""
+    old, new = sharpness(before).median().item(), sharpness(after).median().item()
+    if old <= 0 or new / old >= BLUR_SHARE:
+        return None
+    return Alarm(
+        "blur",
+        new / old,
+        BLUR_SHARE,
+        f"Samples keep {new / old:.0%} of the detail that they had before training: blur.",
+    )
+
+
+def grid(before: Tensor, after: Tensor) -> Alarm | None:
+    """Whether a regular pattern grew: checkerboards and grids are what a policy paints to please a scorer."""
+    old, new = grid_strength(before).median().item(), grid_strength(after).median().item()
+    if new < GRID_RATIO * max(old, 1.0 / GRID_RATIO):
+        return None
+    return Alarm(
+        "grid",
+        new,
+        GRID_RATIO * old,
+        f"A regular pattern stands out {new:.1f}-fold (before training: {old:.1f}): grid.",
+    )
+
+
+def canary(name: str, scores: Mapping[str, float], expected: Mapping[str, float], tolerance: float) -> Alarm | None:
+    """Whether fixed pictures still score what they scored when the run began (picture name -> score)."""
+    if unknown := sorted(set(expected) - set(scores)):
+        raise KeyError(f"No canary scores for {unknown}; got {sorted(scores)}.")
+    gaps = {key: abs(scores[key] - value) for key, value in expected.items()}
+    worst = max(gaps, key=lambda key: gaps[key] if math.isfinite(gaps[key]) else math.inf)
+    if gaps[worst] <= tolerance:
+        return None
+    return Alarm(
+        "canary",
+        gaps[worst],
+        tolerance,
+        f"Reward `{name}` scores the fixed picture {worst} {scores[worst]:.6g}, it scored {expected[worst]:.6g}: "
+        "the reward model changed.",
+    )
+
+
+def sharpness(media: Tensor) -> Tensor:
+    """[N] mean absolute Laplacian of the samples' brightness."""
+    return laplacian(luma(media)).abs().mean((1, 2, 3))
+
+
+def grid_strength(media: Tensor) -> Tensor:
+    """[N] height of the sharpest peak of the spectrum's upper half over a smooth spectrum, as a ratio; about 1 = none.
+
+    For each sample: the mean power over rows and over columns (frequencies above a quarter of Nyquist), the largest value
+    over the mean of its eight neighbours. Photographs and noise have smooth spectra; a grid is a line.
+    """
+    frames = luma(media)
+    frames = frames - frames.mean((-2, -1), keepdim=True)
+    strengths = []
+    for axis in (-1, -2):
+        if frames.shape[axis] < 16:
+            continue
+        other = -2 if axis == -1 else -1
+        power = torch.fft.rfft(frames, dim=axis).abs().square().mean((1, other))
+        upper = power[:, power.shape[1] // 4 :]
+        padded = torch.nn.functional.pad(upper[:, None], (4, 4), mode="replicate")
+        around = torch.nn.functional.avg_pool1d(padded, 9, stride=1)[:, 0] * 9 - upper
+        floor = power.mean(1, keepdim=True) * 1e-6 + 1e-12
+        strengths.append((upper / (around / 8 + floor)).amax(1))
+    if not strengths:
+        return torch.ones(frames.shape[0])
+    return torch.stack(strengths).amax(0)

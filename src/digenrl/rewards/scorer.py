@@ -1,0 +1,205 @@
+"""Scoring off the critical path: a rollout rank submits a task's media and goes on generating the next one.
+
+One thread takes waiting tasks, joins those of equal shape into one batch (if `max_batch` allows), skips samples that it
+has scored before, and fulfils a future per task. The number of waiting tasks is bounded: `submit` blocks when it is
+reached, so a scorer that is slower than generation slows generation down, visibly, and memory does not grow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from digenrl.rewards.suite import RewardSuite
+from digenrl.types import Prompt
+
+Scores = dict[str, Tensor]
+
+
+@dataclass
+class ScorerStatistics:
+    """Counts since the start, for logs."""
+
+    tasks: int = 0
+    batches: int = 0
+    samples: int = 0
+    cached: int = 0
+    """Samples whose scores came from the cache."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    media: Tensor
+    prompts: tuple[Prompt, ...]
+    heldout: bool
+    future: Future[Scores] = field(default_factory=Future)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Tasks of one kind may share a batch."""
+        return (tuple(self.media.shape[1:]), self.heldout)
+
+
+class AsyncScorer:
+    """`RewardSuite.score` behind a bounded queue and one thread.
+
+    Args:
+        suite: scores; its `placement`, `pending`, `max_batch` and `cache_size` apply. With placement `inline`, `submit`
+            scores at once in the caller's thread.
+    """
+
+    def __init__(self, suite: RewardSuite) -> None:
+        self.suite = suite
+        self.statistics = ScorerStatistics()
+        self._cache: OrderedDict[tuple[bytes, int, bool], dict[str, float]] = OrderedDict()
+        self._queue: queue.Queue[_Task | None] = queue.Queue(max(1, suite.pending))
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if suite.placement != "inline":
+            self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
+            self._thread.start()
+
+    def submit(
+        self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False, timeout_s: float | None = 600.0
+    ) -> Future[Scores]:
+        """A future of what `RewardSuite.score` returns or raises.
+
+        Args:
+            media: [B, ...] in [0, 1]; copied to the CPU, so the caller may reuse its memory.
+            prompts: B prompts.
+            heldout: also the held-out rewards.
+            timeout_s: longest wait for a free place.
+
+        Raises:
+            RuntimeError: closed, or no place became free in time.
+        """
+        if self._closed:
+            raise RuntimeError("The scorer is closed: it takes no more tasks.")
+        copy = media.detach().to("cpu", torch.float32, copy=True)
+        task = _Task(copy, tuple(prompts), heldout)
+        if self._thread is None:
+            self._score([task])
+            return task.future
+        try:
+            self._queue.put(task, timeout=timeout_s)
+        except queue.Full:
+            raise RuntimeError(
+                f"{self.suite.pending} tasks have waited {timeout_s} s for scores: "
+                "the reward is too slow or hangs; see reward.pending and the scorer's own time-outs."
+            ) from None
+        return task.future
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Cancels waiting tasks, lets the running batch finish (up to `timeout_s`) and closes the suite. Idempotent."""
+        self._closed = True
+        if self._thread is not None and self._thread.is_alive():
+            self._drain()
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+        self._drain()
+        self.suite.close()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                task = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if task is not None:
+                task.future.set_exception(CancelledError())
+
+    def _work(self) -> None:
+        if torch.cuda.is_available():
+            # A stream of its own: on the default one, scoring would queue behind the generation that it is to overlap.
+            torch.cuda.set_stream(torch.cuda.Stream())
+        carried: _Task | None = None
+        while True:
+            first = carried or self._queue.get()
+            if first is None:
+                return
+            batch, carried, closing = self._gather(first)
+            self._score(batch)
+            if closing:
+                return
+
+    def _gather(self, first: _Task) -> tuple[list[_Task], _Task | None, bool]:
+        """(tasks to score together, a task of another kind that was next, whether the end came): never waits."""
+        batch, samples = [first], len(first.prompts)
+        while samples < self.suite.max_batch:
+            try:
+                task = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if task is None:
+                return batch, None, True
+            if task.kind != first.kind or samples + len(task.prompts) > self.suite.max_batch:
+                return batch, task, False
+            batch.append(task)
+            samples += len(task.prompts)
+        return batch, None, False
+
+    def _score(self, batch: list[_Task]) -> None:
+        try:
+            results = self._score_cached(batch)
+        except Exception as error:
+            # The caller of `result()` is who can act on it; this thread must live on for the other tasks.
+            for task in batch:
+                task.future.set_exception(error)
+            return
+        for task, result in zip(batch, results, strict=True):
+            task.future.set_result(result)
+
+    def _score_cached(self, batch: list[_Task]) -> list[Scores]:
+        media = torch.cat([task.media for task in batch])
+        prompts = [prompt for task in batch for prompt in task.prompts]
+        heldout = batch[0].heldout
+        keys = self._keys(media, prompts, heldout)
+        fresh = [row for row, key in enumerate(keys) if key is None or key not in self._cache]
+        self.statistics.tasks += len(batch)
+        self.statistics.batches += 1
+        self.statistics.samples += len(prompts)
+        self.statistics.cached += len(prompts) - len(fresh)
+        rows: list[dict[str, float]] = [{} for _ in prompts]
+        for row, key in enumerate(keys):
+            if key is not None and key in self._cache:
+                self._cache.move_to_end(key)
+                rows[row] = self._cache[key]
+        if fresh:
+            scores = self.suite.score(media[fresh], [prompts[row] for row in fresh], heldout)
+            for position, row in enumerate(fresh):
+                rows[row] = {name: values[position].item() for name, values in scores.items()}
+                self._remember(keys[row], rows[row])
+        ends = torch.tensor([len(task.prompts) for task in batch]).cumsum(0).tolist()
+        return [_columns(rows[end - len(task.prompts) : end]) for task, end in zip(batch, ends, strict=True)]
+
+    def _keys(
+        self, media: Tensor, prompts: Sequence[Prompt], heldout: bool
+    ) -> list[tuple[bytes, int, bool]] | list[None]:
+        if not self.suite.cache_size:
+            return [None] * len(prompts)
+        shape = str(tuple(media.shape[1:])).encode()
+        return [
+            (hashlib.blake2b(sample.numpy().tobytes(), digest_size=16, key=shape[:64]).digest(), prompt.uid, heldout)
+            for sample, prompt in zip(media, prompts, strict=True)
+        ]
+
+    def _remember(self, key: tuple[bytes, int, bool] | None, scores: dict[str, float]) -> None:
+        """Keeps complete scores only: a missing one is asked for again."""
+        if key is None or any(value != value for value in scores.values()):
+            return
+        self._cache[key] = scores
+        if len(self._cache) > self.suite.cache_size:
+            self._cache.popitem(last=False)
+
+
+def _columns(rows: list[dict[str, float]]) -> Scores:
+    return {name: torch.tensor([row[name] for row in rows], dtype=torch.float32) for name in rows[0]}

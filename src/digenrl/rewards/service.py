@@ -1,0 +1,252 @@
+"""The reward service: one scorer behind HTTP, bounded in bytes, samples, pixels, time and waiting requests.
+
+    GET  /health    200 {"status": "ok"}: the process lives; open to everybody.
+    GET  /identity  `ServiceDescription`: what scores, and what a request may hold.
+    POST /score     a request frame (`digenrl.rewards.wire`) -> `ScoreResponse`.
+
+The body is checked while it streams in: its header declares every length, and nothing beyond the limits is kept. A
+request beyond `max_pending` is refused with 429 before its body is read. With a token, every path but /health needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import math
+import socket
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from torch import Tensor
+
+from digenrl.rewards import wire
+from digenrl.rewards.protocol import Identity, RewardUnavailable, Scorer, check_media, check_scores, identity_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one service."""
+
+    max_body_bytes: int = 64 << 20
+    max_samples: int = 256
+    max_pixels: int = 1 << 26
+    """F x H x W of one sample."""
+    max_pending: int = 4
+    """Requests that are read, wait or are scored; one more gets 429."""
+    body_s: float = 30.0
+    """A body that is not complete after this is refused (408)."""
+    score_s: float = 300.0
+    """A score that takes longer is answered with 504; its place stays taken until the scorer returns."""
+    retry_after_s: float = 1.0
+    """What a 429 asks for."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value}: every limit of a reward service is a positive, finite number.")
+
+
+class _Refused(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+
+
+class RewardService:
+    """Request handlers around one scorer.
+
+    Args:
+        scorer: called by one thread, one batch at a time.
+        limits: bounds.
+        token: bearer token that requests must carry; None = none (loopback only, see `serve`).
+    """
+
+    def __init__(self, scorer: Scorer, limits: Limits | None = None, token: str | None = None) -> None:
+        self.scorer, self.limits, self._token = scorer, limits or Limits(), token
+        self.identity: Identity = identity_of(scorer)
+        self._pending = 0
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="reward-service")
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/identity", self._guarded(self._describe)),
+                Route("/score", self._guarded(self._score), methods=["POST"]),
+            ]
+        )
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _describe(self, request: Request) -> Response:
+        description = wire.ServiceDescription(
+            protocol=1,
+            identity=wire.WireIdentity(model_id=self.identity.model_id, weights_digest=self.identity.weights_digest),
+            limits=wire.WireLimits(
+                max_body_bytes=self.limits.max_body_bytes,
+                max_samples=self.limits.max_samples,
+                max_pixels=self.limits.max_pixels,
+            ),
+        )
+        return Response(description.model_dump_json(), media_type="application/json")
+
+    async def _score(self, request: Request) -> Response:
+        if self._pending >= self.limits.max_pending:
+            headers = {"Retry-After": f"{self.limits.retry_after_s:g}"}
+            raise _Refused(429, f"{self._pending} requests are under way; come back later", headers)
+        self._pending += 1
+        running: asyncio.Future[Tensor] | None = None
+        try:
+            try:
+                async with asyncio.timeout(self.limits.body_s):
+                    asked, payload = await self._read(request)
+            except TimeoutError as error:
+                raise _Refused(408, f"the body was not complete after {self.limits.body_s:g} s") from error
+            running = asyncio.get_running_loop().run_in_executor(self._worker, self._call, asked, payload)
+            done, _ = await asyncio.wait({running}, timeout=self.limits.score_s)
+            if not done:
+                raise _Refused(504, f"scoring took longer than {self.limits.score_s:g} s")
+            return Response(wire.encode_response(asked, running.result(), self.identity), media_type="application/json")
+        finally:
+            if running is None or running.done():
+                self._release()
+            else:
+                running.add_done_callback(self._release)
+
+    def _release(self, _: object = None) -> None:
+        self._pending -= 1
+
+    async def _read(self, request: Request) -> tuple[wire.ScoreRequest, bytearray]:
+        """The request and its payload. Raises _Refused as soon as a limit is passed."""
+        limit = self.limits.max_body_bytes
+        declared = request.headers.get("content-length")
+        if declared is not None and (not declared.isdecimal() or int(declared) > limit):
+            raise _Refused(413, f"the body exceeds {limit} bytes")
+        raw, expected = bytearray(), limit
+        async for chunk in request.stream():
+            if len(raw) + len(chunk) > expected:
+                raise _Refused(413, f"the body exceeds {expected} bytes")
+            raw += chunk
+            if expected == limit and len(raw) >= wire.HEADER.size:
+                expected = wire.HEADER.size + sum(self._lengths(raw))
+                if expected > limit or len(raw) > expected:
+                    raise _Refused(413, f"the frame declares {expected} bytes; at most {limit} are read")
+        if len(raw) < wire.HEADER.size or len(raw) != expected:
+            raise _Refused(400, f"the body ends after {len(raw)} bytes, its frame is longer")
+        json_bytes, payload_bytes = self._lengths(raw)
+        head = wire.HEADER.size + json_bytes
+        try:
+            asked = wire.decode_request(bytes(raw[wire.HEADER.size : head]), payload_bytes)
+        except wire.WireError as error:
+            raise _Refused(422, str(error)) from error
+        shape = asked.media.shape
+        pixels = math.prod(shape[1:]) // shape[-3]
+        if shape[0] > self.limits.max_samples or pixels > self.limits.max_pixels:
+            raise _Refused(
+                413, f"media {shape} exceeds {self.limits.max_samples} samples of {self.limits.max_pixels} pixels"
+            )
+        del raw[:head]
+        return asked, raw
+
+    @staticmethod
+    def _lengths(raw: bytearray) -> tuple[int, int]:
+        try:
+            return wire.parse_header(bytes(raw[: wire.HEADER.size]))
+        except wire.WireError as error:
+            raise _Refused(422, str(error)) from error
+
+    def _call(self, asked: wire.ScoreRequest, payload: bytearray) -> Tensor:
+        media, prompts = wire.decode_media(asked.media, payload), wire.decode_prompts(asked)
+        try:
+            check_media(media, prompts)
+        except ValueError as error:
+            raise _Refused(422, str(error)) from error
+        try:
+            with torch.no_grad():
+                return check_scores(self.identity.model_id, self.scorer(media, prompts), len(prompts))
+        except RewardUnavailable as error:
+            raise _Refused(503, str(error)) from error
+        except ValueError as error:
+            raise _Refused(422, str(error)) from error
+
+    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """`handler` behind the token, with every refusal as JSON."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                self._authorise(request)
+                return await handler(request)
+            except _Refused as refused:
+                return JSONResponse({"error": str(refused)}, refused.status, refused.headers)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                # The cause goes to the service's log; a caller learns only its kind.
+                log.exception("scoring failed")
+                return JSONResponse({"error": f"the scorer failed: {type(error).__name__}"}, 500)
+
+        return guarded
+
+    def _authorise(self, request: Request) -> None:
+        if self._token is None:
+            return
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            raise _Refused(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(service: RewardService, host: str, port: int, announce: Callable[[str], None]) -> None:
+    """Serves until interrupted.
+
+    Args:
+        service: what to serve.
+        host: address to bind. Off loopback the service must have a token.
+        port: 0 = a free one.
+        announce: called once with the base URL, when connections are accepted.
+
+    Raises:
+        ValueError: no token off loopback.
+        OSError: the address cannot be bound.
+    """
+    import uvicorn
+
+    if not is_loopback(host) and service._token is None:
+        raise ValueError(f"{host} can be reached from outside: a reward service needs a token there.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listener:
+        bound = listener.getsockname()[1]
+        config = uvicorn.Config(
+            service.app(), log_level="warning", access_log=False, server_header=False, lifespan="off"
+        )
+        announce(f"http://{f'[{host}]' if ':' in host else host}:{bound}")
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def describe(service: RewardService) -> str:
+    """One line of JSON for the start of a log: identity and limits, never the token."""
+    return json.dumps({"identity": vars(service.identity), "limits": vars(service.limits)})

@@ -1,0 +1,239 @@
+"""What crosses a process or network border when samples are scored: strict JSON and raw tensor bytes, never pickle.
+
+A *frame* is `MAGIC | json bytes (u32) | payload bytes (u64) | json | payload`, integers big-endian. A request's payload
+is the media as contiguous bytes whose number follows from shape and dtype, so that nothing is ever decompressed. A
+response is the JSON of `ScoreResponse` alone. Every model is strict: an unknown field, `true` or "0.5" for a number,
+NaN, infinity and null are refused, and each score names the sample that it belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError, model_validator
+from torch import Tensor
+
+from digenrl.rewards.protocol import Identity
+from digenrl.types import Prompt
+
+MAGIC = b"dgr1"
+HEADER = struct.Struct(">4sIQ")
+MAX_JSON_BYTES = 4 << 20
+WIRE_DTYPES: dict[str, torch.dtype] = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32}
+DtypeName = Literal["uint8", "float16", "float32"]
+_Model = TypeVar("_Model", bound=BaseModel)
+_Positive = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class WireError(ValueError):
+    """Bytes that are not what this module writes."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class MediaHeader(_Strict):
+    """Shape [B, C, H, W] or [B, F, C, H, W] and dtype of the payload; uint8 means 0..255 for [0, 1]."""
+
+    shape: list[_Positive] = Field(min_length=4, max_length=5)
+    dtype: DtypeName
+
+    @property
+    def payload_bytes(self) -> int:
+        """Length that the payload must have."""
+        return math.prod(self.shape) * WIRE_DTYPES[self.dtype].itemsize
+
+
+class WirePrompt(_Strict):
+    """A `Prompt`, field by field."""
+
+    text: str
+    negative: str | None
+    target: str | None
+    metadata: dict[str, JsonValue]
+
+
+class ScoreRequest(_Strict):
+    """Produced by the client and `ProcessScorer`; consumed by the service and the scorer's process."""
+
+    protocol: Literal[1]
+    request_id: str = Field(min_length=1, max_length=64)
+    media: MediaHeader
+    ids: list[Annotated[str, Field(max_length=64)]]
+    """One name per sample, unique; echoed in order."""
+    prompts: list[WirePrompt]
+
+    @model_validator(mode="after")
+    def _rows_agree(self) -> ScoreRequest:
+        rows = self.media.shape[0]
+        if not rows == len(self.ids) == len(self.prompts) or len(set(self.ids)) != rows:
+            raise ValueError(
+                f"{rows} samples, {len(self.ids)} ids, {len(self.prompts)} prompts: need one unique id each"
+            )
+        return self
+
+
+class WireIdentity(_Strict):
+    """An `Identity`."""
+
+    model_id: str = Field(min_length=1, max_length=1024)
+    weights_digest: str = Field(min_length=1, max_length=256)
+
+
+class ScoreItem(_Strict):
+    """One sample: exactly one of a finite score and the reason why there is none."""
+
+    id: str
+    score: FiniteFloat | None = None
+    missing: str | None = Field(default=None, min_length=1, max_length=1024)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> ScoreItem:
+        if (self.score is None) == (self.missing is None):
+            raise ValueError("give `score` or `missing`, not both and not neither")
+        return self
+
+
+class ScoreResponse(_Strict):
+    """Produced by the service; consumed by the client, which also compares ids, order and identity."""
+
+    protocol: Literal[1]
+    request_id: str
+    identity: WireIdentity
+    scores: list[ScoreItem]
+
+
+class WireLimits(_Strict):
+    """What a service accepts in one request; the client cuts its batches accordingly."""
+
+    max_body_bytes: Annotated[int, Field(ge=1)]
+    max_samples: _Positive
+    max_pixels: Annotated[int, Field(ge=1)]
+    """F x H x W of one sample."""
+
+
+class ServiceDescription(_Strict):
+    """Answer of GET /identity."""
+
+    protocol: Literal[1]
+    identity: WireIdentity
+    limits: WireLimits
+
+
+def encode_frame(document: str, payload: bytes = b"") -> bytes:
+    """One frame."""
+    raw = document.encode()
+    return HEADER.pack(MAGIC, len(raw), len(payload)) + raw + payload
+
+
+def parse_header(raw: bytes) -> tuple[int, int]:
+    """(json bytes, payload bytes) of a frame's first `HEADER.size` bytes. Raises WireError."""
+    magic, json_bytes, payload_bytes = HEADER.unpack(raw)
+    if magic != MAGIC:
+        raise WireError(f"A frame begins with {MAGIC!r}, these bytes with {magic!r}.")
+    if json_bytes > MAX_JSON_BYTES:
+        raise WireError(f"The frame declares {json_bytes} bytes of JSON; at most {MAX_JSON_BYTES} are read.")
+    return json_bytes, payload_bytes
+
+
+def encode_request(media: Tensor, prompts: Sequence[Prompt], request_id: str, dtype: DtypeName = "float32") -> bytes:
+    """The frame that asks for scores of `media` [B, ...] in [0, 1].
+
+    Raises WireError if a prompt's metadata is no JSON.
+    """
+    if dtype == "uint8":
+        media = media.clamp(0, 1).mul(255).round()
+    tensor = media.detach().to("cpu", WIRE_DTYPES[dtype]).contiguous()
+    document = {
+        "protocol": 1,
+        "request_id": request_id,
+        "media": {"shape": list(tensor.shape), "dtype": dtype},
+        "ids": [f"{request_id[:8]}-{row}" for row in range(len(prompts))],
+        "prompts": [
+            {"text": p.text, "negative": p.negative, "target": p.target, "metadata": dict(p.metadata)} for p in prompts
+        ],
+    }
+    try:
+        text = json.dumps(document, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise WireError(f"Prompt metadata must be JSON (finite numbers, strings, lists, objects): {error}") from error
+    return encode_frame(text, tensor.numpy().tobytes())
+
+
+def decode_request(document: bytes, payload_bytes: int) -> ScoreRequest:
+    """The request of a frame's JSON, checked against the length of its payload. Raises WireError."""
+    request = _validate(ScoreRequest, document)
+    if request.media.payload_bytes != payload_bytes:
+        raise WireError(
+            f"Media {request.media.shape} {request.media.dtype} has {request.media.payload_bytes} bytes, "
+            f"the frame carries {payload_bytes}."
+        )
+    return request
+
+
+def decode_media(header: MediaHeader, payload: bytearray) -> Tensor:
+    """Media fp32 in [0, 1] of a payload of the right length (shares its memory where the dtype allows)."""
+    array = np.frombuffer(payload, dtype=np.dtype(header.dtype))
+    media = torch.from_numpy(array).reshape(header.shape)
+    return media.float().div(255) if header.dtype == "uint8" else media.float()
+
+
+def decode_prompts(request: ScoreRequest) -> list[Prompt]:
+    """The request's prompts."""
+    return [Prompt(p.text, p.negative, p.target, p.metadata) for p in request.prompts]
+
+
+def encode_response(request: ScoreRequest, scores: Tensor, identity: Identity) -> str:
+    """The JSON that answers `request` with `scores` [B]; NaN becomes `missing`."""
+    items: list[dict[str, Any]] = [
+        {"id": id_, "missing": "the scorer gave no score"} if math.isnan(score) else {"id": id_, "score": score}
+        for id_, score in zip(request.ids, scores.tolist(), strict=True)
+    ]
+    document = {
+        "protocol": 1,
+        "request_id": request.request_id,
+        "identity": {"model_id": identity.model_id, "weights_digest": identity.weights_digest},
+        "scores": items,
+    }
+    return json.dumps(document, allow_nan=False)
+
+
+def decode_response(document: bytes, request_id: str, samples: int) -> tuple[Tensor, Identity]:
+    """(scores [samples] fp32 with NaN = missing, identity) of a response to request `request_id`.
+
+    Raises WireError unless it is exactly that: same request, every id, in order, finite fp32 numbers.
+    """
+    response = _validate(ScoreResponse, document)
+    if response.request_id != request_id:
+        raise WireError(f"The response answers request {response.request_id!r}, asked was {request_id!r}.")
+    expected = [f"{request_id[:8]}-{row}" for row in range(samples)]
+    got = [item.id for item in response.scores]
+    if got != expected:
+        raise WireError(
+            f"{len(got)} scores for ids {got[:4]}..., expected {samples} for {expected[:4]}..., in this order."
+        )
+    scores = torch.tensor([math.nan if item.score is None else item.score for item in response.scores])
+    if torch.isinf(scores).any():
+        raise WireError("A score exceeds the range of fp32.")
+    return scores, Identity(response.identity.model_id, response.identity.weights_digest)
+
+
+def decode_description(document: bytes) -> ServiceDescription:
+    """The answer of GET /identity. Raises WireError."""
+    return _validate(ServiceDescription, document)
+
+
+def _validate(model: type[_Model], document: bytes) -> _Model:
+    try:
+        return model.model_validate_json(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "document"
+        raise WireError(f"Not a {model.__name__}: {where}: {first['msg']}.") from error
