@@ -80,8 +80,8 @@ class PolicyModule(pl.LightningModule):
 
     @abstractmethod
     def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
-        """Loss of every cell, [b, K]. advantages [b]; `live` False marks a block of weight 0 that must not count in
-        metrics."""
+        """Losses whose sum is the block's share: of every cell, [b, K], or of pairs. advantages [b]; `live` False marks
+        a block of weight 0 that must not count in metrics."""
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -120,7 +120,7 @@ class PolicyModule(pl.LightningModule):
                 block if live else _harmless(block), advantages.values[block.group, rows], batch, live
             )
             total = total + block.weight * losses.sum()
-            cells += losses.numel() if live else 0
+            cells += block.samples * len(block.steps) if live else 0
             self._count_rewards(block, advantages, batch, live)
         loss = total / batch.denominator
         self._meters.mean("loss", loss, cells / batch.denominator)
@@ -156,7 +156,9 @@ class PolicyModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         """AdamW or whatever the YAML names, over the trained parameters alone."""
-        return self._optimizer(list(self.policy.trained_parameters().values()))
+        optimizer = self._optimizer(list(self.policy.trained_parameters().values()))
+        optimizer.register_step_post_hook(self._stepped)
+        return optimizer
 
     def train(self, mode: bool = True) -> PolicyModule:
         """The policy stays in eval mode: dropout would make replay differ from the rollout."""
@@ -192,7 +194,7 @@ class PolicyModule(pl.LightningModule):
         optimizer.zero_grad(set_to_none=True)
         self._skips_in_a_row += 1
         self.skipped_updates += 1
-        assert self._suspect is not None
+        assert self._suspect is not None, "an optimizer step follows a training_step"
         batch, loss = self._suspect
         reason = (
             f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed (loss {float(loss)}, "
@@ -205,25 +207,21 @@ class PolicyModule(pl.LightningModule):
         if self._skips_in_a_row >= SKIPS_IN_A_ROW:
             raise RuntimeError(f"{SKIPS_IN_A_ROW} updates in a row were not finite, stopping: {reason}")
 
-    def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer | Any,
-        optimizer_closure: Callable[[], Any] | None = None,
-    ) -> None:
-        """Lightning's step, then what follows an update that was made."""
+    def on_train_start(self) -> None:
+        """The average starts from the weights that training starts from."""
         if self.ema is not None:
             self.ema.begin(self.policy.trained_parameters())
-        skipped = self.skipped_updates
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self._suspect = None
-        if self.skipped_updates == skipped:
-            self.after_update()
 
-    def after_update(self) -> None:
-        """Runs after every optimizer step that changed weights."""
-        if self.ema is not None:
+    def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Right after the optimizer, so that a publication that follows sees what `after_update` did."""
+        assert self._suspect is not None
+        batch, _ = self._suspect
+        self._suspect = None
+        self.after_update(batch, changed=self._skips_in_a_row == 0)
+
+    def after_update(self, batch: TrainBatch, changed: bool) -> None:
+        """Runs after every optimizer step; `changed` False: it was skipped. `batch` is a micro-batch of the update."""
+        if self.ema is not None and changed:
             self.ema.update(self.policy.trained_parameters())
 
     def on_train_batch_end(self, outputs: Any, batch: TrainBatch, batch_idx: int) -> None:

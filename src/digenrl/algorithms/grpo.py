@@ -192,8 +192,8 @@ class GRPO(PolicyModule):
             if self.first_ratio_max_dev > bound:
                 raise RuntimeError(
                     f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, above {bound:g}:"
-                    " replay does not reproduce the rollout. Check that trainers and rollouts use equal weights, dtype, "
-                    "guidance and attention kernels; sampling.storage_dtype; schedule.tsp.batch (1 has the rollout's "
+                    " replay does not reproduce the rollout. Check that trainers and rollouts use equal weights, dtype,"
+                    " guidance and attention kernels; sampling.storage_dtype; schedule.tsp.batch (1 has the rollout's "
                     "geometry). If the figure is rounding, raise algorithm.ratio_bound"
                 )
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)

@@ -1,0 +1,111 @@
+"""Online Diffusion-DPO: the best and worst samples of a task against each other, at equal noise and noise level.
+
+Wallace et al. 2023, arXiv 2311.12908; online form of yifan123/flow_grpo train_sd3_dpo.py. See `objectives.dpo_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from digenrl.algorithms.advantages import Advantage
+from digenrl.algorithms.base import PolicyModule, frozen
+from digenrl.algorithms.copies import Ema, ParameterCopy
+from digenrl.algorithms.forward_process import noised
+from digenrl.algorithms.objectives import dpo_loss, mean_dims
+from digenrl.diffusion.sde import Kernel
+from digenrl.diffusion.steps import StepSelection
+from digenrl.models.policy import Policy
+from digenrl.types import CellBlock, TrainBatch
+
+STREAM = "pairs"
+
+
+class DPO(PolicyModule):
+    """Pairs are formed within a block's samples: with sampling.task_size = data.group_size, within the group, as
+    published.
+
+    Row i of the best meets row i of the worst; pairs with equal rewards have no gradient (verl-omni and Flow-GRPO train
+    ties in an arbitrary direction).
+    """
+
+    needs_final = True
+
+    def __init__(
+        self,
+        policy: Policy,
+        sde: Kernel,
+        train_steps: StepSelection,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        advantage: Advantage,
+        seed: int,
+        beta: float = 100.0,
+        pairs: int = 1,
+        reference_every: int | None = None,
+        updates_per_batch: int = 1,
+        max_grad_norm: float | None = 1.0,
+        ema: Ema | None = None,
+    ) -> None:
+        """beta 100 in Flow-GRPO's and Flow-Factory's recipes, 2000 in the paper, for mean-per-dimension errors. pairs
+        per task: 1 = argmax against argmin. reference_every: RL steps after which the reference becomes the present
+        weights (Flow-GRPO sets 40); null = the base model for ever. seed keys the noise."""
+        super().__init__(policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema)
+        if beta <= 0 or pairs < 1 or (reference_every is not None and reference_every < 1):
+            raise ValueError(
+                f"DPO needs beta > 0, pairs >= 1 and reference_every >= 1 or null, got beta={beta}, pairs={pairs}, "
+                f"reference_every={reference_every}"
+            )
+        self.seed, self.beta, self.pairs, self.reference_every = seed, beta, pairs, reference_every
+        self._reference = ParameterCopy()
+
+    def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
+        """[pairs, K], scaled by b/pairs: the sum weighs as much as b x K cells."""
+        if 2 * self.pairs > block.samples:
+            raise ValueError(
+                f"algorithm.pairs={self.pairs} needs at least {2 * self.pairs} samples in a task, got {block.samples}: "
+                "raise sampling.task_size or lower algorithm.pairs"
+            )
+        order = advantages.argsort(descending=True, stable=True).tolist()
+        chosen, rejected = order[: self.pairs], order[::-1][: self.pairs]
+        names = [block.first_sample + index for index in range(self.pairs)]
+        cells = noised(block, chosen + rejected, names + names, self.seed, STREAM)
+        with frozen(self._reference_weights()):
+            reference = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
+        error = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
+        losses = dpo_loss(
+            error[: self.pairs], error[self.pairs :], reference[: self.pairs], reference[self.pairs :], self.beta
+        )
+        informative = (advantages[chosen] > 0) & (advantages[rejected] < 0)
+        losses = losses * informative[:, None]
+        margin = (reference - error).detach()
+        right = (margin[: self.pairs] > margin[self.pairs :]) & informative[:, None]
+        count = float(informative.sum()) * live
+        self._meters.mean("preference_accuracy", right.sum() * live, count * right.shape[1])
+        self._meters.mean("informative_pairs", informative.sum() * live, self.pairs * live)
+        return losses * (block.samples / self.pairs)
+
+    def _reference_weights(self) -> AbstractContextManager[None]:
+        if self._reference.tensors:
+            return self._reference.swapped(self.policy.trained_parameters())
+        return self.policy.reference()
+
+    def after_update(self, batch: TrainBatch, changed: bool) -> None:
+        """Refresh the reference when it is due."""
+        super().after_update(batch, changed)
+        last = batch.update == self.updates_per_batch - 1
+        if last and self.reference_every is not None and (batch.version + 1) % self.reference_every == 0:
+            self._reference.follow(self.policy.trained_parameters(), 0.0)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Beside the base's: the reference, once it differs from the base model."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["algorithm"]["reference"] = self._reference.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """The inverse."""
+        super().on_load_checkpoint(checkpoint)
+        self._reference.load_state_dict(checkpoint["algorithm"]["reference"])

@@ -1,0 +1,64 @@
+"""Cells of forward-process methods: clean latents noised again to levels of the rollout's sigma grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from digenrl.diffusion import keys
+from digenrl.diffusion.denoise import expand_condition
+from digenrl.models.policy import Policy
+from digenrl.types import CellBlock
+
+
+@dataclass(frozen=True)
+class NoisedCells:
+    """Rows x noise levels of one block."""
+
+    clean: Tensor
+    """[rows, 1, *L] fp32: x0."""
+    noise: Tensor
+    """[rows, K, *L] fp32: eps."""
+    sigma: Tensor
+    """[K] fp32: t."""
+    condition: dict[str, Tensor]
+    """Leading dimension 1."""
+
+    @property
+    def noisy(self) -> Tensor:
+        """[rows, K, *L]: x_t = (1-t)*x0 + t*eps."""
+        t = self.sigma.reshape(1, -1, *([1] * (self.noise.ndim - 2)))
+        return (1.0 - t) * self.clean + t * self.noise
+
+    @property
+    def target(self) -> Tensor:
+        """[rows, K, *L]: eps - x0, the exact velocity."""
+        return self.noise - self.clean
+
+    def velocity(self, policy: Policy) -> Tensor:
+        """[rows, K, *L] of the policy at its present weights, one forward."""
+        rows, count = self.noise.shape[:2]
+        out = policy.velocity(
+            self.noisy.flatten(0, 1), self.sigma.repeat(rows), expand_condition(self.condition, rows * count)
+        )
+        return out.unflatten(0, (rows, count))
+
+
+def noised(block: CellBlock, rows: Sequence[int], noise_of: Sequence[int], seed: int, stream: str) -> NoisedCells:
+    """Rows `rows` of the block at its noise levels; row i gets the noise of identity `noise_of[i]` (I11: keyed, not
+    drawn).
+
+    Raises ValueError when the block carries no clean latents.
+    """
+    if block.final is None:
+        raise ValueError(
+            "a forward-process method needs the samples' clean latents and the block has none: keep_final=True"
+        )
+    device = block.final.device
+    clean = block.final[torch.as_tensor(rows, device=device)].float()[:, None]
+    shape = block.final.shape[1:]
+    levels = [keys.noise(seed, block.step, block.uid, noise_of, step, shape, stream) for step in block.steps.tolist()]
+    return NoisedCells(clean, torch.stack(levels, dim=1).to(device), block.sigmas[block.steps].float(), block.condition)
