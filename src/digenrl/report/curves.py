@@ -102,6 +102,12 @@ def policy(run: Run) -> Figure | None:
             axes.plot(steps, values, color=BLUE, linewidth=1.2)  # a maximum: its mean would say nothing
         else:
             draw_line(axes, steps, values, key, BLUE)
+        ages = [name for name in run.names(f"{key}/stale_") if any(run.column(name)[1])]
+        if key == "clip_fraction" and len(ages) > 1:
+            axes.lines[-1].set_label("all")
+            for name, colour in zip(ages, CYCLE[1:], strict=False):
+                draw_line(axes, *run.column(name), f"{name.rpartition('_')[2]} version(s) old", colour)
+            axes.legend(loc="best")
         finish_axes(axes, title, label)
         if logarithmic and min(values) > 0 and max(values) > 20 * min(values):
             axes.set_yscale("log")

@@ -139,7 +139,7 @@ def _image_grid(
                 if row < len(pairs[text]):
                     _show(axes, _image(samples.media[pairs[text][row][side]]))
                 if block == 0 and row == 0:
-                    axes.set_title(_caption(text, 10 if width <= 64 else 26), fontsize=8, fontweight="normal",
+                    axes.set_title(_caption(text, 9 if width <= 64 else 26), fontsize=8, fontweight="normal",
                                    loc="center", color=INK, pad=4)  # fmt: skip
         box = blocks[block].get_position(figure)
         figure.text(0.3 / figure.get_figwidth(), (box.y0 + box.y1) / 2, title, rotation=90, ha="center", va="center",

@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 from digenrl.report.curves import WIDTH
 from digenrl.report.run_dir import Run
 from digenrl.report.style import CAUSE_COLOURS, FAINT, GRID, INK, STAGE_COLOURS
+from digenrl.report.summary import wall_seconds
 from digenrl.schedule.trace import Span, clipped
 
 SHOWN_STEPS = 3
@@ -32,10 +33,7 @@ def label_of(span: Span) -> str:
 
 def typical_window(spans: Sequence[Span], steps: int = SHOWN_STEPS) -> tuple[float, float, range]:
     """(start, end, RL steps) of `steps` consecutive RL steps in the middle of the run, past the slow start."""
-    ends: dict[int, float] = {}
-    for span in spans:
-        if span.step >= 0 and span.stage in ("train", "optimizer"):
-            ends[span.step] = max(ends.get(span.step, 0.0), span.end)
+    ends = step_ends(spans)
     known = sorted(ends)
     if len(known) < 2:
         first, last = min(span.start for span in spans), max(span.end for span in spans)
@@ -46,6 +44,15 @@ def typical_window(spans: Sequence[Span], steps: int = SHOWN_STEPS) -> tuple[flo
     middle = median(lengths.values())
     at = min(lengths, key=lambda index: (abs(lengths[index] - middle), abs(index - len(known) // 2)))
     return ends[known[at - 1]], ends[known[at + steps - 1]], range(known[at], known[at + steps - 1] + 1)
+
+
+def step_ends(spans: Sequence[Span]) -> dict[int, float]:
+    """RL step -> second at which the last trainer finished it."""
+    ends: dict[int, float] = {}
+    for span in spans:
+        if span.role == "trainer" and span.step >= 0 and span.stage not in ("generate", "lend", "send", "eval"):
+            ends[span.step] = max(ends.get(span.step, 0.0), span.end)
+    return ends
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:
@@ -104,9 +111,8 @@ def timeline(run: Run) -> Figure | None:
     )
     axes = figure.subplots()
     draw_gantt(axes, spans, start, end)
-    for step in steps[:-1]:
-        boundary = max((s.end for s in shown if s.step == step and s.stage in ("train", "optimizer")), default=None)
-        if boundary is not None:
+    for step, boundary in step_ends(spans).items():
+        if step in steps[:-1]:
             axes.axvline(boundary - start, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
     which = f"RL steps {steps[0] + 1} to {steps[-1] + 1}" if len(steps) > 1 else "the whole run"
     axes.set_title(f"What each rank did, {which}")
@@ -135,7 +141,7 @@ def time_by_rank(run: Run) -> Figure | None:
             range(len(rows)), widths, left=left, height=0.72, color=present[name], edgecolor="white", linewidth=0.3
         )
         left = [base + width for base, width in zip(left, widths, strict=True)]
-    present_s = max(span.end for span in spans) - min(span.start for span in spans)
+    present_s = wall_seconds(run)
     for row, key in enumerate(rows):
         waited = sum(seconds for name, seconds in totals[key].items() if name.startswith("wait"))
         share = 100 * waited / present_s if present_s else 0.0
