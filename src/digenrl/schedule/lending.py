@@ -1,8 +1,8 @@
 """TAG: should idle trainers generate? The bubble-triggered search (BTS), its monitor, and the costs it works with.
 
 State at an idle point of the trainers: when each rollout rank is free, when the trainers are, tasks left, fragments to
-train. Branch: wait for the next fragment, or lend k rounds of tasks first. Bound below by the work that remains;
-incumbent = never lend; memoised on quantised time; a budget of nodes keeps it to a few milliseconds.
+train. Branch: wait for the next fragment, or lend k rounds of tasks first. Bound below by the work that remains; incumbent =
+never lend; memoised on quantised time; a limited depth, with fixed policies behind it, keeps it to milliseconds.
 
 Model: rollout ranks accept tasks by the decline rule (`claims.declines`), so that their finishing times are the sorted
 union of {free_i + j seconds_i}, which lending does not change: it only renumbers the claims behind it. A fragment is
@@ -16,7 +16,9 @@ Pure: standard library only.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+import itertools
+from bisect import bisect_right
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class LendingState:
     lend_seconds: float
     """Seconds of one round: every lender generates one task."""
     lenders: int = 1
-    """Trainers that lend together (1 = this rank alone; sharded trainers lend in lock-step)."""
+    """Trainers that lend together now (1 = this rank alone; sharded trainers lend in lock-step)."""
+    lenders_later: int = 0
+    """Trainers that can lend at the idle points to come; 0 = the same."""
     switch_seconds: float = 0.0
     """Cost of one switch between training and generation; a loan pays two."""
     step_seconds: float | None = None
@@ -82,143 +86,159 @@ def accepted(free: tuple[float, ...], seconds: tuple[float, ...], tasks: int) ->
     return [start for start, _ in claims], [finish for _, finish in claims]
 
 
-def search(state: LendingState, k_max: int = 4, max_nodes: int = 400) -> Decision:
-    """Branch and bound over "wait or lend k rounds" at every idle point that the model foresees.
+def search(state: LendingState, k_max: int = 4, depth: int = 2) -> Decision:
+    """Branch and bound over "wait or lend k rounds" at the idle points that the model foresees.
 
     Args:
         state: the idle point.
         k_max: largest number of rounds lent at one idle point.
-        max_nodes: nodes opened at most; beyond it a branch is closed with "never lend again", a plan like any other.
+        depth: idle points at which every choice is branched on. Behind them the best of three fixed policies goes on:
+            never lend, lend what fits into the wait, lend what covers it.
 
     Returns:
-        The best plan's first move. Ties prefer waiting, then the smaller loan.
+        The best plan's first move. Of equally good moves: the largest loan that fits into the wait (work done for
+        nothing relieves the rollout ranks, even where whole tasks hide it), else the smallest.
     """
-    tree = _Search(state, k_max, max_nodes)
-    without = tree.never(0, 0.0, 0, ())
-    if not state.may_lend or state.tasks_left == 0 or not state.train_seconds or tree.ready(0, 0, ()) <= 0.0:
+    tree = _Search(state, k_max)
+    start = _Point(0, 0.0, 0, 0, ())
+    without = tree.follow(start, None)
+    if not state.may_lend or state.tasks_left == 0 or not state.train_seconds or tree.ready(start) <= 0.0:
         return Decision(0, without, without, tree.nodes)
     tree.best = without
     best_time, best_k = without, 0
-    for lend in range(0, k_max + 1):
-        end = tree.after(0, 0.0, 0, (), lend)
-        if end is not None and end < best_time - 1e-9:
-            best_time, best_k = end, lend
-            tree.best = end
+    for lend in range(k_max + 1):
+        point = tree.lend(start, lend)
+        if point is None:
+            continue
+        end = tree.explore(point, depth - 1)
+        if end < best_time - 1e-9 or (end <= best_time + 1e-9 and tree.fits(lend)):
+            best_time, best_k = min(end, best_time), lend
+            tree.best = best_time
     return Decision(best_k, best_time, without, tree.nodes)
 
 
-_Loans = tuple[tuple[int, int], ...]
-"""Runs of lent task numbers: (first number, count)."""
+@dataclass(frozen=True)
+class _Point:
+    """The trainers are free at `now` and `fragment` is next."""
+
+    fragment: int
+    now: float
+    lent: int
+    """Tasks lent so far."""
+    inside: int
+    """... of them, those of fragments up to this one, as far as they are not in `loans`."""
+    loans: tuple[tuple[int, int], ...]
+    """Runs of lent task numbers that may reach beyond the fragment: (first number, count)."""
 
 
-@dataclass
 class _Search:
-    state: LendingState
-    k_max: int
-    max_nodes: int
-    nodes: int = 0
-    best: float = float("inf")
-    memo: dict[tuple[int, int, _Loans], float] = field(default_factory=dict)
+    def __init__(self, state: LendingState, k_max: int) -> None:
+        self.state, self.k_max = state, k_max
+        self.nodes = 0
+        self.best = float("inf")
+        self._memo: dict[tuple[int, int, int, tuple[tuple[int, int], ...], int], float] = {}
+        self._starts, finishes = accepted(state.rollout_free, state.rollout_seconds, state.tasks_left)
+        self._done_by = list(itertools.accumulate(finishes, max))
+        """_done_by[j]: when the first j+1 claims of the rollout ranks are all finished."""
+        self._needs = list(itertools.accumulate(state.fragment_tasks))
+        self._train_after = list(itertools.accumulate(reversed(state.train_seconds), initial=0.0))[::-1]
+        self._later = state.lenders_later or state.lenders
+        lenders = max(state.lenders, self._later)
+        self._rate = sum(1.0 / s for s in state.rollout_seconds) + lenders / state.lend_seconds
+        self._quantum = max(1e-9, min(state.train_seconds, default=1.0) / 8)
 
-    def __post_init__(self) -> None:
-        state = self.state
-        self.starts, finishes = accepted(state.rollout_free, state.rollout_seconds, state.tasks_left)
-        self.done_by: list[float] = []
-        """done_by[j]: when the first j+1 claims of the rollout ranks are all finished."""
-        for finish in finishes:
-            self.done_by.append(max(finish, self.done_by[-1]) if self.done_by else finish)
-        total, self.needs = 0, []
-        for tasks in state.fragment_tasks:
-            total += tasks
-            self.needs.append(total)
-        self.train_after = [0.0] * (len(state.train_seconds) + 1)
-        for i in reversed(range(len(state.train_seconds))):
-            self.train_after[i] = self.train_after[i + 1] + state.train_seconds[i]
-        self.quantum = max(1e-9, (min(state.train_seconds, default=1.0)) / 8)
-
-    def ready(self, fragment: int, lent: int, loans: _Loans) -> float:
-        """When `fragment` is complete, given the loans so far (all of them finished by the trainers' present)."""
-        need = self.needs[fragment]
-        inside = sum(max(0, min(count, need - first)) for first, count in loans)
-        own = need - inside
+    def ready(self, point: _Point) -> float:
+        """When the next fragment is complete, given the loans so far (all finished by the trainers' present)."""
+        need = self._needs[point.fragment]
+        own = need - point.inside
+        for first, count in point.loans:
+            own -= max(0, min(count, need - first))
         if own <= 0:
-            claims = 0.0
-        elif own > len(self.done_by):
-            claims = float("inf")  # nobody generates but the lenders
-        else:
-            claims = self.done_by[own - 1]
-        return max(self.state.fragment_ready[fragment], claims)
+            return self.state.fragment_ready[point.fragment]
+        if own > len(self._done_by):
+            return float("inf")  # nobody generates but the lenders
+        return max(self.state.fragment_ready[point.fragment], self._done_by[own - 1])
 
-    def never(self, fragment: int, now: float, lent: int, loans: _Loans) -> float:
-        """End of the step when nothing more is lent."""
-        for i in range(fragment, len(self.needs)):
-            now = max(now, self.ready(i, lent, loans)) + self.state.train_seconds[i]
-        return now
+    def fits(self, rounds: int) -> bool:
+        """Whether a loan of `rounds` now ends before the next fragment is ready; a suspendable one need not end."""
+        state, wait = self.state, self.ready(_Point(0, 0.0, 0, 0, ()))
+        if state.step_seconds is not None:
+            return wait >= 2 * state.switch_seconds + 2 * state.step_seconds
+        return rounds * state.lend_seconds + 2 * state.switch_seconds <= wait
 
-    def after(self, fragment: int, now: float, lent: int, loans: _Loans, lend: int) -> float | None:
-        """Best end of the step after lending `lend` rounds at `now`; None when that many are not there to lend."""
+    def lend(self, point: _Point, rounds: int) -> _Point | None:
+        """The point after lending `rounds` rounds; None when that many are not there to lend."""
+        if rounds == 0:
+            return point
         state = self.state
-        ready = self.ready(fragment, lent, loans)
-        if lend:
-            claimed = self._claimed(now + state.switch_seconds)
-            first = claimed + lent
-            available = state.tasks_left - first
-            if available <= (lend - 1) * state.lenders:
-                return None
-            full = now + 2 * state.switch_seconds + lend * state.lend_seconds
-            if state.step_seconds is not None and ready < full:  # interrupted at the boundary after `ready`
-                stop = max(now + state.switch_seconds, ready) + state.step_seconds
-                rounds = int((stop - now - state.switch_seconds) / state.lend_seconds)
-                full = min(full, stop + state.switch_seconds)
-                lend = min(lend, rounds)
-            count = min(lend * state.lenders, available)
-            now, lent = full, lent + count
-            loans = (*loans, (first, count)) if count else loans
-            ready = self.ready(fragment, lent, loans)
+        lenders = state.lenders if point.now == 0.0 else self._later
+        begin = point.now + state.switch_seconds
+        first = bisect_right(self._starts, begin) + point.lent
+        available = state.tasks_left - first
+        if available <= (rounds - 1) * lenders:
+            return None
+        count, end = rounds * lenders, begin + rounds * state.lend_seconds
+        if state.step_seconds is not None:
+            stop = max(begin, self.ready(point)) + state.step_seconds
+            if stop < end:  # interrupted at the boundary after the fragment's completion; suspended steps are not lost
+                count, end = int((stop - begin) / state.lend_seconds * lenders), stop
+        count = min(count, available)
+        loans = (*point.loans, (first, count)) if count else point.loans
+        return _Point(point.fragment, end + state.switch_seconds, point.lent + count, point.inside, loans)
+
+    def train(self, point: _Point) -> _Point | None:
+        """The point after waiting for the next fragment and training it; None when it never becomes ready."""
+        ready = self.ready(point)
         if ready == float("inf"):
             return None
-        return self._train(fragment, max(now, ready) + state.train_seconds[fragment], lent, loans)
+        need, inside, loans = self._needs[point.fragment], point.inside, point.loans
+        if loans and loans[0][0] + loans[0][1] <= need:
+            inside += sum(count for first, count in loans if first + count <= need)
+            loans = tuple(loan for loan in loans if loan[0] + loan[1] > need)
+        now = max(point.now, ready) + self.state.train_seconds[point.fragment]
+        return _Point(point.fragment + 1, now, point.lent, inside, loans)
 
-    def _train(self, fragment: int, now: float, lent: int, loans: _Loans) -> float:
-        """Best end of the step, `fragment` having just been trained."""
-        following = fragment + 1
-        while following < len(self.needs) and self.ready(following, lent, loans) <= now:
-            now += self.state.train_seconds[following]  # I6: a ready fragment is trained before anything is lent
-            following += 1
-        if following == len(self.needs):
-            return now
-        if self._least(following, now, lent, loans) >= self.best:
-            return self.never(following, now, lent, loans)
-        key = (following, round(now / self.quantum), loans)
-        if key in self.memo:
-            return now + self.memo[key]
+    def follow(self, point: _Point, cover: bool | None) -> float:
+        """End of the step under a fixed policy: never lend (None), lend what fits into waits, or what covers them."""
+        here: _Point | None = point
+        while here is not None and here.fragment < len(self._needs):
+            if cover is not None:
+                wait = self.ready(here) - here.now - 2 * self.state.switch_seconds
+                if wait > 0:
+                    rounds = self.k_max if wait == float("inf") else int(wait / self.state.lend_seconds) + cover
+                    here = self.lend(here, min(self.k_max, rounds)) or here
+            here = self.train(here)
+        return here.now if here is not None else float("inf")
+
+    def explore(self, point: _Point, depth: int) -> float:
+        """Best end of the step, having decided at `point`: train its fragment, then branch at the next idle point."""
+        here = self.train(point)
+        while here is not None and here.fragment < len(self._needs) and self.ready(here) <= here.now:
+            here = self.train(here)  # I6: a ready fragment is trained before anything is lent
+        if here is None:
+            return float("inf")
+        if here.fragment == len(self._needs):
+            return here.now
+        if self._least(here) >= self.best:
+            return self.follow(here, None)
+        key = (here.fragment, round(here.now / self._quantum), here.inside, here.loans, depth)
+        if key in self._memo:
+            return here.now + self._memo[key]
         self.nodes += 1
-        end = self.never(following, now, lent, loans)
-        if self.nodes < self.max_nodes:
-            for lend in range(0, self.k_max + 1):
-                tried = self.after(following, now, lent, loans, lend)
-                if tried is not None and tried < end:
-                    end = tried
-        self.memo[key] = end - now
+        end = min(self.follow(here, None), self.follow(here, False), self.follow(here, True))
+        if depth > 0:
+            for rounds in range(self.k_max + 1):
+                branch = self.lend(here, rounds)
+                if branch is not None:
+                    end = min(end, self.explore(branch, depth - 1))
+        self._memo[key] = end - here.now
         return end
 
-    def _least(self, fragment: int, now: float, lent: int, loans: _Loans) -> float:
+    def _least(self, point: _Point) -> float:
         """Lower bound: the trainers' remaining work, and the last task at the rate of everybody generating."""
-        last = len(self.needs) - 1
-        remaining = self.state.tasks_left - self._claimed(now) - lent
-        rate = sum(1.0 / s for s in self.state.rollout_seconds) + self.state.lenders / self.state.lend_seconds
-        return max(now + self.train_after[fragment], now + max(0, remaining) / rate + self.state.train_seconds[last])
-
-    def _claimed(self, now: float) -> int:
-        """Claims that the rollout ranks have made by `now`."""
-        low, high = 0, len(self.starts)
-        while low < high:
-            middle = (low + high) // 2
-            if self.starts[middle] <= now:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        unclaimed = self.state.tasks_left - bisect_right(self._starts, point.now) - point.lent
+        generated = point.now + max(0, unclaimed) / self._rate + self.state.train_seconds[-1]
+        return max(point.now + self._train_after[point.fragment], generated)
 
 
 @dataclass
@@ -269,7 +289,10 @@ class Costs:
 
 @dataclass
 class LendingMonitor:
-    """Compares predictions with what happened; switches TAG off when its error exceeds its gain (I6)."""
+    """Compares predictions with what happened; switches TAG off when its error exceeds its gain (I6).
+
+    Give it the first loan of each RL step: that one's prediction spans the whole step.
+    """
 
     patience: int = 3
     """Loans seen before a verdict, and loans that the verdict averages over (EWMA weight 1/patience)."""

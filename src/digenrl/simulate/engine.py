@@ -77,14 +77,14 @@ def simulate(
     disturbance: Disturbance | None = None,
     trace: bool = False,
     k_max: int = 4,
-    max_nodes: int = 60,
+    depth: int = 1,
 ) -> Simulated:
     """Run `steps` RL steps in virtual time.
 
     Raises:
         DeadlockError: the schedule came to a halt (a defect; the property tests look for it).
     """
-    return _Engine(spec, cluster, steps, disturbance or Disturbance(), trace, k_max, max_nodes).run()
+    return _Engine(spec, cluster, steps, disturbance or Disturbance(), trace, k_max, depth).run()
 
 
 class _Engine:
@@ -96,10 +96,10 @@ class _Engine:
         disturbance: Disturbance,
         trace: bool,
         k_max: int,
-        max_nodes: int,
+        depth: int,
     ) -> None:
         self.spec, self.cluster, self.steps, self.disturbance = spec, cluster, steps, disturbance
-        self.trace, self.k_max, self.max_nodes = trace, k_max, max_nodes
+        self.trace, self.k_max, self.depth = trace, k_max, depth
         self._random = disturbance.generator()
         self._events: list[tuple[float, int, int, str, Any]] = []
         self._sequence = 0
@@ -425,9 +425,9 @@ class _Engine:
         if lender is None or self.gen.left(self.version, lender) == 0:
             return
         state = self._lending_state(units, lender)
-        decision = search(state, self.k_max, self.max_nodes)
+        decision = search(state, self.k_max, self.depth)
         self.decisions.append((self.now, decision))
-        if decision.lend:
+        if decision.lend and not self.step_decisions:  # the step's first loan sees all of the gain and all of the error
             self.step_decisions.append((self.now, decision))
         for unit in units:
             if decision.lend and self._generate(unit):
@@ -454,7 +454,7 @@ class _Engine:
                 waiting += self.spec.tasks_per_group - done - started.get(group, 0)
             tasks.append(max(0, waiting))
             ready.append(max((inflight.get(group, 0.0) for group in open_groups), default=0.0))
-            train.append(max(self.fragment_seconds(fragment, units[0])))
+            train.append(sum(max(self.fragment_seconds(fragment, unit)) for unit in units) / len(units))
         steps = self.spec.denoise_steps
         return LendingState(
             tuple(max(0.0, w.free_at - self.now) if w.busy else 0.0 for w in makers),
@@ -465,6 +465,7 @@ class _Engine:
             tuple(train),
             lender.rank.task_seconds(steps) + lender.rank.encode_seconds,
             sum(len(unit.ranks) for unit in units),
+            len(self.cluster.trainers),
             self.cluster.switch_seconds,
             lender.rank.step_seconds if self.spec.handoff else None,
         )
