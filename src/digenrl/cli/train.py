@@ -7,6 +7,7 @@ The ranks run `digenrl.run.build(...).fit()`. The last line on standard output i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,9 @@ def main(words: list[str]) -> int:
 
 def train(composed: Composed, run_dir: Path) -> int:
     """Start every rank, show the run, and write its report; returns the exit code."""
+    # Several ranks share the cores: one thread each, and none that spins while it waits. Read when torch loads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from digenrl import run  # torch and Lightning load here, once, before the ranks are forked
     from rich.console import Console
 

@@ -254,7 +254,7 @@ class DisaggregatedStrategy(DDPStrategy):
         scaled = closure_loss * (self.micro_batches_per_update * self.world.trainers)
         loss = super().backward(scaled, optimizer, *args, **kwargs)
         if not self._accumulating:
-            with self.spans.span("reduce", step=self.version):
+            with self.spans.span("optimizer", step=self.version, what="reduce"):
                 gradients.average(self._trained().values(), self.world.trainers)
         return loss
 

@@ -39,8 +39,11 @@ class FragmentStream:
                 pending.remove(fragment)
                 strategy.trained(board, fragment)
                 began = strategy.spans.now()
+                strategy.spans.announce(f"train g{fragment[0]}")
                 yield from board.batches(fragment)
-                strategy.lender.measured("train", strategy.world.rank, strategy.spans.now() - began)
+                ended = strategy.spans.now()
+                strategy.spans.add("train", began, ended, step=step, group=fragment[0], groups=len(fragment))
+                strategy.lender.measured("train", strategy.world.rank, ended - began)
         del self._boards[step]
 
     def _board(self, step: int) -> StepBoard:
