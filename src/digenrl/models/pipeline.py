@@ -208,8 +208,9 @@ class DiffusersPolicy(Policy):
         tokens = len(tokenizer(text, truncation=False, verbose=False).input_ids)
         if tokens > limit:
             self.say_once(
+                f"{type(tokenizer).__name__} {limit}",
                 f"{self.family}: {type(tokenizer).__name__} takes {limit} tokens, prompts beyond that are cut "
-                f"(first such prompt: {tokens} tokens, '{text[:60]}...')"
+                f"(first such prompt: {tokens} tokens, '{text[:60]}...')",
             )
 
     def pipeline_components(self) -> dict[str, Any]:

@@ -275,15 +275,16 @@ class Policy(nn.Module, ABC):
         if negative:
             condition |= {NEGATIVE + key: value for key, value in self._rows(negative).items()}
         elif any(prompt.negative for prompt in prompts):
-            self.say_once(f"negative prompts are ignored: {self.family} runs without classifier-free guidance here")
+            message = f"negative prompts are ignored: {self.family} runs without classifier-free guidance here"
+            self.say_once("negative", message)
         while len(self._embeddings) > CACHED_TEXTS:
             self._embeddings.popitem(last=False)
         return move(condition, self.device)
 
-    def say_once(self, message: str) -> None:
-        """Log `message` as a warning, the first time only."""
-        if message not in self._said:
-            self._said.add(message)
+    def say_once(self, topic: str, message: str) -> None:
+        """Log `message` as a warning, the first time that this policy speaks of `topic`."""
+        if topic not in self._said:
+            self._said.add(topic)
             logger.warning(message)
 
     @contextmanager

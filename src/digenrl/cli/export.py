@@ -1,0 +1,125 @@
+"""`make export RUN=...`: a run's trained weights as a plain diffusers pipeline loads them, with a model card.
+
+    python -m digenrl.cli.export run=RUN [out=FOLDER] [weights=trained|average]
+
+Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, README.md with the run's
+curves, and the last evaluation's samples as PNG or MP4. weights=average takes the moving average that runs with
+algorithm.ema keep and evaluate with. The last line of standard output is the folder's path.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from digenrl import config as configuration
+
+USAGE = "usage: python -m digenrl.cli.export run=<run directory> [out=<folder>] [weights=trained|average]"
+WEIGHTS = ("trained", "average")
+
+
+class NoWeights(RuntimeError):
+    """The run has no whole checkpoint, or not the weights that were asked for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    run: Path
+    out: Path
+    weights: str
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[str]) -> Request:
+        """Raises ValueError, with the usage, for anything but the three keys."""
+        given: dict[str, str] = {}
+        for argument in arguments:
+            key, separator, value = argument.partition("=")
+            if not separator or key not in ("run", "out", "weights"):
+                raise ValueError(f"{argument}: unknown. {USAGE}")
+            given[key] = value
+        if not given.get("run"):
+            raise ValueError(f"run=... is missing. {USAGE}")
+        weights = given.get("weights", WEIGHTS[0])
+        if weights not in WEIGHTS:
+            raise ValueError(f"weights={weights}: use {' or '.join(WEIGHTS)}. {USAGE}")
+        run = Path(given["run"])
+        return cls(run, Path(given["out"]) if given.get("out") else run / "export", weights)
+
+
+def export(request: Request) -> Path:
+    """Build the run's policy, give it the checkpoint's weights, write the folder and return it.
+
+    Raises:
+        ConfigError: no such run.
+        NoWeights: no whole checkpoint, or no moving average in it.
+        digenrl.models.export.ExportError: what was written could not be read back.
+    """
+    composed = configuration.load([f"resume={request.run}"])
+
+    # torch is imported only now, so that a mistyped word is refused at once.
+    import numpy as np
+    from omegaconf import OmegaConf
+
+    from digenrl.models.card import write_card
+    from digenrl.models.export import export_policy
+    from digenrl.models.media import write_samples
+
+    tensors = read_weights(composed.run_dir / "checkpoints" / "last", request.weights)
+    policy = configuration.instantiate(composed.config.model)
+    policy.load_trained_parameters(tensors)
+    export_policy(policy, request.out)
+    samples = []
+    evaluations = sorted((composed.run_dir / "samples").glob("eval-*.npz"), key=lambda p: int(p.stem.split("-")[1]))
+    if evaluations:
+        with np.load(evaluations[-1], allow_pickle=False) as stored:
+            samples = write_samples(request.out, stored["media"])
+    plain: Any = OmegaConf.to_container(composed.config, resolve=True)
+    write_card(request.out, composed.run_dir, plain, type(policy.transformer).__name__, request.weights, samples)
+    return request.out
+
+
+def read_weights(checkpoint: Path, weights: str) -> dict[str, Any]:
+    """Tensors by the names of `policy.trained_parameters()`; raises NoWeights."""
+    import torch
+    from safetensors.torch import load_file
+
+    from digenrl.strategy.checkpoint import POLICY, STATE, CheckpointError, verify
+
+    try:
+        verify(checkpoint)
+    except CheckpointError as error:
+        raise NoWeights(f"{error} Nothing to export.") from error
+    if weights == "trained":
+        return load_file(checkpoint / POLICY)
+    state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+    average: dict[str, Any] = state["algorithm"]["ema"]
+    if not average:
+        raise NoWeights(f"{checkpoint} keeps no moving average (algorithm.ema=null); use weights=trained")
+    return average
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 2 when arguments, run or configuration do not fit; 1 without usable weights."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    try:
+        folder = export(Request.from_arguments(arguments))
+    except (configuration.ConfigError, ValueError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

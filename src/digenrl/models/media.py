@@ -1,0 +1,70 @@
+"""Samples as files that people open: PNG grids of images, MP4 videos."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+FRAMES_PER_SECOND = 16
+"""What Wan2.1 is trained at; HunyuanVideo plays at 24."""
+
+
+def to_uint8(media: Tensor | np.ndarray) -> np.ndarray:
+    """[..., C, H, W] in [0, 1] (or already uint8), C 1 or 3 -> [..., H, W, 3] uint8.
+
+    Raises ValueError when a value is not finite or C is neither 1 nor 3.
+    """
+    array = media.detach().cpu().float().numpy() if isinstance(media, Tensor) else np.asarray(media)
+    if array.ndim < 3 or array.shape[-3] not in (1, 3):
+        raise ValueError(f"media must be [..., C, H, W] with C 1 or 3, got shape {array.shape}")
+    if array.dtype != np.uint8:
+        if not np.isfinite(array).all():
+            raise ValueError(
+                "media hold values that are not finite: the decoder overflowed; try model.vae_dtype=float32"
+            )
+        array = (array.clip(0, 1) * 255).round().astype(np.uint8)
+    array = np.moveaxis(array, -3, -1)
+    return array if array.shape[-1] == 3 else np.repeat(array, 3, axis=-1)
+
+
+def image_grid(images: Tensor | np.ndarray, columns: int | None = None, gap: int = 2) -> Image.Image:
+    """Images [N, C, H, W] as one picture with white gaps, row by row; columns = ceil(sqrt(N)) unless given."""
+    tiles = to_uint8(images)
+    count, height, width, _ = tiles.shape
+    columns = columns or math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    canvas = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=np.uint8)
+    for index, tile in enumerate(tiles):
+        top, left = index // columns * (height + gap), index % columns * (width + gap)
+        canvas[top : top + height, left : left + width] = tile
+    return Image.fromarray(canvas)
+
+
+def write_mp4(path: Path | str, video: Tensor | np.ndarray, fps: int = FRAMES_PER_SECOND) -> None:
+    """One video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along."""
+    import imageio.v3 as imageio
+
+    # yuv420p, which every player shows, needs even sides: the last row or column is repeated where one is odd.
+    frames = to_uint8(video)
+    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    imageio.imwrite(path, frames, fps=fps, codec="libx264", macro_block_size=1, plugin="FFMPEG")
+
+
+def write_samples(folder: Path, media: Tensor | np.ndarray, limit: int = 16) -> list[Path]:
+    """Images [N, C, H, W] as samples.png; videos [N, F, C, H, W] as video-00.mp4 ... and a grid of their first frames.
+
+    At most `limit` samples are written. Returns the files.
+    """
+    media = media[:limit]
+    stills = media if media.ndim == 4 else media[:, 0]
+    files = [folder / "samples.png"]
+    image_grid(stills).save(files[0])
+    if media.ndim == 5:
+        for index in range(len(media)):
+            files.append(folder / f"video-{index:02d}.mp4")
+            write_mp4(files[-1], media[index])
+    return files

@@ -1,0 +1,208 @@
+"""Silent mistakes that must be loud: wrong paths and sizes, adapters that match nothing, dropped options."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+
+from digenrl.models import tiny
+from digenrl.models.checkpoint import CheckpointError
+from digenrl.models.latents import pack, unpack
+from digenrl.types import Prompt
+from tests.models.tiny_policies import FAMILIES, LORA, make
+
+
+def real(family: str, path, **overrides):
+    return make(family, build="real", path=str(path), **overrides)
+
+
+def test_the_same_call_loads_a_directory(tmp_path):
+    assert real("wan", tiny.ensure("wan")).path == str(tiny.ensure("wan"))
+
+
+def test_wrong_path_says_what_is_expected(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no model_index\.json .*diffusers layout"):
+        real("wan", tmp_path / "nothing")
+
+
+def test_weights_that_are_not_here_name_file_licence_and_command():
+    with pytest.raises(CheckpointError) as caught:
+        real("flux", "black-forest-labs/FLUX.1-dev")
+    message = str(caught.value)
+    assert "model_index.json" in message
+    assert "https://huggingface.co/black-forest-labs/FLUX.1-dev" in message
+    assert "hf auth login" in message
+    assert "hf download black-forest-labs/FLUX.1-dev" in message
+
+
+def test_half_a_checkpoint(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    whole = tiny.ensure("sd3")
+    without_folder = shutil.copytree(whole, tmp_path / "a")
+    shutil.rmtree(without_folder / "transformer")
+    with pytest.raises(CheckpointError, match="has no transformer/"):
+        real("sd3", without_folder)
+    without_tensor = shutil.copytree(whole, tmp_path / "b")
+    weights = without_tensor / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    del tensors["proj_out.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"half a checkpoint|proj_out"):
+        real("sd3", without_tensor)
+    without_encoder = shutil.copytree(whole, tmp_path / "c")
+    (without_encoder / "text_encoder_3" / "model.safetensors").unlink()
+    policy = real("sd3", without_encoder)
+    with pytest.raises(CheckpointError, match="text_encoder_3"):
+        policy.encode([Prompt("a")])
+
+
+def test_foreign_family():
+    with pytest.raises(CheckpointError, match="holds a WanPipeline, and the flux adapter reads FluxPipeline"):
+        real("flux", tiny.ensure("wan"))
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "message"),
+    [
+        ("flux", {"height": 70}, r"sampling\.height=70 is not a multiple of 16; nearest valid: 64 or 80"),
+        ("wan", {"width": 40}, r"sampling\.width=40 is not a multiple of 16; nearest valid: 32 or 48"),
+        ("wan", {"frames": 6}, r"sampling\.frames=6 is not 1 \+ a multiple of 4; nearest valid: 5 or 9"),
+        ("hunyuan_video", {"height": 8}, r"nearest valid: 16"),
+        ("sd3", {"frames": 5}, r"sampling\.frames=5: sd3 makes images"),
+    ],
+)
+def test_sizes_that_do_not_fit_name_the_nearest_that_do(family, size, message):
+    with pytest.raises(ValueError, match=message):
+        make(family, **size)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"rank": 4, "alpha": 8, "targets": ["attn1.to_quarry"]}, r"matches no linear layer .*nearest: attn1\.to_q"),
+        ({"rank": 4, "alpha": 8, "targets": ["attn1.to_q"], "expected": 3}, r"would adapt 2 layers .*expected 3"),
+        ({"rank": 4, "alhpa": 8, "targets": "attention"}, r"unknown key lora\.alhpa.*did you mean lora\.alpha"),
+        ({"rank": 4, "targets": "attention"}, r"lora needs alpha"),
+        ({"rank": 0, "alpha": 8, "targets": "attention"}, r"lora\.rank must be >= 1"),
+    ],
+)
+def test_lora_settings_that_would_train_something_else(lora, message):
+    with pytest.raises(ValueError, match=message):
+        make("wan", lora=lora)
+
+
+LAYERS = {
+    # layers by preset on the tiny build: (attention, attention and feed-forward)
+    "wan": (2 * 8, 2 * 10),
+    "hunyuan_video": (8 + 3, 12 + 4),
+    "flux": (8 + 2 * 3, 12 + 2 * 3),
+    "qwen_image": (8 + 6, 12 + 8),
+    "sd3": (8 + 6, 12 + 8),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_presets_adapt_exactly_the_named_layers(family):
+    for preset, layers in zip(("attention", "attention_ff"), LAYERS[family], strict=True):
+        policy = make(family, lora=LORA | {"targets": preset})
+        assert len(policy.lora_layers) == layers
+        assert len(policy.trained_parameters()) == 2 * layers
+        assert not any("refiner" in name for name in policy.lora_layers)
+
+
+def test_ranks_start_from_the_same_adapter_whatever_the_global_seed():
+    torch.manual_seed(1)
+    first = make("flux")
+    torch.manual_seed(2)
+    second = make("flux")
+    for name, value in first.trained_parameters().items():
+        assert torch.equal(value, second.trained_parameters()[name])
+        assert value.dtype == torch.float32
+
+
+def test_options_that_a_family_cannot_use_are_refused():
+    with pytest.raises(ValueError, match=r"true_cfg_scale=2\.0 is for guidance-distilled"):
+        make("wan", true_cfg_scale=2.0)
+    with pytest.raises(ValueError, match=r"model\.grid=karras: expected explicit or scheduler"):
+        make("wan", grid="karras")
+    with pytest.raises(ValueError, match=r"hardware\.build=small"):
+        make("wan", build="small")
+
+
+def test_guidance_for_a_network_without_it_is_refused(tmp_path):
+    folder = shutil.copytree(tiny.ensure("flux"), tmp_path / "schnell")
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    from safetensors.torch import load_file, save_file
+
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    kept = {name: value for name, value in load_file(weights).items() if "guidance" not in name}
+    save_file(kept, weights, metadata={"format": "pt"})
+    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"guidance_embeds": False}))
+    with pytest.raises(ValueError, match="would be dropped"):
+        real("flux", folder, guidance_scale=3.5)
+    assert real("flux", folder, guidance_scale=1.0).guidance_scale == 1.0
+
+
+def test_missing_negative_prompt_under_guidance():
+    policy = make("qwen_image", guidance_scale=4.0, negative_prompt=None)
+    with pytest.raises(ValueError, match=r"needs a negative prompt, and 'a star' has none.*model\.negative_prompt"):
+        policy.encode([Prompt("a star")])
+    assert "negative_text" in policy.encode([Prompt("a star", negative="a ring")])
+
+
+def test_ignored_negative_and_cut_prompts_are_reported_once(caplog):
+    policy = make("flux", guidance_scale=3.5)
+    long = " ".join(["red"] * 90)
+    with caplog.at_level(logging.WARNING, logger="digenrl.models.policy"):
+        for _ in range(2):
+            policy.encode([Prompt(long, negative="a ring"), Prompt(long + " ring"), Prompt("a")])
+    said = [record.getMessage() for record in caplog.records if record.name == "digenrl.models.policy"]
+    assert len(said) == len(set(said))
+    assert any("negative prompts are ignored" in text for text in said)
+    assert sum("takes 64 tokens" in text for text in said) == 1
+    assert sum("takes 77 tokens" in text for text in said) == 1
+
+
+@pytest.mark.parametrize(("family", "length"), [("qwen_image", 34), ("hunyuan_video", 95)])
+def test_template_of_another_length_is_refused(family, length, monkeypatch):
+    module = __import__(f"digenrl.models.{family}", fromlist=["TEMPLATE_TOKENS"])
+    assert length == module.TEMPLATE_TOKENS
+    monkeypatch.setattr(module, "TEMPLATE_TOKENS", length + 1)
+    with pytest.raises(ValueError, match=rf"makes {length} tokens .*template"):
+        make(family).encode([Prompt("a star")])
+
+
+def test_embeddings_do_not_depend_on_the_prompts_encoded_with_them():
+    for family in FAMILIES:
+        together = make(family).encode([Prompt("a star"), Prompt("a long sentence about a cat in the rain")])
+        alone = make(family).encode([Prompt("a star")])
+        assert all(torch.equal(alone[key], together[key][:1]) for key in alone), family
+
+
+def test_reference_of_full_fine_tuning_needs_the_kept_copy():
+    arguments = {"path": "x", "build": "tiny", "height": 64, "width": 64, "lora": None, "dtype": "float32"}
+    policy = FAMILIES["sd3"](**arguments)
+    with pytest.raises(RuntimeError, match=r"model\.keep_reference=true"), policy.reference():
+        pass
+    kept = FAMILIES["sd3"](**arguments, keep_reference=True)
+    assert len(kept.wrap_units()) == 2 * len(policy.wrap_units()) == 4
+    noise = torch.randn(1, *kept.latent_shape)
+    condition, sigma = kept.encode([Prompt("a")]), torch.tensor([0.5])
+    with torch.no_grad():
+        before = kept.velocity(noise, sigma, condition)
+        for parameter in kept.trained_parameters().values():
+            parameter.add_(0.01)
+        assert not torch.equal(kept.velocity(noise, sigma, condition), before)
+        with kept.reference():
+            assert torch.equal(kept.velocity(noise, sigma, condition), before)
+
+
+def test_packing_is_its_own_inverse():
+    latents = torch.randn(2, 16, 4, 6)
+    assert pack(latents).shape == (2, 6, 64)
+    assert torch.equal(unpack(pack(latents), 4, 6), latents)
