@@ -83,7 +83,7 @@ def roll(
     blocks = []
     for group in range(groups):
         key = denoise.SampleKey(seed, step, 100 + group, tuple(range(samples)))
-        made = denoise.sample(policy, condition(group), key, grid, kernel, plan, storage, keep_means=True)  # type: ignore[arg-type]
+        made = denoise.sample(policy, condition(group), key, grid, kernel, plan, storage, keep_means=True)
         blocks.append(
             CellBlock(
                 step=step,

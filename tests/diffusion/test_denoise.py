@@ -1,0 +1,199 @@
+"""Sampling, hand-off and replay: reference/algorithms.md section 7, checks 1 and 16, and invariant I12."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.diffusion import denoise
+from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE, Kernel
+from digenrl.diffusion.sigmas import static_grid
+from digenrl.diffusion.steps import AllButLast, NoiseLevels, StepPlan, Window
+from digenrl.types import CellBlock
+from tests.algorithms.toy_policy import ToyPolicy, condition, roll
+
+KERNELS: list[Kernel] = [FlowSDE(0.7), DanceSDE(0.3), FlowCPS(0.8)]
+STORAGE = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def one_step(block: CellBlock, index: int) -> CellBlock:
+    """The block at one of its steps (K = 1)."""
+    pick = slice(index, index + 1)
+    return replace(
+        block,
+        steps=block.steps[pick],
+        latents=block.latents[:, pick],
+        next_latents=block.next_latents[:, pick],
+        log_probs=block.log_probs[:, pick],
+        means=None if block.means is None else block.means[:, pick],
+    )
+
+
+def on_policy_deviation(block: CellBlock, policy: ToyPolicy, kernel: Kernel) -> float:
+    """max |logp_new - logp_rollout| at the rollout's batch geometry."""
+    parts = [
+        denoise.replay(policy, one_step(block, k), kernel).log_prob - block.log_probs[:, k : k + 1]
+        for k in range(len(block.steps))
+    ]
+    return float(torch.cat(parts, dim=1).detach().abs().max())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("storage", STORAGE)
+def test_on_policy_ratio_is_exactly_one(kernel: Kernel, storage: torch.dtype) -> None:
+    """Check 1: rounded before the log-prob and equal geometry -> bit-equal, in fp32, fp16 and bf16 storage."""
+    policy = ToyPolicy()
+    for block in roll(policy, kernel, storage=storage):
+        assert block.latents.dtype == storage
+        assert on_policy_deviation(block, policy, kernel) == 0.0
+
+
+@pytest.mark.parametrize("storage", STORAGE[1:])
+def test_check_1_fails_if_the_log_prob_is_taken_before_rounding(storage: torch.dtype) -> None:
+    policy, kernel = ToyPolicy(), FlowSDE(0.7)
+
+    class RoundsLate(FlowSDE):
+        def transition(self, *args, **kwargs):
+            dtype = kwargs.pop("storage_dtype", torch.float32)
+            out = super().transition(*args, **kwargs, storage_dtype=torch.float32)
+            return replace(out, next_latents=out.next_latents.to(dtype))
+
+    block = roll(policy, RoundsLate(0.7), storage=storage)[0]
+    assert on_policy_deviation(block, policy, kernel) > 1e-6
+
+
+def test_check_1_fails_with_other_weights_sigmas_or_latents() -> None:
+    policy, kernel = ToyPolicy(), FlowSDE(0.7)
+    block = roll(policy, kernel)[0]
+    moved = replace(block, sigmas=static_grid(5, 3.1))
+    assert on_policy_deviation(moved, policy, kernel) > 1e-4
+    assert on_policy_deviation(replace(block, latents=block.latents.bfloat16()), policy, kernel) > 1e-5
+    with torch.no_grad():
+        policy.transformer[2].bias.add_(0.01)
+    assert on_policy_deviation(block, policy, kernel) > 1e-5
+
+
+def gradients(loss: Tensor, policy: ToyPolicy) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(policy.trained_parameters().values())))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_batched_replay_equals_the_loop_over_steps(kernel: Kernel) -> None:
+    """Check 16: log-probs, means and gradients of K steps in one forward equal the per-step loop (I5), fp64."""
+    policy = ToyPolicy(torch.float64)
+    block = roll(policy, kernel, storage=torch.float64, sigmas=static_grid(6, 3.0).double())[0]
+    together = denoise.replay(policy, block, kernel)
+    loop = [denoise.replay(policy, one_step(block, k), kernel) for k in range(len(block.steps))]
+    for name in ("log_prob", "mean", "std", "sqrt_h", "velocity"):
+        stacked = torch.cat([getattr(part, name) for part in loop], dim=1)
+        torch.testing.assert_close(getattr(together, name), stacked, atol=1e-12, rtol=0)
+    weights = torch.randn(block.log_probs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = gradients((weights * together.log_prob).sum(), policy)
+    parts = [gradients((weights[:, k : k + 1] * part.log_prob).sum(), policy) for k, part in enumerate(loop)]
+    for index, value in enumerate(whole):
+        torch.testing.assert_close(value, torch.stack([part[index] for part in parts]).sum(0), atol=1e-12, rtol=0)
+
+
+def permuted(block: CellBlock, order: list[int], with_sigmas: bool = True) -> CellBlock:
+    index = torch.tensor(order)
+    return replace(
+        block,
+        steps=block.steps[index] if with_sigmas else block.steps,
+        latents=block.latents[:, index],
+        next_latents=block.next_latents[:, index],
+        log_probs=block.log_probs[:, index],
+    )
+
+
+def test_permuted_replay_gathers_matching_sigmas() -> None:
+    """Check 16: any order of steps; leaving the sigmas behind (the sensitivity) breaks it."""
+    policy, kernel, order = ToyPolicy(), FlowSDE(0.7), [2, 0, 3, 1]
+    block = roll(policy, kernel)[0]
+    right = denoise.replay(policy, permuted(block, order), kernel)
+    torch.testing.assert_close(right.log_prob, block.log_probs[:, order], atol=1e-5, rtol=0)
+    wrong = denoise.replay(policy, permuted(block, order, with_sigmas=False), kernel)
+    assert float((wrong.log_prob.detach() - block.log_probs[:, order]).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("boundary", [0, 1, 3, 5, 6])
+def test_a_suspended_trajectory_is_finished_elsewhere_bit_equal(boundary: int) -> None:
+    """I12: every suspension point, resumed by another policy object with the same weights."""
+    grid, kernel = static_grid(6, 3.0), FlowSDE(0.7)
+    plan = Window(3, stop=5).plan(0, 2, 6)
+    key = denoise.SampleKey(0, 2, 11, (4, 5, 6))
+    here, there = ToyPolicy(), ToyPolicy()
+    expected = denoise.sample(here, condition(), key, grid, kernel, plan, torch.float16, keep_means=True)
+    state = denoise.start(key, here.latent_shape, torch.float16)
+    for k in range(6):
+        owner = here if k < boundary else there
+        state = denoise.advance(owner, condition(), state, grid, kernel, plan, keep_means=True)
+    got = denoise.finish(state, plan)
+    for name in ("steps", "latents", "next_latents", "log_probs", "final", "means"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
+def test_a_resumed_trajectory_with_another_key_differs() -> None:
+    """Sensitivity of I12: noise comes from the key that travels."""
+    grid, plan = static_grid(6, 3.0), AllButLast().plan(0, 0, 6)
+    state = denoise.start(denoise.SampleKey(0, 0, 1, (0,)), (3, 4))
+    other = replace(state, key=denoise.SampleKey(0, 0, 1, (1,)))
+    ends = [denoise.advance(ToyPolicy(), condition(), s, grid, FlowSDE(0.7), plan).latents for s in (state, other)]
+    assert not torch.equal(*ends)
+
+
+def test_shapes_and_kept_steps_of_a_window() -> None:
+    """Check 19: S kept items for the window, none for the ODE steps outside; the final latent is the last x'."""
+    plan = StepPlan((1, 2), (1, 2))
+    grid, key = static_grid(6, 3.0), denoise.SampleKey(0, 0, 5, (0, 1))
+    samples = denoise.sample(ToyPolicy(), condition(), key, grid, FlowSDE(0.7), plan)
+    assert samples.latents.shape == samples.next_latents.shape == (2, 2, 3, 4)
+    assert samples.log_probs.shape == (2, 2)
+    assert torch.equal(samples.steps, torch.tensor([1, 2]))
+    assert torch.equal(samples.latents[:, 1], samples.next_latents[:, 0])
+    assert samples.means is None
+    first = denoise.start(key, (3, 4)).latents
+    assert not torch.equal(samples.latents[:, 0], first)
+
+
+def test_last_ode_step_is_the_predicted_clean_latent() -> None:
+    """Section 1.3: x - s*v of the last step, what DanceGRPO decodes."""
+    policy, grid, plan = ToyPolicy(), static_grid(6, 3.0), AllButLast().plan(0, 0, 6)
+    samples = denoise.sample(policy, condition(), denoise.SampleKey(0, 0, 5, (0, 1)), grid, FlowSDE(0.7), plan)
+    before = samples.next_latents[:, -1]
+    velocity = policy.velocity(before, grid[5].expand(2), denoise.expand_condition(condition(), 2))
+    torch.testing.assert_close(samples.final, before - grid[5] * velocity, atol=1e-6, rtol=0)
+
+
+def test_forward_process_plans_store_the_final_latent_alone() -> None:
+    plan = NoiseLevels(size=3).plan(0, 0, 6)
+    grid, key = static_grid(6, 3.0), denoise.SampleKey(0, 0, 5, (0, 1))
+    samples = denoise.sample(ToyPolicy(), condition(), key, grid, FlowSDE(0.0), plan)
+    assert samples.latents.shape == (2, 3, 0)
+    assert torch.equal(samples.log_probs, torch.zeros(2, 3))
+    noise = denoise.start(key, (3, 4)).latents
+    assert torch.equal(samples.final, denoise.ode_sample(ToyPolicy(), condition(), noise, grid))
+
+
+def test_same_noise_is_shared_by_a_group_and_sde_noise_is_not() -> None:
+    state = denoise.start(denoise.SampleKey(0, 0, 5, (0, 1, 2)), (3, 4), same_noise=True)
+    assert torch.equal(state.latents[0], state.latents[2])
+    plan = AllButLast().plan(0, 0, 6)
+    after = denoise.advance(ToyPolicy(), condition(), state, static_grid(6, 3.0), FlowSDE(0.7), plan)
+    assert not torch.equal(after.latents[0], after.latents[2])
+
+
+def test_misuse_is_explained() -> None:
+    policy, grid, key = ToyPolicy(), static_grid(4, 3.0), denoise.SampleKey(0, 0, 5, (0,))
+    plan = AllButLast().plan(0, 0, 4)
+    with pytest.raises(ValueError, match="noise level is 0"):
+        denoise.sample(policy, condition(), key, grid, FlowSDE(0.0), plan)
+    state = denoise.start(key, (3, 4))
+    with pytest.raises(ValueError, match="0 of the 3 trained steps"):
+        denoise.finish(state, plan)
+    for _ in range(4):
+        state = denoise.advance(policy, condition(), state, grid, FlowSDE(0.7), plan)
+    with pytest.raises(ValueError, match="finished its 4"):
+        denoise.advance(policy, condition(), state, grid, FlowSDE(0.7), plan)

@@ -1,0 +1,129 @@
+"""Step selection: reference/algorithms.md section 1.7 and check 19."""
+
+from __future__ import annotations
+
+import pytest
+
+from digenrl.diffusion.steps import (
+    AllButLast,
+    FirstFraction,
+    NoiseLevels,
+    RandomSubset,
+    StepPlan,
+    StepSelection,
+    Window,
+)
+
+ALL: list[StepSelection] = [
+    AllButLast(),
+    AllButLast(last="sde"),
+    FirstFraction(0.5),
+    RandomSubset(0.6),
+    RandomSubset(size=3, stop=5, untrained="ode"),
+    Window(2),
+    Window(4, order="progressive", hold=2, overlap=1),
+    NoiseLevels(size=3),
+]
+
+
+@pytest.mark.parametrize("selection", ALL)
+@pytest.mark.parametrize("steps", [6, 10, 25])
+def test_plans_are_deterministic_sized_and_leave_the_last_step_out(selection: StepSelection, steps: int) -> None:
+    """Check 19: same plan wherever it is computed; S = count; the last step is excluded (for SDE training)."""
+    for step in range(30):
+        plan = selection.plan(7, step, steps)
+        assert plan == selection.plan(7, step, steps)
+        assert len(plan.trained) == selection.count(steps)
+        assert max((*plan.trained, *plan.sde)) < steps
+        if not plan.forward_process:
+            assert set(plan.trained) <= set(plan.sde)
+            assert max(plan.trained) < steps - 1
+
+
+def union(selection: StepSelection, steps: int, rl_steps: int = 200) -> set[int]:
+    return {k for step in range(rl_steps) for k in selection.plan(0, step, steps).trained}
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (Window(2, first=0, stop=5), range(5)),
+        (Window(2, first=1, stop=4), range(1, 4)),
+        (Window(4, order="progressive", hold=3), range(9)),
+        (Window(4, order="progressive", hold=3, overlap=1), range(9)),
+        (RandomSubset(size=2, first=1, stop=6), range(1, 6)),
+        (NoiseLevels(size=2), range(10)),
+    ],
+)
+def test_windows_cover_exactly_their_range(selection: StepSelection, expected: range) -> None:
+    """Check 19: the union over starts is the configured range, no more, no less (UniRL's floor leaves a remainder
+    out)."""
+    assert union(selection, 10) == set(expected)
+
+
+def test_check_19_can_fail() -> None:
+    """A window that floors the number of positions, as UniRL's does, never trains the last steps."""
+
+    class Floored(Window):
+        def start(self, seed: int, step: int, steps: int) -> int:
+            room = steps - 1 - self.size
+            return self.size * ((step // self.hold) % (room // self.size + 1))
+
+    assert union(Floored(4, order="progressive", hold=3), 10) != set(range(9))
+
+
+def test_progressive_window_holds_moves_wraps_or_stays() -> None:
+    """MixGRPO: 25 RL steps per window, stride size - overlap, roll back."""
+    window = Window(4, order="progressive", hold=25, overlap=1)
+    starts = [window.start(0, step, 25) for step in range(0, 25 * 9, 25)]
+    assert starts == [0, 3, 6, 9, 12, 15, 18, 20, 0]
+    assert {window.start(0, step, 25) for step in range(25)} == {0}
+    stays = Window(4, order="progressive", hold=25, overlap=1, wrap=False)
+    assert stays.start(0, 10_000, 25) == 20
+
+
+def test_random_choices_vary_with_step_and_seed() -> None:
+    for selection in (Window(2), RandomSubset(0.5), NoiseLevels(size=3)):
+        assert len({selection.plan(0, step, 12).trained for step in range(20)}) > 3
+        assert [selection.plan(0, step, 12) for step in range(20)] != [
+            selection.plan(1, step, 12) for step in range(20)
+        ]
+
+
+def test_untrained_steps_follow_their_option() -> None:
+    """Section 1.2: the last step is Euler (x0_hat) unless last="sde"; DanceGRPO keeps noise on untrained steps."""
+    assert AllButLast().plan(0, 0, 6).sde == (0, 1, 2, 3, 4)
+    assert AllButLast(last="sde").plan(0, 0, 6).sde == (0, 1, 2, 3, 4, 5)
+    assert FirstFraction(0.5).plan(0, 0, 6) == StepPlan((0, 1, 2, 3, 4), (0, 1, 2))
+    assert FirstFraction(0.5, untrained="ode").plan(0, 0, 6).sde == (0, 1, 2)
+    assert FirstFraction(0.99).count(10) == 9
+    assert RandomSubset(0.6).count(16) == 9  # DanceGRPO: 9 of 15
+
+
+@pytest.mark.parametrize(
+    ("selection", "steps", "message"),
+    [
+        (Window(2, stop=10), 10, "usable steps"),
+        (Window(6, stop=5), 10, "does not fit"),
+        (RandomSubset(size=20), 10, "size=20"),
+        (RandomSubset(0.5, first=9), 10, "usable steps"),
+        (NoiseLevels(stop=11), 10, "usable steps"),
+        (AllButLast(), 1, "never trained"),
+    ],
+)
+def test_selections_outside_the_steps_are_refused(selection: StepSelection, steps: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        selection.count(steps)
+
+
+def test_bad_options_and_plans_are_refused() -> None:
+    with pytest.raises(ValueError, match="overlap"):
+        Window(2, overlap=2)
+    with pytest.raises(ValueError, match="'random' or 'progressive'"):
+        Window(2, order="sideways")
+    with pytest.raises(ValueError, match="log-prob"):
+        StepPlan((0, 1), (1, 2))
+    with pytest.raises(ValueError, match="empty"):
+        StepPlan((), ())
+    with pytest.raises(ValueError, match="fraction"):
+        FirstFraction(0.0)
