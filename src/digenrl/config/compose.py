@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,8 +70,11 @@ def parse_words(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> t
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException as error:
-            reason = re.sub(r"\s+", " ", str(error).split("\nSee ")[0])
-            problems.append(f"{redact_text(word)}: cannot be read as key=value ({redact_text(reason)}).")
+            reason = redact_text(re.sub(r"\s+", " ", str(error).split("\nSee ")[0]))
+            shown, name = redact_text(word), word.partition("=")[0]
+            if is_secret_name(name):
+                shown, reason = f"{name}={MASK}", "its value is not shown"
+            problems.append(f"{shown}: cannot be read as key=value ({reason}).")
             continue
         key = override.key_or_group
         if override.is_sweep_override():
@@ -103,22 +108,27 @@ def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
     return f"{group} = {redact_text(option)}: there is no such {group}; {hint}Available: {listing(options)}."
 
 
-def composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """Hydra's composition of configs/<config_name>.yaml, with the `hydra` node.
+def composed(config_name: str, groups: Sequence[str]) -> DictConfig:
+    """Hydra's composition of configs/<config_name>.yaml with the chosen group options, `hydra` node included.
 
     Raises:
         ConfigError: Hydra refused it.
     """
+    config = copy.deepcopy(_composed(config_name, tuple(groups)))
+    HydraConfig.instance().set_config(config)
+    return config
+
+
+@functools.lru_cache(maxsize=16)  # a sweep checks many jobs that differ in values alone; YAML does not change meanwhile
+def _composed(config_name: str, groups: tuple[str, ...]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE, job_name=config_name):
-            config = compose(config_name, overrides=list(overrides), return_hydra_config=True)
+            return compose(config_name, overrides=list(groups), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_composition_message(error)]) from error
     except yaml.YAMLError as error:
         raise ConfigError([f"no valid YAML: {' '.join(str(error).split())}"]) from error
-    HydraConfig.instance().set_config(config)
-    return config
 
 
 def _composition_message(error: Exception) -> str:
@@ -191,19 +201,30 @@ def _exists(tree: Any, key: str) -> bool:
     return True
 
 
-def value_problems(values: Sequence[Override], base: DictConfig) -> tuple[list[Override], list[str]]:
-    """The overrides whose key exists in `base` (or that may add one), and a message for each of the others."""
-    tree = OmegaConf.to_container(base, resolve=False)
-    known = known_keys(base)
-    kept: list[Override] = []
+def apply_values(config: DictConfig, values: Sequence[Override]) -> list[str]:
+    """Apply overrides of single keys in place, as Hydra does; returns a message for each that cannot be applied.
+
+    `key=value` and `~key` need a key that exists, `+key=value` and `++key=value` may add one.
+    """
+    tree = OmegaConf.to_container(config, resolve=False)
+    known = known_keys(config)
     problems: list[str] = []
     for override in values:
-        key = override.key_or_group
-        if override.is_add() or override.is_force_add() or _exists(tree, key):
-            kept.append(override)
-        else:
-            problems.append(unknown_key(key, "" if override.is_delete() else override.value(), known))
-    return kept, problems
+        key, value = override.key_or_group, override.value()
+        if not (override.is_add() or override.is_force_add() or _exists(tree, key)):
+            problems.append(unknown_key(key, "" if override.is_delete() else value, known))
+            continue
+        try:
+            with open_dict(config):
+                if override.is_delete():
+                    parent, _, leaf = key.rpartition(".")
+                    del (OmegaConf.select(config, parent) if parent else config)[leaf]
+                else:
+                    OmegaConf.update(config, key, value, merge=True, force_add=True)
+        except (OmegaConfBaseException, TypeError) as error:
+            shown = redact_text(str(error).splitlines()[0])
+            problems.append(f"{key}: cannot be set ({shown}).")
+    return problems
 
 
 def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, list[str]]:
@@ -213,33 +234,20 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
         ConfigError: nothing can be composed; all problems found so far.
     """
     parsed, problems = parse_words(words, group_options(config_directory()))
-    group_lines = [str(word.input_line) for word in parsed.groups]
     try:
-        base = composed(config_name, group_lines)
+        config = composed(config_name, [str(word.input_line) for word in parsed.groups])
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    kept, unknown = value_problems(parsed.values, base)
-    problems += unknown
-    try:
-        return composed(config_name, [*group_lines, *(str(word.input_line) for word in kept)]), problems
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from error
+    problems += apply_values(config, parsed.values)
+    HydraConfig.instance().set_config(config)
+    return config, problems
 
 
 def merge_words(base: DictConfig, words: Sequence[str]) -> list[str]:
     """Apply value overrides to the configuration of a resumed run, in place; returns what is wrong with them."""
-    options = group_options(config_directory())
-    parsed, problems = parse_words(words, options)
+    parsed, problems = parse_words(words, group_options(config_directory()))
     problems += [
         f"{word.input_line}: a resumed run keeps its {word.key_or_group}; change single keys, or start a new run."
         for word in parsed.groups
     ]
-    kept, unknown = value_problems(parsed.values, base)
-    for word in kept:
-        with open_dict(base):
-            if word.is_delete():
-                parent, _, leaf = word.key_or_group.rpartition(".")
-                del (OmegaConf.select(base, parent) if parent else base)[leaf]
-            else:
-                OmegaConf.update(base, word.key_or_group, word.value(), merge=True, force_add=True)
-    return problems + unknown
+    return problems + apply_values(base, parsed.values)

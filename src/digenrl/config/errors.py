@@ -19,16 +19,20 @@ class ConfigError(Exception):
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The entry of `known` most like `name`, or None when nothing is close.
 
-    Dotted keys are also compared by their last part, so that a key written under the wrong parent is still found.
+    A dotted key is looked for among the children of its own parent, then by its last part under any parent, then as a
+    whole.
     """
     candidates = sorted(set(known))
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.75)
-    if close:
+    parent, _, leaf = name.rpartition(".")
+    siblings = {its.rpartition(".")[2]: its for its in candidates if its.rpartition(".")[0] == parent}
+    leaves = {its.rpartition(".")[2]: its for its in reversed(candidates)}
+    if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7):
+        return siblings[close[0]]
+    if leaf in leaves:
+        return leaves[leaf]
+    if close := difflib.get_close_matches(name, candidates, n=1, cutoff=0.8):
         return close[0]
-    leaves: dict[str, str] = {}
-    for candidate in candidates:
-        leaves.setdefault(candidate.rsplit(".", 1)[-1], candidate)
-    close = difflib.get_close_matches(name.rsplit(".", 1)[-1], list(leaves), n=1, cutoff=0.75)
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)
     return leaves[close[0]] if close else None
 
 

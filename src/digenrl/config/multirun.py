@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from digenrl.config.compose import VERSION_BASE, composed, config_directory, initialize_config_dir
+from digenrl.config.compose import VERSION_BASE, compose_words, config_directory, initialize_config_dir
 from digenrl.config.errors import ConfigError
 from digenrl.config.loading import EXIT_CODE, load
 from digenrl.config.redact import redact_text
@@ -65,7 +65,9 @@ def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[
     """
     words = [word for word in argv if word not in FLAGS]
     single = [word for word in words if not _is_sweep(word)]
-    config = composed(config_name, [word for word in single if not word.startswith("resume=")])
+    config, problems = compose_words([word for word in single if not word.startswith("resume=")], config_name)
+    if problems:
+        raise ConfigError(problems)
     sweep_dir = Path(str(HydraConfig.get().sweep.dir)).absolute()
     named = {word.partition("=")[0].lstrip("+~") for word in words}
     params = config.hydra.sweeper.get("params") or {}

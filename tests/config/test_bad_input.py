@@ -1,0 +1,270 @@
+"""Every refused configuration says what is wrong, with which value, what is allowed, and the nearest valid name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from digenrl import config
+from digenrl.config.redact import MASK
+
+Case = tuple[Sequence[str], Sequence[str]]
+
+NAMES: dict[str, Case] = {
+    "unknown experiment": (
+        ["experiment=digits_flowgrp"],
+        ["experiment = digits_flowgrp", "no such experiment", "nearest: digits_flowgrpo", "Available: digits_"],
+    ),
+    "experiment far from any": (["experiment=zzz"], ["experiment = zzz", "Available: digits_"]),
+    "experiment as a path": (["experiment=../train"], ["experiment = ../train", "no such experiment"]),
+    "unknown model": (["model=digts"], ["model = digts", "nearest: digits"]),
+    "unknown hardware": (["hardware=cpus"], ["hardware = cpus", "nearest: cpu"]),
+    "unknown schedule": (["schedule=gap_tps"], ["schedule = gap_tps", "nearest: gap_tsp", "colocated_naive"]),
+    "unknown algorithm": (["algorithm=flow_grp"], ["algorithm = flow_grp", "nearest: flow_grpo"]),
+    "unknown reward": (["reward=digit"], ["reward = digit", "nearest: digits"]),
+    "unknown sampling": (["sampling=digist"], ["sampling = digist", "nearest: digits"]),
+    "unknown data": (["data=sign"], ["data = sign", "nearest: signs"]),
+    "unknown trainer": (["trainer=determinist"], ["trainer = determinist", "nearest: deterministic"]),
+    "unknown logger": (["logger=tensorbord"], ["logger = tensorbord", "nearest: tensorboard"]),
+    "unknown callbacks": (["callbacks=defaults"], ["callbacks = defaults", "nearest: default"]),
+    "group set to null": (["algorithm=null"], ["algorithm = null", "no such algorithm", "flow_grpo"]),
+}
+
+KEYS: dict[str, Case] = {
+    "misspelt leaf": (
+        ["data.group_siz=8"],
+        ["data.group_siz = 8", "no such key", "nearest: data.group_size", "whole number >= 2"],
+    ),
+    "misspelt algorithm key": (
+        ["algorithm.clip_rnge=0.1"],
+        ["algorithm.clip_rnge = 0.1", "nearest: algorithm.clip_range", "number > 0 and < 1"],
+    ),
+    "misspelt root key": (["max_rl_step=3"], ["max_rl_step = 3", "nearest: max_rl_steps", "whole number >= 1"]),
+    "misspelt nested key": (["schedule.tsp.bacth=2"], ["nearest: schedule.tsp.batch", "or auto or all"]),
+    "misspelt LoRA key": (["model.lora.rnk=3"], ["nearest: model.lora.rank"]),
+    "misspelt trainer argument": (["trainer.precison=64"], ["trainer.precison = 64", "nearest: trainer.precision"]),
+    "right key, wrong parent": (["algorithm.group_size=8"], ["nearest: data.group_size"]),
+    "nothing near": (["schedule.banana=1"], ["schedule.banana = 1", "schedule has", "stale_fraction", "handoff"]),
+    "added root key": (["+banana=1"], ["banana = 1", "no such key", "max_rl_steps"]),
+    "force-added root key": (["++sed=1"], ["sed = 1", "nearest: seed"]),
+    "added key in a closed group": (["+schedule.gaps=1"], ["schedule.gaps = 1", "nearest: schedule.gap"]),
+    "added constructor argument": (["+model.pth=x"], ["model.pth", "takes no such argument", "nearest: model.path"]),
+    "added trainer argument": (["+trainer.max_epoch=3"], ["trainer.max_epoch", "Trainer takes no such argument"]),
+    "argument of an optimizer's parent": (["+algorithm.lr=1e-3"], ["algorithm.lr", "GRPO takes no such argument"]),
+    "derived length": (["trainer.max_steps=9"], ["trainer.max_steps = 9", "derived", "max_rl_steps"]),
+    "derived strategy": (["+trainer.strategy=ddp"], ["trainer.strategy = ddp", "derived", "parallel.sharding"]),
+    "removed required key": (["~seed"], ["seed: missing", "whole number >= 0"]),
+    "removed unknown key": (["~sede"], ["sede", "nearest: seed"]),
+    "group of keys replaced": (["schedule.tsp=3"], ["schedule.tsp = 3", "must hold the keys batch, shard"]),
+    "no equals sign": (["seed"], ["seed", "cannot be read as key=value"]),
+    "unbalanced list": (["schedule.shares=[1,2"], ["schedule.shares=[1,2", "cannot be read"]),
+    "unknown flag": (["--seed=3"], ["--seed=3", "unknown option", "--help"]),
+    "sweep without -m": (["seed=1,2"], ["seed=1,2", "several values need a sweep", "-m"]),
+    "broken interpolation": (["sampling.height=${nope}"], ["sampling.height: cannot be resolved", "nope"]),
+}
+
+VALUES: dict[str, Case] = {
+    "text for a number": (["max_rl_steps=abc"], ["max_rl_steps = abc", "is text", "whole number >= 1"]),
+    "number with a unit": (["max_rl_steps=3s"], ["max_rl_steps = 3s", "is text"]),
+    "fraction for a whole number": (["data.group_size=4.5"], ["data.group_size = 4.5", "not a whole number"]),
+    "flag for a number": (["seed=true"], ["seed = true", "is true/false"]),
+    "number for a flag": (["schedule.tag=1"], ["schedule.tag = 1", "is a whole number", "true or false"]),
+    "null for a number": (["seed=null"], ["seed = null", "is null"]),
+    "list for a number": (["seed=[1]"], ["seed = [1]", "is a list"]),
+    "dict for a number": (["max_rl_steps={a:1}"], ["max_rl_steps", "is a group of keys"]),
+    "nan": (["algorithm.clip_range=nan"], ["algorithm.clip_range = nan", "is not finite"]),
+    "infinity": (["algorithm.kl_weight=inf"], ["algorithm.kl_weight = inf", "is not finite", "number >= 0"]),
+    "nan below a constructor": (["+trainer.overfit_batches=nan"], ["trainer.overfit_batches = nan", "is not finite"]),
+    "negative seed": (["seed=-1"], ["seed = -1", "is too small"]),
+    "no steps": (["max_rl_steps=0"], ["max_rl_steps = 0", "is too small", ">= 1"]),
+    "group of one": (["data.group_size=1"], ["data.group_size = 1", "whole number >= 2"]),
+    "negative learning rate": (["algorithm.optimizer.lr=-1e-3"], ["algorithm.optimizer.lr", "number > 0"]),
+    "clip range of one": (["algorithm.clip_range=1.0"], ["algorithm.clip_range = 1.0", "is too large"]),
+    "stale fraction above one": (["schedule.stale_fraction=1.5"], ["schedule.stale_fraction = 1.5", "<= 1"]),
+    "two steps of asynchrony": (["schedule.async_steps=2"], ["schedule.async_steps = 2", "<= 1"]),
+    "unknown order": (["schedule.order=fifo"], ["schedule.order = fifo", "canonical | arrival"]),
+    "unknown sharding": (["parallel.sharding=zero3"], ["parallel.sharding = zero3", "ddp | hsdp | fsdp"]),
+    "unknown std": (["algorithm.advantage.std=mad"], ["algorithm.advantage.std = mad", "group | batch | none"]),
+    "unknown dtype": (["sampling.storage_dtype=fp16"], ["sampling.storage_dtype = fp16", "bfloat16"]),
+    "no trainers": (["allocation.trainers=0"], ["allocation.trainers = 0", ">= 1 or auto"]),
+    "unknown word for a number": (["schedule.tsp.batch=most"], ["schedule.tsp.batch = most", "auto"]),
+    "negative share": (["schedule.shares=[1,-1]"], ["schedule.shares", "holds -1", "too small"]),
+    "empty path": (["data.prompts=''"], ["data.prompts", "is empty"]),
+}
+
+RELATIONS: dict[str, Case] = {
+    "task size does not divide": (
+        ["sampling.task_size=5"],
+        ["sampling.task_size = 5", "must divide data.group_size = 16", "1, 2, 4, 8, 16"],
+    ),
+    "updates do not divide": (
+        ["algorithm.updates_per_batch=3"],
+        ["algorithm.updates_per_batch = 3", "must divide data.prompts_per_batch = 10", "1, 2, 5, 10"],
+    ),
+    "batch-wide statistics with GAP": (
+        ["schedule=gap", "algorithm.advantage.std=batch"],
+        ["algorithm.advantage.std = batch", "schedule.gap = 1", "set schedule.gap=0 or algorithm.advantage.std=group"],
+    ),
+    "asynchrony without rollout ranks": (
+        ["schedule=colocated", "schedule.async_steps=1"],
+        ["schedule.async_steps = 1", "allocation.rollouts = 0", "set allocation.rollouts"],
+    ),
+    "shares of another length": (
+        ["schedule.shares=[3,1,1]", "allocation.trainers=2"],
+        ["schedule.shares = [3, 1, 1]", "3 entries", "allocation.trainers = 2"],
+    ),
+    "shares without any": (["schedule.shares=[0,0]"], ["schedule.shares = [0, 0]", "at least one"]),
+    "sharding with one trainer": (
+        ["parallel.sharding=fsdp", "allocation.trainers=1"],
+        ["parallel.sharding = fsdp", "allocation.trainers = 1", "ddp"],
+    ),
+    "more ranks than devices": (
+        ["allocation.trainers=4000", "allocation.rollouts=1"],
+        ["allocation.trainers = 4000", "4001 ranks", "hardware profile has"],
+    ),
+    "more prompts than the file has": (
+        ["data.prompts_per_batch=20"],
+        ["data.prompts_per_batch = 20", "holds 10 different prompts", "1 .. 10"],
+    ),
+    "trained steps beyond the trajectory": (
+        ["+algorithm.train_steps.size=9"],
+        ["algorithm.train_steps.size = 9", "sampling.steps", "1 .. 6"],
+    ),
+}
+
+TARGETS: dict[str, Case] = {
+    "os": (["model._target_=os.system"], ["model._target_ = os.system", "refused", "allow_targets=[os]"]),
+    "torch.load": (["model._target_=torch.load"], ["model._target_ = torch.load", "refused", "torch.optim"]),
+    "prefix that only looks allowed": (["model._target_=digenrl_evil.Model"], ["digenrl_evil.Model", "refused"]),
+    "nested": (
+        ["+reward.rewards.judge_a.scorer.inner={_target_:subprocess.run}"],
+        ["reward.rewards.judge_a.scorer.inner._target_ = subprocess.run", "refused"],
+    ),
+    "inside a list": (
+        ["callbacks.evaluation.statistics=[{_target_:builtins.eval}]"],
+        ["callbacks.evaluation.statistics[0]._target_ = builtins.eval", "refused"],
+    ),
+    "alias through an own module": (
+        ["model._target_=digenrl.config.targets.ast.parse"],
+        ["no module digenrl.config.targets.ast"],
+    ),
+    "private helper": (["model._target_=lightning.fabric.utilities.cloud_io._load"], ["_load", "refused"]),
+    "misspelt class": (
+        ["model._target_=digenrl.models.digits.DigitPolicy"],
+        ["defines no DigitPolicy", "nearest: digenrl.models.digits.DigitsPolicy"],
+    ),
+    "misspelt module": (
+        ["model._target_=digenrl.models.digts.DigitsPolicy"],
+        ["no module digenrl.models.digts", "nearest: digenrl.models.digits"],
+    ),
+    "no text": (["model._target_=3"], ["model._target_ = 3", "dotted name"]),
+}
+
+TABLE = {**NAMES, **KEYS, **VALUES, **RELATIONS, **TARGETS}
+
+
+def problems_of(*words: str) -> tuple[str, ...]:
+    with pytest.raises(config.ConfigError) as caught:
+        config.load(words)
+    return caught.value.problems
+
+
+def test_the_default_is_accepted() -> None:
+    assert config.load([]).config.experiment_name == "digits_flowgrpo"
+
+
+@pytest.mark.parametrize("case", TABLE.values(), ids=TABLE.keys())
+def test_message(case: Case) -> None:
+    words, expected = case
+    problems = problems_of(*words)
+    matching = [text for text in problems if all(part in text for part in expected)]
+    assert matching, f"no message with {expected} in {problems}"
+
+
+def test_all_errors_at_once() -> None:
+    words = [f"{word}" for case in (NAMES["unknown data"], KEYS["misspelt leaf"], VALUES["nan"]) for word in case[0]]
+    text = " ".join(
+        problems_of(*words, "model._target_=os.system", "data.prompts=/no/such.txt", "sampling.task_size=5")
+    )
+    for part in ("data = sign", "data.group_siz", "is not finite", "os.system", "/no/such.txt", "must divide"):
+        assert part in text
+
+
+def test_each_problem_is_said_once() -> None:
+    problems = problems_of("seed=-1", "sampling.height=${nope}")
+    assert len(problems) == len(set(problems)) == 3  # seed, sampling.height, and model.height that refers to it
+
+
+PROMPT_FILES: dict[str, tuple[str, bytes, Sequence[str]]] = {
+    "empty": ("p.txt", b"", ["p.txt", "holds no prompt"]),
+    "blank lines only": ("p.txt", b"\n \r\n\t\n", ["p.txt", "holds no prompt"]),
+    "malformed JSON": ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', ["p.jsonl:2", "not valid JSON at column"]),
+    "no object": ("p.jsonl", b'["a"]\n', ["p.jsonl:1", "must be an object", "list"]),
+    "no prompt field": ("p.jsonl", b'{"text": "a"}\n', ["p.jsonl:1", '"prompt" is missing', "text"]),
+    "prompt is no text": ("p.jsonl", b'{"prompt": 3}\n', ["p.jsonl:1", "prompt = 3 must be text"]),
+    "empty prompt": ("p.jsonl", b'{"prompt": " "}\n', ["p.jsonl:1", "prompt is empty"]),
+    "target is no text": ("p.jsonl", b'{"prompt": "a", "target": 1}\n', ["p.jsonl:1", "target = 1 must be text"]),
+    "NaN": ("p.jsonl", b'{"prompt": "a", "w": NaN}\n', ["p.jsonl:1", "NaN is no JSON number"]),
+    "number out of range": ("p.jsonl", b'{"prompt": "a", "w": 1e999}\n', ["p.jsonl:1", "1e999"]),
+    "NUL": ("p.txt", b"fine\nbro\0ken\n", ["p.txt:2", "NUL"]),
+    "not UTF-8": ("p.txt", b"fine\n\xff\xfe\n", ["p.txt:2", "not UTF-8", "byte 1"]),
+    "half a surrogate": ("p.jsonl", b'{"prompt": "\\ud800"}\n', ["p.jsonl:1", "surrogate"]),
+    "very long line": ("p.txt", b"x" * 20_000, ["p.txt:1", "20000 characters", "at most 10000"]),
+    "huge line": ("p.txt", b"x" * (2 << 20), ["p.txt:1", "bytes", "at most"]),
+    "unknown kind": ("p.csv", b"a\n", ["p.csv", "unknown kind '.csv'", ".jsonl"]),
+}
+
+
+@pytest.mark.parametrize("case", PROMPT_FILES.values(), ids=PROMPT_FILES.keys())
+@pytest.mark.parametrize("key", ["data.prompts", "data.heldout"])
+def test_prompt_file(case: tuple[str, bytes, Sequence[str]], key: str, tmp_path: Path) -> None:
+    name, content, expected = case
+    (tmp_path / name).write_bytes(content)
+    problems = problems_of(f"{key}={tmp_path / name}")
+    assert any(text.startswith(key) and all(part in text for part in expected) for text in problems), problems
+
+
+def test_missing_prompt_file_names_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (text,) = problems_of("data.prompts=sign.jsonl")
+    assert str(tmp_path) in text
+    assert "signs.jsonl" in text
+
+
+def test_directory_as_prompt_file(tmp_path: Path) -> None:
+    assert any("not a regular file" in text for text in problems_of(f"data.prompts={tmp_path}"))
+
+
+def test_unwritable_output(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (text,) = problems_of(f"output_root={tmp_path / 'file'}")
+    assert str(tmp_path / "file") in text
+    assert "is no directory; set output_root=" in text
+
+
+def test_secrets_are_refused_and_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    canary = "canary-0123456789abcdef"
+    words = ["logger=wandb", f"+logger.wandb.api_key={canary}", f"+reward.token={canary}", f"wandb_password={canary}"]
+    with pytest.raises(SystemExit) as caught:
+        config.load_or_exit([*words, f"resum_token={canary}", f"+data.password=[{canary}"])
+    printed = capsys.readouterr()
+    assert caught.value.code == 2
+    assert canary not in printed.err + printed.out
+    assert f"logger.wandb.api_key = {MASK}" in printed.err
+    assert "WANDB_API_KEY" in printed.err
+
+
+def test_exit_code_two_without_traceback_and_nothing_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        config.load_or_exit(["seed=-1", "data.group_siz=3"])
+    printed = capsys.readouterr()
+    assert caught.value.code == 2
+    assert printed.err.startswith("2 errors in the configuration; nothing was started or written:\n  - ")
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,145 @@
+"""The direction of imports (README, "The house"): a room sees only the rooms below it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "digenrl"
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "types": set(),
+    "prompts": set(),
+    "schedule": set(),
+    "simulate": {"schedule"},
+    "config": {"prompts"},
+    "diffusion": {"types"},
+    "models": {"types", "diffusion"},
+    "algorithms": {"types", "diffusion", "models.policy"},
+    "rewards": {"types", "reward_models"},
+    "reward_models": {"types", "rewards"},
+    "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
+    "data": {"types", "prompts"},
+    "report": {"schedule"},
+    "display": {"report"},
+    "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "report"},
+    "callbacks": {"types", "data", "report", "models", "rollout"},
+}
+"""Room -> what it may import besides itself. Rooms not listed (cli, run) are the top and may import everything."""
+
+TYPES_ONLY: dict[str, set[str]] = {"diffusion": {"models.policy"}}
+"""Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point upwards."""
+
+STANDARD_LIBRARY_ONLY = ("schedule", "prompts")
+TORCH_FREE = ("digenrl.schedule", "digenrl.simulate", "digenrl.config", "digenrl.config.multirun", "digenrl.prompts")
+
+
+def rooms() -> Iterator[tuple[str, Path]]:
+    """(room, file) of every source file."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield path.relative_to(SOURCE).with_suffix("").parts[0], path
+    for path in sorted((ROOT / "reward_models").rglob("*.py")):
+        yield "reward_models", path
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
+    """(absolute module, whether it is only for annotations, line) of every import in the file, nested ones included."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in for_types, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the absolute name"
+            if node.module == "digenrl":
+                for alias in node.names:
+                    yield f"digenrl.{alias.name}", id(node) in for_types, node.lineno
+            else:
+                yield node.module or "", id(node) in for_types, node.lineno
+
+
+def allowed(room: str, module: str, only_types: bool) -> bool:
+    """Whether a file of `room` may import `module`."""
+    inside = module.removeprefix("digenrl.")
+    granted = MAY_IMPORT[room] | {room} | (TYPES_ONLY.get(room, set()) if only_types else set())
+    return any(inside == name or inside.startswith(f"{name}.") for name in granted)
+
+
+def test_imports_point_downwards() -> None:
+    violations = [
+        f"{path.relative_to(ROOT)}:{line}: {room} imports {module}"
+        for room, path in rooms()
+        if room in MAY_IMPORT
+        for module, only_types, line in imports(path)
+        if module.split(".")[0] in ("digenrl", "reward_models") and not allowed(room, module, only_types)
+    ]
+    assert not violations, "\n".join(violations)
+
+
+def test_every_room_has_a_rule() -> None:
+    top = {"cli", "run", "__init__"}
+    unknown = {room for room, _ in rooms()} - set(MAY_IMPORT) - top
+    assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import"
+
+
+def test_pure_rooms_use_the_standard_library_only() -> None:
+    foreign = [
+        f"{path.relative_to(ROOT)}:{line}: {module}"
+        for room, path in rooms()
+        if room in STANDARD_LIBRARY_ONLY
+        for module, _, line in imports(path)
+        if module.split(".")[0] not in {*sys.stdlib_module_names, "digenrl"}
+    ]
+    assert not foreign, "\n".join(foreign)
+
+
+def test_nothing_unpickles() -> None:
+    """No pickle, and torch.load only with weights_only=True (SECURITY.md)."""
+    bad = []
+    for _, path in rooms():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for module, _, line in imports(path):
+            if module.split(".")[0] in ("pickle", "dill", "cloudpickle", "shelve", "marshal"):
+                bad.append(f"{path.relative_to(ROOT)}:{line}: imports {module}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                safe = [key for key in node.keywords if key.arg == "weights_only" and ast.unparse(key.value) == "True"]
+                if not safe:
+                    bad.append(f"{path.relative_to(ROOT)}:{node.lineno}: torch.load without weights_only=True")
+            if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle"):
+                bad += [] if ast.unparse(node.value) == "False" else [f"{path.relative_to(ROOT)}: {node.arg}"]
+    assert not bad, "\n".join(bad)
+
+
+def test_files_and_functions_stay_short() -> None:
+    """No file above 400 lines (tests 600), no function above 90."""
+    long = []
+    for folder, limit in (("src", 400), ("reward_models", 400), ("benchmarks", 400), ("tests", 600)):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if text.count("\n") > limit:
+                long.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    length = (node.end_lineno or node.lineno) - node.lineno + 1
+                    long += [f"{path.relative_to(ROOT)}: {node.name} has {length} lines"] if length > 90 else []
+    assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_import_leaves_torch_out(module: str) -> None:
+    code = f"import {module}, sys; print(sorted({{'torch', 'lightning', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
