@@ -25,7 +25,7 @@ def write_run(path: Path, steps: int = 24, ended: bool = True, samples: bool = T
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(
         f"experiment_name: digits_flowgrpo\nseed: {seed}\nmax_rl_steps: 24\nschedule: {{gap: 1, tag: false}}\n"
-        "data: {prompts_per_batch: 6, group_size: 16}\n"
+        "data: {prompts_per_batch: 6, group_size: 16}\nsampling: {steps: 6, task_size: 8}\n"
     )
     world = {"trainer": 2, "rollout": 2}
     events: list[dict[str, Any]] = [
