@@ -1,0 +1,314 @@
+"""Losses against closed forms: reference/algorithms.md section 7, checks 2, 9 to 14, each with mutations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.algorithms import objectives
+from digenrl.algorithms.surrogates import Cells, Clipped, FlowDPPO, Guard
+from digenrl.diffusion.sde import FlowSDE
+from digenrl.diffusion.sigmas import static_grid, step_sigmas
+
+SHAPE = (3, 4)
+DIMENSIONS = 12
+
+
+def uniform(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def cells_at(steps: list[list[int]], drift: float, clip: float = 1e-2, a: float = 0.7) -> tuple[Cells, Tensor, Tensor]:
+    """Cells [b, K] whose rows sit at `steps`, with velocities moved by `drift`; also the velocity leaf and the noise
+    z."""
+    index = torch.tensor(steps)
+    rows, count = index.shape
+    sigma, following, guard = step_sigmas(static_grid(10, 3.0).double(), index.flatten())
+    x, v, z = (normal(rows * count, *SHAPE, seed=seed) for seed in (1, 2, 3))
+    kernel = FlowSDE(a)
+    old = kernel.transition(x, v, sigma, following, guard, noise=z, storage_dtype=torch.float64)
+    leaf = (v + drift * normal(rows * count, *SHAPE, seed=4)).requires_grad_()
+    new = kernel.transition(x, leaf, sigma, following, guard, next_latents=old.next_latents)
+    assert old.log_prob is not None
+    assert new.log_prob is not None
+    cells = Cells(
+        log_prob=new.log_prob.unflatten(0, (rows, count)),
+        old_log_prob=old.log_prob.unflatten(0, (rows, count)),
+        advantages=normal(rows, 1, seed=5),
+        mean=new.mean.unflatten(0, (rows, count)),
+        scale=(new.std * new.sqrt_h).unflatten(0, (rows, count)),
+        sqrt_h=new.sqrt_h.unflatten(0, (rows, count)),
+        clip=(clip, clip),
+        old_mean=old.mean.unflatten(0, (rows, count)),
+    )
+    return cells, leaf, z.unflatten(0, (rows, count))
+
+
+# ---- check 2
+
+
+def test_on_policy_gradient_is_the_policy_gradient() -> None:
+    """Check 2: at ratio 1 the loss is -mean(A) and its gradient -mean(A * dlogp/dtheta), clip inactive."""
+    cells, leaf, _ = cells_at([[1, 4], [2, 6], [0, 8]], drift=0.0)
+    loss = Clipped().loss(cells).mean()
+    assert float(loss.detach()) == pytest.approx(-float(cells.advantages.mean()), abs=1e-14)
+    (expected,) = torch.autograd.grad(-(cells.advantages * cells.log_prob).mean(), leaf, retain_graph=True)
+    (got,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    torch.testing.assert_close(got, expected, atol=1e-14, rtol=0)
+    detached = torch.exp(cells.log_prob.detach() - cells.old_log_prob)  # sensitivity: no gradient reaches the policy
+    assert not objectives.clipped_surrogate(detached, cells.advantages, 0.1).requires_grad
+
+
+def clip_table(surrogate: Callable[[Tensor, Tensor, float], Tensor]) -> None:
+    """Gradient survives only inside the clip range or where the clip is pessimistic."""
+    ratio = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.05], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+    loss = surrogate(ratio, advantages, 0.1)
+    torch.testing.assert_close(loss.detach(), torch.tensor([-0.5, 0.9, -1.1, 1.5, -1.05], dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(loss.sum(), ratio)
+    torch.testing.assert_close(gradient, torch.tensor([-1.0, 0.0, 0.0, 1.0, -1.0], dtype=torch.float64))
+
+
+def test_clip_truth_table() -> None:
+    """Section 3.1: max(-A*r, -A*clamp(r, 1-c, 1+c))."""
+    clip_table(objectives.clipped_surrogate)
+    with pytest.raises(AssertionError):
+        clip_table(lambda r, a, c: torch.minimum(-a * r, -a * r.clamp(1 - c, 1 + c)))
+    with pytest.raises(AssertionError):
+        clip_table(lambda r, a, c: -a * r.clamp(1 - c, 1 + c))
+    asymmetric = objectives.clipped_surrogate(torch.tensor([1.5, 0.5]), torch.tensor([1.0, -1.0]), 0.1, 0.3)
+    torch.testing.assert_close(asymmetric, torch.tensor([-1.3, 0.9]))
+
+
+# ---- check 9
+
+
+def check_kl(kl: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], h_power: int) -> None:
+    """h*(1+a^2/2)^2*mean(dv^2)/(2*a^2*s/(1-s)) for a fixed velocity offset, times h once more for the h-free form."""
+    steps, a = [1, 3, 5, 8], 0.7
+    sigma, following, guard = step_sigmas(static_grid(10, 3.0).double(), torch.tensor(steps))
+    x, v, dv = (normal(4, *SHAPE, seed=seed) for seed in (1, 2, 3))
+    kernel = FlowSDE(a)
+    new = kernel.transition(x, v + dv, sigma, following, guard, next_latents=x)
+    base = kernel.transition(x, v, sigma, following, guard, next_latents=x)
+    h = sigma - following
+    expected = h * (1 + a**2 / 2) ** 2 * (dv**2).flatten(1).mean(1) / (2 * a**2 * sigma / (1 - sigma)) * h**h_power
+    got = kl(new.mean[:, None], base.mean[:, None], new.std[:, None], new.sqrt_h[:, None])[:, 0]
+    torch.testing.assert_close(got, expected, atol=1e-13, rtol=1e-12)
+    zero = kl(new.mean[:, None], new.mean[:, None], new.std[:, None], new.sqrt_h[:, None])
+    assert torch.equal(zero, torch.zeros_like(zero))
+
+
+def test_kl_of_a_velocity_offset() -> None:
+    """Check 9: the true Gaussian KL, and Flow-GRPO's, which is h times it; 0 exactly for equal means."""
+    check_kl(lambda m, r, std, h: objectives.gaussian_kl(m, r, std * h), 0)
+    check_kl(lambda m, r, std, h: objectives.h_free_kl(m, r, std), 1)
+    with pytest.raises(AssertionError):
+        check_kl(lambda m, r, std, h: objectives.h_free_kl(m, r, std), 0)  # trap T1
+    with pytest.raises(AssertionError):
+        check_kl(lambda m, r, std, h: objectives.mean_square_kl(m, r), 0)
+
+
+def test_gaussian_kl_is_torchs() -> None:
+    mean, reference, scale = normal(2, 3, *SHAPE), normal(2, 3, *SHAPE, seed=1), uniform(2, 3) + 0.1
+    wide = scale[..., None, None]
+    kl = torch.distributions.kl_divergence(
+        torch.distributions.Normal(mean, wide), torch.distributions.Normal(reference, wide)
+    )
+    torch.testing.assert_close(objectives.gaussian_kl(mean, reference, scale), kl.flatten(2).mean(2))
+
+
+# ---- checks 10 and 11
+
+
+def check_guard(ratio: Callable[..., Tensor], cells: Cells, z: Tensor) -> None:
+    assert cells.old_mean is not None
+    expected = torch.exp((z * (cells.mean - cells.old_mean)).flatten(2).mean(2))
+    got = ratio(cells.log_prob, cells.old_log_prob, cells.mean, cells.old_mean, cells.scale)
+    torch.testing.assert_close(got, expected, atol=1e-11, rtol=0)
+
+
+def test_guard_ratio_per_row() -> None:
+    """Checks 10, 11: exp((log r + bias)*S) == exp(mean(z*(new-old))), with each row's own S where steps are mixed."""
+    cells, _, z = cells_at([[0, 5], [3, 8], [7, 1]], drift=0.3)
+    check_guard(objectives.guard_ratio, cells, z)
+    with pytest.raises(AssertionError):  # verl-omni's batch mean of S (trap T6)
+        check_guard(lambda n, o, m, om, s: objectives.guard_ratio(n, o, m, om, s.mean().expand_as(s)), cells, z)
+    with pytest.raises(AssertionError):  # no bias term
+        check_guard(lambda n, o, m, om, s: torch.exp((n - o) * s), cells, z)
+    rows = [cells_at([[0, 5]], 0.3)]  # per-row loop: one row of one step is the batch's first
+    assert rows[0][0].scale.shape == (1, 2)
+
+
+def test_guard_log_ratio_is_centred_and_the_plain_one_is_not() -> None:
+    """Check 10: over z, E[log ratio] = 0, while the plain log-ratio has mean -bias."""
+    x = torch.zeros(20_000, 1, *SHAPE, dtype=torch.float64)
+    shift, scale = 0.3, torch.full((20_000, 1), 0.5, dtype=torch.float64)
+    z = normal(20_000, 1, *SHAPE)
+    following, mean, old = 0.5 * z, x + shift, x
+    new_lp, old_lp = (-((following - m) ** 2).flatten(2).mean(2) / (2 * 0.25) for m in (mean, old))
+    guard = objectives.guard_ratio(new_lp, old_lp, mean, old, scale).log().mean()
+    bias = shift**2 / (2 * 0.25)
+    assert abs(float(guard)) < 3e-3
+    assert float((new_lp - old_lp).mean()) == pytest.approx(-bias, abs=1e-2)
+
+
+def guard_gradient_norms(divide_by_h: bool) -> Tensor:
+    cells, leaf, z = cells_at([[1], [3], [6], [8]], drift=0.0)
+    loss = Guard().loss(cells)
+    if not divide_by_h:
+        loss = loss * cells.sqrt_h**2
+    weight = loss / cells.advantages
+    (gradient,) = torch.autograd.grad(weight.sum(), leaf)
+    return gradient.flatten(1).norm(dim=1) / z.flatten(1).norm(dim=1)
+
+
+def test_guard_gradient_does_not_depend_on_h() -> None:
+    """Check 10: |dL/dv| = |z|*(1+a^2/2)/D after 1/h, on every step of Flow-SDE."""
+    expected = torch.full((4,), (1 + 0.49 / 2) / DIMENSIONS, dtype=torch.float64)
+    torch.testing.assert_close(guard_gradient_norms(True), expected, atol=1e-12, rtol=0)
+    assert float(guard_gradient_norms(False).max() / guard_gradient_norms(False).min()) > 2  # Flow-Factory's omission
+
+
+# ---- check 12
+
+
+def check_dppo_mask(mask: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> None:
+    table = [  # A, r, K >= tau -> kept
+        (1.0, 1.1, True, False),
+        (1.0, 1.1, False, True),
+        (1.0, 0.9, True, True),
+        (1.0, 0.9, False, True),
+        (-1.0, 1.1, True, True),
+        (-1.0, 1.1, False, True),
+        (-1.0, 0.9, True, False),
+        (-1.0, 0.9, False, True),
+    ]
+    advantages, ratio, far, kept = (torch.tensor(column) for column in zip(*table, strict=True))
+    kl = torch.where(far, 2e-5, 5e-6)
+    assert torch.equal(mask(ratio, advantages, kl, 1e-5), kept)
+
+
+def test_dppo_truth_table() -> None:
+    """Check 12: dropped only beyond the region and moving out; corrective rows keep their gradient."""
+    check_dppo_mask(objectives.dppo_keep)
+    with pytest.raises(AssertionError):
+        check_dppo_mask(lambda r, a, k, t: k < t)
+    with pytest.raises(AssertionError):
+        check_dppo_mask(lambda r, a, k, t: objectives.dppo_keep(r, -a, k, t))
+
+
+def test_dppo_survives_an_infinite_ratio() -> None:
+    """Check 12: where(), not inf * 0, also in the backward pass."""
+    log_prob = torch.tensor([[800.0], [0.0]], dtype=torch.float64, requires_grad=True)
+    mean = torch.zeros(2, 1, *SHAPE, dtype=torch.float64)
+    ones = torch.ones(2, 1, dtype=torch.float64)
+    cells = Cells(log_prob, torch.zeros_like(ones), ones, mean + 1.0, ones, ones, (0.1, 0.1), old_mean=mean)
+    assert bool(torch.isinf(cells.ratio[0]))
+    loss = FlowDPPO().loss(cells)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_prob)
+    assert torch.equal(gradient, torch.tensor([[0.0], [-1.0]], dtype=torch.float64))
+    keep = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    (naive,) = torch.autograd.grad((-torch.exp(log_prob) * keep).sum(), log_prob)
+    assert bool(torch.isnan(naive).any())  # what the mask would do after exp
+
+
+# ---- check 13
+
+
+def nft_setup() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    clean, eps = normal(3, 1, *SHAPE), normal(3, 2, *SHAPE, seed=1)
+    sigma = torch.tensor([[0.3, 0.8]], dtype=torch.float64)
+    noisy = (1 - sigma[..., None, None]) * clean + sigma[..., None, None] * eps
+    velocity = eps - clean + 0.1 * normal(3, 2, *SHAPE, seed=2)
+    return velocity, noisy, clean, sigma, torch.tensor([[2.0], [-1.0], [0.0]], dtype=torch.float64)
+
+
+def adaptive_x0_loss(velocity: Tensor, noisy: Tensor, clean: Tensor, sigma: Tensor) -> Tensor:
+    difference = noisy - sigma[..., None, None] * velocity - clean
+    return (difference**2).flatten(2).mean(2) / difference.detach().abs().flatten(2).mean(2).clamp(min=1e-5)
+
+
+def check_nft(loss: Callable[..., Tensor], beta: float) -> None:
+    velocity, noisy, clean, sigma, advantages = nft_setup()
+    new = velocity.clone().requires_grad_()
+    (got,) = torch.autograd.grad(loss(new, velocity, noisy, clean, sigma, advantages, beta, 5.0).sum(), new)
+    leaf = velocity.clone().requires_grad_()
+    plain = adaptive_x0_loss(leaf, noisy, clean, sigma)
+    (expected,) = torch.autograd.grad((advantages * plain).sum(), leaf)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+    assert float(got[2].abs().max()) < 1e-14  # rw = 0.5: no gradient
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
+def test_nft_gradient_at_the_old_policy(beta: float) -> None:
+    """Check 13: at v_new = v_old the gradient is A*grad(adaptive x0 loss), whatever beta."""
+    check_nft(objectives.nft_loss, beta)
+    with pytest.raises(AssertionError):  # M missing
+        check_nft(lambda *args: objectives.nft_loss(*args) / 5.0, beta)
+    with pytest.raises(AssertionError):  # preference inverted
+        check_nft(lambda v, o, x, c, s, a, b, m: objectives.nft_loss(v, o, x, c, s, -a, b, m), beta)
+
+
+def test_nft_finite_difference() -> None:
+    velocity, noisy, clean, sigma, advantages = nft_setup()
+    old = velocity + 0.05 * normal(3, 2, *SHAPE, seed=9)
+    weights = [
+        (noisy - sigma[..., None, None] * v - clean).abs().flatten(2).mean(2)
+        for v in (0.5 * velocity + 0.5 * old, 1.5 * old - 0.5 * velocity)
+    ]
+
+    def frozen_weights(v: Tensor) -> Tensor:
+        rw = objectives.nft_reward_weight(advantages, 5.0)
+        t = sigma[..., None, None]
+        p = ((noisy - t * (0.5 * v + 0.5 * old) - clean) ** 2).flatten(2).mean(2) / weights[0]
+        n = ((noisy - t * (1.5 * old - 0.5 * v) - clean) ** 2).flatten(2).mean(2) / weights[1]
+        return ((rw * p + (1 - rw) * n) * 10.0).sum()
+
+    leaf = velocity.clone().requires_grad_()
+    loss = objectives.nft_loss(leaf, old, noisy, clean, sigma, advantages, 0.5, 5.0).sum()
+    torch.testing.assert_close(loss.detach(), frozen_weights(velocity))
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    direction = normal(3, 2, *SHAPE, seed=5)
+    slope = (frozen_weights(velocity + 1e-6 * direction) - frozen_weights(velocity - 1e-6 * direction)) / 2e-6
+    assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=1e-6)
+
+
+def test_nft_reward_weights() -> None:
+    """Check 13: A = +-M maps to 1 and 0, 0 to one half, beyond clamps."""
+    advantages = torch.tensor([5.0, -5.0, 0.0, 9.0, -9.0, 2.5])
+    expected = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 0.75])
+    assert torch.equal(objectives.nft_reward_weight(advantages, 5.0), expected)
+
+
+# ---- check 14
+
+
+def check_dpo(loss: Callable[..., Tensor]) -> None:
+    chosen, rejected = (uniform(3, 2, seed=seed).requires_grad_() for seed in (0, 1))
+    same = loss(chosen, rejected, chosen.detach(), rejected.detach(), 100.0)
+    torch.testing.assert_close(same.detach(), torch.full_like(same, math.log(2.0)))
+    down, up = torch.autograd.grad(same.sum(), [chosen, rejected])
+    assert bool((down > 0).all())  # descent lowers the error of the chosen one
+    assert bool((up < 0).all())
+    torch.testing.assert_close(down, torch.full_like(down, 100.0 / 4))
+    swapped = loss(rejected, chosen, rejected.detach(), chosen.detach(), 100.0)
+    flipped, _ = torch.autograd.grad(swapped.sum(), [chosen, rejected])
+    torch.testing.assert_close(flipped, -down)
+
+
+def test_dpo() -> None:
+    """Check 14: log 2 at the reference, e_w falls and e_l rises, swapping the pair flips the sign."""
+    check_dpo(objectives.dpo_loss)
+    with pytest.raises(AssertionError):
+        check_dpo(lambda w, l, rw, rl, b: objectives.dpo_loss(l, w, rl, rw, b))
+    with pytest.raises(AssertionError):
+        check_dpo(lambda w, l, rw, rl, b: objectives.dpo_loss(w, l, rw, rl, 2 * b))
