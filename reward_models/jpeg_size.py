@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -41,7 +42,7 @@ class JpegSize:
         sizes = torch.tensor([[self._kilobytes(frame) for frame in sample] for sample in pixels], dtype=torch.float32)
         return sizes.mean(1) if self.maximise else -sizes.mean(1)
 
-    def _kilobytes(self, frame: object) -> float:
+    def _kilobytes(self, frame: np.ndarray) -> float:
         buffer = io.BytesIO()
         Image.fromarray(frame).save(buffer, "JPEG", quality=self.quality)
         return buffer.tell() / 1000

@@ -9,11 +9,11 @@ import time
 
 import pytest
 import torch
-from tests.rewards.services import edited, good, scripted, status
 
 from digenrl.rewards.client import ClientOptions, RewardClient
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.types import Prompt
+from tests.rewards.services import edited, good, scripted, status
 
 PROMPTS = [Prompt("a"), Prompt("b"), Prompt("c")]
 MEDIA = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -159,7 +159,7 @@ def test_a_changed_identity_ends_the_run(key):
     with scripted(good, edited(lambda honest: honest["identity"].update({key: "swapped"}))) as server:
         client = RewardClient([server.url], QUICK)
         assert client.score(MEDIA, PROMPTS).tolist() == HONEST
-        with pytest.raises(RewardError, match="swapped.*pinned to"):
+        with pytest.raises(RewardError, match=r"swapped.*pinned to"):
             client.score(MEDIA, PROMPTS)
         client.close()
         assert len(server.posts) == 2

@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from digenrl import prompts
@@ -83,6 +84,17 @@ def reward_config(argv: Sequence[str], name: str, needed: Sequence[str], usage: 
     return config
 
 
+def reward_suite(config: DictConfig) -> RewardSuite:
+    """The suite of a checked configuration. What its scorers raise while they are built becomes a ValueError."""
+    try:
+        return instantiate(config.reward)
+    except InstantiationException as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ValueError(f"reward: {cause}") from error
+
+
 def score(config: DictConfig) -> Path:
     """Scores, prints the table and writes the file; returns its absolute path."""
     from digenrl.rewards.media import media_files
@@ -94,7 +106,7 @@ def score(config: DictConfig) -> Path:
             f"{config.images} holds {len(files)} pictures or videos, {config.prompts} {len(asked)} prompts: "
             "give one prompt a file, in the files' order of name."
         )
-    suite: RewardSuite = instantiate(config.reward)
+    suite = reward_suite(config)
     try:
         for line, prompt in asked:
             try:

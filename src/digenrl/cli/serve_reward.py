@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from digenrl.cli.score import reward_config
-from digenrl.config import ConfigError, instantiate
+from digenrl.cli.score import reward_config, reward_suite
+from digenrl.config import ConfigError
 
 if TYPE_CHECKING:
     from digenrl.rewards.suite import RewardSuite
@@ -52,7 +52,7 @@ def _serve(config: DictConfig) -> None:
 
     limits = Limits(**OmegaConf.to_container(config.limits))  # type: ignore[arg-type]
     token = service_token(config.host, config.token_env, Path(config.token_file))
-    suite: RewardSuite = instantiate(config.reward)
+    suite = reward_suite(config)
     try:
         service = RewardService(suite.scorer(_chosen(config, suite)), limits, token)
         print(f"serve_reward: {describe(service)}", file=sys.stderr, flush=True)
@@ -75,7 +75,7 @@ def _chosen(config: DictConfig, suite: RewardSuite) -> str:
 def service_token(host: str, variable: str, file: Path) -> str | None:
     """The token that requests must carry: that of the environment, else a new one in `file`; None on loopback.
 
-    Raises FileExistsError if `file` exists: a token is neither overwritten nor taken from a file that others could write.
+    Raises FileExistsError if `file` exists: a token is neither overwritten nor taken from a file of unknown origin.
     """
     from digenrl.rewards.service import is_loopback
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from digenrl.rewards.pictures import laplacian, luma
 
@@ -114,7 +115,7 @@ def grid(before: Tensor, after: Tensor) -> Alarm | None:
         "grid",
         new,
         GRID_RATIO * old,
-        f"A regular pattern stands out {new:.1f}-fold (before training: {old:.1f}): grid.",
+        f"A regular pattern stands out {new:.1f}-fold (at first {old:.1f}): grid.",
     )
 
 
@@ -141,24 +142,27 @@ def sharpness(media: Tensor) -> Tensor:
 
 
 def grid_strength(media: Tensor) -> Tensor:
-    """[N] height of the sharpest peak of the spectrum's upper half over a smooth spectrum, as a ratio; about 1 = none.
+    """[N] sharpest peak of the spectrum above a quarter of Nyquist, over its neighbourhood; about 1.5 = none.
 
-    For each sample: the mean power over rows and over columns (frequencies above a quarter of Nyquist), the largest value
-    over the mean of its eight neighbours. Photographs and noise have smooth spectra; a grid is a line.
+    For each sample: the power of every frequency along rows (and along columns), averaged over the other axis; the
+    largest ratio of one frequency to the mean of the eight around it. Photographs and noise have smooth spectra, a grid
+    has a line.
     """
     frames = luma(media)
     frames = frames - frames.mean((-2, -1), keepdim=True)
-    strengths = []
-    for axis in (-1, -2):
+    strengths = [torch.ones(frames.shape[0])]
+    for axis, other in ((-1, -2), (-2, -1)):
         if frames.shape[axis] < 16:
             continue
-        other = -2 if axis == -1 else -1
         power = torch.fft.rfft(frames, dim=axis).abs().square().mean((1, other))
-        upper = power[:, power.shape[1] // 4 :]
-        padded = torch.nn.functional.pad(upper[:, None], (4, 4), mode="replicate")
-        around = torch.nn.functional.avg_pool1d(padded, 9, stride=1)[:, 0] * 9 - upper
+        neighbours = _window_sum(power) - power
+        count = _window_sum(torch.ones_like(power)) - 1
         floor = power.mean(1, keepdim=True) * 1e-6 + 1e-12
-        strengths.append((upper / (around / 8 + floor)).amax(1))
-    if not strengths:
-        return torch.ones(frames.shape[0])
+        ratio = power / (neighbours / count + floor)
+        strengths.append(ratio[:, power.shape[1] // 4 :].amax(1))
     return torch.stack(strengths).amax(0)
+
+
+def _window_sum(spectrum: Tensor) -> Tensor:
+    """[N, K]: sum over the nine entries around each, fewer at the ends."""
+    return functional.avg_pool1d(spectrum[:, None], 9, stride=1, padding=4)[:, 0] * 9

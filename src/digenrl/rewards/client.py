@@ -214,7 +214,7 @@ class RewardClient:
         pixels = media[0].numel() // media.shape[-3]
         if fits < 1 or pixels > min(limit.max_pixels for limit in limits):
             raise RewardError(
-                f"A sample {list(media.shape[1:])} ({self.options.dtype}) has {sample_bytes} bytes and {pixels} pixels; "
+                f"A sample {list(media.shape[1:])} ({self.options.dtype}) is {sample_bytes} bytes, {pixels} pixels; "
                 f"the reward service takes {limits}: raise its limits, or send dtype=uint8."
             )
         step = min(fits, *(limit.max_samples for limit in limits))

@@ -46,8 +46,8 @@ def read_media(path: Path, max_frames: int) -> Tensor:
 def _picture(path: Path) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(path) as image:
-            image = ImageOps.exif_transpose(image)
+        with Image.open(path) as file:
+            image: Image.Image = ImageOps.exif_transpose(file)
             if image.has_transparency_data:
                 layer = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)

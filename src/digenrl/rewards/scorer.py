@@ -80,10 +80,13 @@ class AsyncScorer:
             timeout_s: longest wait for a free place.
 
         Raises:
+            ValueError: not one prompt per sample.
             RuntimeError: closed, or no place became free in time.
         """
         if self._closed:
             raise RuntimeError("The scorer is closed: it takes no more tasks.")
+        if len(media) != len(prompts):
+            raise ValueError(f"{len(media)} samples but {len(prompts)} prompts: pass one prompt per sample.")
         copy = media.detach().to("cpu", torch.float32, copy=True)
         task = _Task(copy, tuple(prompts), heldout)
         if self._thread is None:

@@ -32,6 +32,8 @@ from digenrl.rewards import wire
 from digenrl.rewards.protocol import Identity, RewardUnavailable, Scorer, check_media, check_scores, identity_of
 
 log = logging.getLogger(__name__)
+_CLOSING = frozenset({400, 401, 408, 413, 422})
+"""Refusals that may leave a body unread: on an open connection the server would read all of it, to discard it."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,10 @@ class RewardService:
                 self._authorise(request)
                 return await handler(request)
             except _Refused as refused:
-                return JSONResponse({"error": str(refused)}, refused.status, refused.headers)
+                headers = dict(refused.headers or {})
+                if refused.status in _CLOSING:
+                    headers["Connection"] = "close"
+                return JSONResponse({"error": str(refused)}, refused.status, headers)
             except ClientDisconnect:
                 return Response(status_code=400)
             except Exception as error:

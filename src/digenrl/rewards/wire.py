@@ -28,6 +28,7 @@ MAX_JSON_BYTES = 4 << 20
 WIRE_DTYPES: dict[str, torch.dtype] = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32}
 DtypeName = Literal["uint8", "float16", "float32"]
 _Model = TypeVar("_Model", bound=BaseModel)
+_Protocol = Annotated[int, Field(ge=1, le=1)]
 _Positive = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
@@ -63,7 +64,7 @@ class WirePrompt(_Strict):
 class ScoreRequest(_Strict):
     """Produced by the client and `ProcessScorer`; consumed by the service and the scorer's process."""
 
-    protocol: Literal[1]
+    protocol: _Protocol
     request_id: str = Field(min_length=1, max_length=64)
     media: MediaHeader
     ids: list[Annotated[str, Field(max_length=64)]]
@@ -104,7 +105,7 @@ class ScoreItem(_Strict):
 class ScoreResponse(_Strict):
     """Produced by the service; consumed by the client, which also compares ids, order and identity."""
 
-    protocol: Literal[1]
+    protocol: _Protocol
     request_id: str
     identity: WireIdentity
     scores: list[ScoreItem]
@@ -122,7 +123,7 @@ class WireLimits(_Strict):
 class ServiceDescription(_Strict):
     """Answer of GET /identity."""
 
-    protocol: Literal[1]
+    protocol: _Protocol
     identity: WireIdentity
     limits: WireLimits
 

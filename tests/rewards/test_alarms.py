@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from digenrl.rewards import alarms
+
+GENERATOR = torch.Generator().manual_seed(0)
+NOISE = torch.rand(6, 3, 64, 64, generator=GENERATOR)
+
+
+def smooth(media: torch.Tensor, size: int) -> torch.Tensor:
+    small = torch.nn.functional.interpolate(media, (size, size), mode="area")
+    return torch.nn.functional.interpolate(small, media.shape[-2:], mode="bicubic").clamp(0, 1)
+
+
+PICTURES = smooth(NOISE, 24)
+
+
+def test_constant_groups_are_a_collapse_and_varied_ones_are_not():
+    varied = torch.rand(10, 8, generator=GENERATOR)
+    assert alarms.variance_collapse("r", varied) is None
+    constant = varied[:, :1].expand(10, 8).clone()
+    constant[0, 0] = math.nan
+    found = alarms.variance_collapse("r", constant)
+    assert found.name == "variance_collapse"
+    assert found.value == 1
+    assert "`r`" in found.message
+    constant[:3] = varied[:3]
+    assert alarms.variance_collapse("r", constant) is None
+    assert alarms.variance_collapse("r", torch.full((3, 4), math.nan)) is None
+
+
+def test_a_constant_mean_is_suspicious_only_when_it_lasts():
+    assert alarms.saturated("r", [0.1, 0.5, 0.5, 0.5, 0.5]) is None
+    assert alarms.saturated("r", [0.1, *[0.5] * 5]).value == 0.5
+    assert alarms.saturated("r", [0.5] * 4) is None
+
+
+def test_a_gap_needs_a_rise_here_and_a_fall_there():
+    assert alarms.heldout_gap([0.1, 0.2, 0.3], [0.1, 0.2, 0.25]) is None
+    assert alarms.heldout_gap([0.3, 0.2, 0.1], [0.3, 0.2, 0.1]) is None
+    assert alarms.heldout_gap([0.1, 0.2], [0.3, 0.1]) is None
+    found = alarms.heldout_gap([0.1, 0.2, math.nan, 0.4], [0.5, 0.4, 0.4, 0.3])
+    assert found.value == pytest.approx(-0.2)
+
+
+def test_blur_is_seen_and_equal_detail_is_not():
+    assert alarms.blur(PICTURES, PICTURES.flip(0)) is None
+    assert alarms.blur(PICTURES, smooth(NOISE, 6)).name == "blur"
+    assert alarms.blur(smooth(NOISE, 6), PICTURES) is None
+    assert alarms.blur(PICTURES[:, None].expand(6, 3, 3, 64, 64), smooth(NOISE, 6)) is not None
+
+
+@pytest.mark.parametrize("period", [2, 4, 8])
+def test_a_faint_grid_is_seen_and_pictures_or_noise_are_not(period):
+    wave = 0.04 * torch.cos(2 * math.pi * torch.arange(64) / period)
+    gridded = (PICTURES + wave).clamp(0, 1)
+    assert alarms.grid(PICTURES, gridded).name == "grid"
+    assert alarms.grid(PICTURES, PICTURES.flip(0)) is None
+    assert alarms.grid(PICTURES, NOISE) is None
+    assert alarms.grid(gridded, gridded) is None
+    assert alarms.grid_strength(torch.full((2, 3, 8, 8), 0.5)).tolist() == [1, 1]
+    assert alarms.grid(PICTURES, torch.full_like(PICTURES, 0.5)) is None
+
+
+def test_a_canary_that_moves_or_dies_is_an_alarm():
+    expected = {"a": 0.5, "b": 1.0}
+    assert alarms.canary("r", {"a": 0.5001, "b": 1.0}, expected, 1e-3) is None
+    assert "fixed picture b" in alarms.canary("r", {"a": 0.5, "b": 0.0}, expected, 1e-3).message
+    assert alarms.canary("r", {"a": math.nan, "b": 1.0}, expected, 1e-3) is not None
+    with pytest.raises(KeyError, match="b"):
+        alarms.canary("r", {"a": 0.5}, expected, 1e-3)

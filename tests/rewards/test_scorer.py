@@ -1,0 +1,170 @@
+"""Asynchronous scoring: overlap, bounds, cache, failures."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+
+from digenrl.rewards.protocol import RewardUnavailable
+from digenrl.rewards.scorer import AsyncScorer
+from digenrl.rewards.suite import RewardSuite
+from digenrl.types import Prompt
+
+
+class Gated:
+    """Brightness, but only once `gate` is set; remembers the sizes of its batches."""
+
+    def __init__(self):
+        self.gate, self.entered, self.calls = threading.Event(), threading.Event(), []
+
+    def __call__(self, media, prompts):
+        self.entered.set()
+        assert self.gate.wait(10)
+        self.calls.append(len(prompts))
+        return media.flatten(1).mean(1)
+
+
+def task(seed, rows=2, size=4):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, 3, size, size, generator=generator), [Prompt(f"p{seed}-{row}") for row in range(rows)]
+
+
+@pytest.fixture
+def gated():
+    return Gated()
+
+
+def scorer_of(function, **options):
+    return AsyncScorer(RewardSuite({"r": {"scorer": function}}, **options))
+
+
+def test_submit_returns_before_the_score_is_there(gated):
+    scorer = scorer_of(gated)
+    media, prompts = task(0)
+    future = scorer.submit(media, prompts)
+    assert gated.entered.wait(5)
+    assert not future.done()
+    expected = media.flatten(1).mean(1)
+    media.zero_()  # the rollout rank reuses its memory while the score is computed
+    gated.gate.set()
+    torch.testing.assert_close(future.result(5)["r"], expected)
+    scorer.close()
+
+
+def test_waiting_tasks_are_bounded(gated):
+    scorer = scorer_of(gated, pending=1, cache_size=0)
+    running = scorer.submit(*task(0))
+    assert gated.entered.wait(5)
+    waiting = scorer.submit(*task(1))
+    with pytest.raises(RuntimeError, match=r"1 tasks have waited"):
+        scorer.submit(*task(2), timeout_s=0.05)
+    gated.gate.set()
+    assert running.result(5)["r"].shape == waiting.result(5)["r"].shape == (2,)
+    scorer.close()
+
+
+@pytest.mark.parametrize(("max_batch", "calls"), [(0, [2, 2, 2, 3]), (64, [2, 4, 3]), (3, [2, 2, 2, 3])])
+def test_tasks_of_one_shape_share_a_batch_if_allowed(gated, max_batch, calls):
+    scorer = scorer_of(gated, pending=8, max_batch=max_batch)
+    futures = [scorer.submit(*task(0))]
+    assert gated.entered.wait(5)
+    tasks = [task(1), task(2), task(3, rows=3, size=8)]
+    futures += [scorer.submit(*each) for each in tasks]
+    gated.gate.set()
+    for future, (media, _) in zip(futures[1:], tasks, strict=True):
+        torch.testing.assert_close(future.result(5)["r"], media.flatten(1).mean(1))
+    assert gated.calls == calls
+    scorer.close()
+
+
+def test_the_same_sample_is_scored_once_and_a_missing_one_again(gated):
+    gated.gate.set()
+    scorer = scorer_of(gated)
+    media, prompts = task(0)
+    first = scorer.submit(media, prompts).result(5)["r"]
+    again = scorer.submit(media.flip(0), prompts[::-1]).result(5)["r"]
+    assert torch.equal(again, first.flip(0))
+    assert scorer.submit(media, [Prompt("other"), prompts[1]]).result(5)["r"].tolist() == first.tolist()
+    assert gated.calls == [2, 1]
+    assert scorer.statistics.cached == 3
+    scorer.close()
+
+    answers = [RewardUnavailable("down"), None]
+
+    def flaky(media, prompts):
+        if error := answers.pop(0):
+            raise error
+        return media.flatten(1).mean(1)
+
+    scorer = scorer_of(flaky)
+    assert scorer.submit(media, prompts).result(5)["r"].isnan().all()
+    assert torch.equal(scorer.submit(media, prompts).result(5)["r"], first)
+    scorer.close()
+
+
+def test_the_cache_is_bounded(gated):
+    gated.gate.set()
+    scorer = scorer_of(gated, cache_size=2)
+    for seed in (0, 1, 0):
+        scorer.submit(*task(seed)).result(5)
+    assert gated.calls == [2, 2, 2]
+    assert len(scorer._cache) == 2
+    scorer.close()
+
+
+def test_an_error_reaches_its_own_future_and_the_thread_lives_on():
+    def picky(media, prompts):
+        if prompts[0].text == "p1-0":
+            raise ValueError("bad prompt")
+        return media.flatten(1).mean(1)
+
+    scorer = scorer_of(picky)
+    with pytest.raises(ValueError, match="bad prompt"):
+        scorer.submit(*task(1)).result(5)
+    with pytest.raises(ValueError, match="2 samples but 1 prompts"):
+        scorer.submit(task(2)[0], [Prompt("one")])
+    assert scorer.submit(*task(0)).result(5)["r"].shape == (2,)
+    scorer.close()
+
+
+def test_inline_placement_scores_in_the_callers_thread():
+    threads = []
+
+    def where(media, prompts):
+        threads.append(threading.current_thread())
+        return media.flatten(1).mean(1)
+
+    scorer = scorer_of(where, placement="inline")
+    assert scorer.submit(*task(0)).done()
+    assert threads == [threading.current_thread()]
+    scorer.close()
+
+
+def test_closing_cancels_what_waits_and_refuses_more(gated):
+    scorer = scorer_of(gated, pending=3)
+    running = scorer.submit(*task(0))
+    assert gated.entered.wait(5)
+    waiting = scorer.submit(*task(1))
+    threading.Timer(0.1, gated.gate.set).start()
+    scorer.close()
+    assert running.result(5)["r"].shape == (2,)
+    with pytest.raises(CancelledError):
+        waiting.result(5)
+    with pytest.raises(RuntimeError, match="closed"):
+        scorer.submit(*task(2))
+    scorer.close()
+
+
+def test_heldout_rewards_have_their_own_cache_entry():
+    suite = RewardSuite(
+        {"r": {"scorer": lambda media, prompts: media.flatten(1).mean(1)}},
+        heldout={"h": {"scorer": lambda media, prompts: -media.flatten(1).mean(1)}},
+    )
+    scorer = AsyncScorer(suite)
+    media, prompts = task(0)
+    assert set(scorer.submit(media, prompts).result(5)) == {"r"}
+    assert set(scorer.submit(media, prompts, heldout=True).result(5)) == {"r", "h"}
+    scorer.close()
