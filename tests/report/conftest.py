@@ -13,8 +13,14 @@ from tests.report.synthetic import write_run
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with everything built from it, not to be changed by a test."""
-    path = write_run(tmp_path_factory.mktemp("digits_flowgrpo") / "run-0")
+    """The files of a finished run, not to be changed by a test."""
+    return write_run(tmp_path_factory.mktemp("finished") / "digits_flowgrpo" / "run-0")
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with everything built from it (some seconds), not to be changed by a test."""
+    path = write_run(tmp_path_factory.mktemp("built") / "digits_flowgrpo" / "run-0", steps=16)
     rebuild(path)
     return path
 

@@ -53,34 +53,34 @@ def read_page(path: Path) -> Page:
     return page
 
 
-def test_every_picture_is_drawn_and_in_the_report(finished: Path) -> None:
+def test_every_picture_is_drawn_and_in_the_report(built: Path) -> None:
     for name in PICTURES:
-        with Image.open(finished / name) as picture:
+        with Image.open(built / name) as picture:
             assert min(picture.size) > 200
             assert len(set(picture.convert("L").getdata())) > 10
-    page = read_page(finished / "report.html")
+    page = read_page(built / "report.html")
     assert len(page.images) == len(PICTURES)
     assert all(link.startswith("data:image/png;base64,") for link in page.links)  # self-contained
     inside = base64.b64decode(page.images[0].partition(",")[2])
-    assert inside == (finished / "samples/before_after.png").read_bytes()
+    assert inside == (built / "samples/before_after.png").read_bytes()
     text = " ".join(page.text)
-    for expected in ("digits_flowgrpo", "completed", "0.560 → 0.876", "first fragment", "prompts_per_batch: 6"):
+    for expected in ("digits_flowgrpo", "completed", "0.560 → 0.843", "first fragment", "prompts_per_batch: 6"):
         assert expected in text
 
 
-def test_trace_has_a_track_per_rank_and_an_event_per_span(finished: Path) -> None:
-    trace = json.loads((finished / "trace.json").read_text())
-    lines = sum(len(file.read_text().splitlines()) for file in (finished / "spans").iterdir())
+def test_trace_has_a_track_per_rank_and_an_event_per_span(built: Path) -> None:
+    trace = json.loads((built / "trace.json").read_text())
+    lines = sum(len(file.read_text().splitlines()) for file in (built / "spans").iterdir())
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(spans) == lines
     assert len({(event["pid"], event["tid"]) for event in spans}) == 4
 
 
-def test_rebuilding_changes_nothing(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rebuilding_changes_nothing(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "PICTURES", {})  # the pictures stay as they are; drawing them again takes seconds
-    before = {name: (finished / name).read_bytes() for name in ("summary.json", "trace.json", "report.html")}
-    rebuild(finished)
-    assert {name: (finished / name).read_bytes() for name in before} == before
+    before = {name: (built / name).read_bytes() for name in ("summary.json", "trace.json", "report.html")}
+    rebuild(built)
+    assert {name: (built / name).read_bytes() for name in before} == before
 
 
 def test_a_crashed_run_still_gets_its_report(crashed: Path) -> None:
@@ -155,12 +155,12 @@ def test_videos_are_shown_as_film_strips(tmp_path: Path) -> None:
 
 
 def test_command_prints_the_reports_path_last(
-    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    built: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plots, "PICTURES", {})
-    assert report.main([f"run={finished}"]) == 0
+    assert report.main([f"run={built}"]) == 0
     captured = capsys.readouterr()
-    assert captured.out.strip() == f"{finished}/report.html"
+    assert captured.out.strip() == f"{built}/report.html"
     assert "held-out score" in captured.err
 
 
