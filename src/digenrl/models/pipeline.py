@@ -28,7 +28,8 @@ class DiffusersPolicy(Policy):
 
     Args:
         path: directory in diffusers layout, or a hub id that `hf download` has put into the local cache.
-        build: "real" loads `path`; "tiny" loads the small random build of the same classes, made on first use.
+        build: "real" loads `path`; "tiny" loads the small random build of the same classes, made on first use, whose
+            encoder takes no more than `tiny.TEXT_LENGTH` tokens.
         height, width: pixels; frames: video frames (1 for images).
         guidance_scale: the embedded scale of a guidance-distilled family, else classifier-free guidance (1 = off).
         true_cfg_scale: classifier-free guidance on top, guidance-distilled families only (1 = off).
@@ -119,7 +120,9 @@ class DiffusersPolicy(Policy):
             transformer.compile_repeated_blocks(fullgraph=True)
         self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
-        self.max_sequence_length = max_sequence_length
+        self.max_sequence_length = (
+            min(max_sequence_length, tiny.TEXT_LENGTH) if build == "tiny" else max_sequence_length
+        )
         self.negative_prompt = negative_prompt
         self.offload_encoders = offload_encoders
         self.vae_dtype, self.vae_tiling = getattr(torch, vae_dtype), vae_tiling

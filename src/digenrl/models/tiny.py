@@ -22,6 +22,8 @@ from digenrl.models import tiny_tokenizers as tokenizers
 
 WIDTH = 32
 """Width of every text encoder; SD3's T5 is twice as wide, because its two CLIPs are concatenated."""
+TEXT_LENGTH = 64
+"""Tokens that a tiny build's main encoder takes: 512 would cost six times the image's."""
 
 
 def cache_root() -> Path:
