@@ -130,7 +130,6 @@ def test_gaussian_kl_is_torchs() -> None:
 
 
 def check_guard(ratio: Callable[..., Tensor], cells: Cells, z: Tensor) -> None:
-    assert cells.old_mean is not None
     expected = torch.exp((z * (cells.mean - cells.old_mean)).flatten(2).mean(2))
     got = ratio(cells.log_prob, cells.old_log_prob, cells.mean, cells.old_mean, cells.scale)
     torch.testing.assert_close(got, expected, atol=1e-11, rtol=0)
@@ -139,13 +138,21 @@ def check_guard(ratio: Callable[..., Tensor], cells: Cells, z: Tensor) -> None:
 def test_guard_ratio_per_row() -> None:
     """Checks 10, 11: exp((log r + bias)*S) == exp(mean(z*(new-old))), with each row's own S where steps are mixed."""
     cells, _, z = cells_at([[0, 5], [3, 8], [7, 1]], drift=0.3)
+    assert cells.old_mean is not None
     check_guard(objectives.guard_ratio, cells, z)
     with pytest.raises(AssertionError):  # verl-omni's batch mean of S (trap T6)
         check_guard(lambda n, o, m, om, s: objectives.guard_ratio(n, o, m, om, s.mean().expand_as(s)), cells, z)
     with pytest.raises(AssertionError):  # no bias term
         check_guard(lambda n, o, m, om, s: torch.exp((n - o) * s), cells, z)
-    rows = [cells_at([[0, 5]], 0.3)]  # per-row loop: one row of one step is the batch's first
-    assert rows[0][0].scale.shape == (1, 2)
+    whole = Guard().loss(cells)
+    for row in range(3):
+        pick = slice(row, row + 1)
+        alone = Cells(
+            *(getattr(cells, name)[pick] for name in ("log_prob", "old_log_prob", "advantages", "mean", "scale", "sqrt_h")),
+            clip=cells.clip,
+            old_mean=cells.old_mean[pick],
+        )
+        torch.testing.assert_close(Guard().loss(alone), whole[pick], atol=1e-13, rtol=0)
 
 
 def test_guard_log_ratio_is_centred_and_the_plain_one_is_not() -> None:

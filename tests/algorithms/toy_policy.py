@@ -20,11 +20,13 @@ class ToyPolicy(nn.Module):
     0."""
 
     family = "toy"
-    latent_shape: tuple[int, ...] = (3, 4)
     guidance_scale = 1.0
 
-    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, seed: int = 0, latent_shape: tuple[int, ...] = (3, 4)
+    ) -> None:
         super().__init__()
+        self.latent_shape = latent_shape
         channels = self.latent_shape[-1]
         generator = torch.Generator().manual_seed(seed)
         self.base = nn.Sequential(nn.Linear(channels + 2, 16), nn.Tanh(), nn.Linear(16, channels)).requires_grad_(False)

@@ -1,0 +1,105 @@
+"""Off-policy corrections: reference/algorithms.md section 3.9 and check 22."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.algorithms.surrogates import (
+    CISPO,
+    TOPR,
+    Cells,
+    Clipped,
+    DecoupledPPO,
+    FlowDPPO,
+    Guard,
+    Surrogate,
+    TruncatedIS,
+    Uncorrected,
+)
+
+LOG_RATIO = [-0.3, -0.05, 0.0, 0.05, 0.3, 2.0]
+CLIP = 0.1
+
+
+def cells(advantage: float, proximal: Tensor | None = None) -> Cells:
+    """One row of six cells whose log-ratios to the rollout are LOG_RATIO."""
+    log_prob = torch.tensor([LOG_RATIO], dtype=torch.float64, requires_grad=True)
+    ones = torch.ones_like(log_prob.detach())
+    return Cells(
+        log_prob=log_prob,
+        old_log_prob=torch.zeros_like(ones),
+        advantages=torch.full((1, 1), advantage, dtype=torch.float64),
+        mean=torch.zeros(1, 6, 2, dtype=torch.float64),
+        scale=ones,
+        sqrt_h=ones,
+        clip=(CLIP, CLIP),
+        old_mean=torch.zeros(1, 6, 2, dtype=torch.float64),
+        proximal_log_prob=proximal,
+    )
+
+
+def weights(surrogate: Surrogate, made: Cells) -> Tensor:
+    """Effective importance weight: -gradient / A per cell, [6]."""
+    (gradient,) = torch.autograd.grad(surrogate.loss(made).sum(), made.log_prob)
+    return (-gradient / made.advantages).flatten()
+
+
+def ratios() -> Tensor:
+    return torch.tensor(LOG_RATIO, dtype=torch.float64).exp()
+
+
+@pytest.mark.parametrize("advantage", [1.0, -2.0])
+def test_effective_weights(advantage: float) -> None:
+    """Each correction's gradient is weight * A * grad(log-prob); the weights are the published ones."""
+    r, positive = ratios(), advantage > 0
+    inside = (r >= 1 - CLIP) & (r <= 1 + CLIP)
+    pessimistic = (r < 1 - CLIP) if positive else (r > 1 + CLIP)
+    expected = {
+        Clipped(): torch.where(inside | pessimistic, r, 0.0),
+        Uncorrected(): torch.ones_like(r),
+        TruncatedIS(): r.clamp(max=1 + CLIP),
+        TruncatedIS(cap=1.0): r.clamp(max=2.0),
+        CISPO(): r.clamp(1 - CLIP, 1 + CLIP),
+        TOPR(): torch.ones_like(r) if positive else r.clamp(max=1.0),
+    }
+    seen = []
+    for surrogate, weight in expected.items():
+        got = weights(surrogate, cells(advantage))
+        torch.testing.assert_close(got, weight, atol=1e-12, rtol=0)
+        seen.append(got)
+    for i, one in enumerate(seen):  # sensitivity: no two of them are the same function
+        for other in seen[i + 1 :]:
+            assert positive or not torch.equal(one, other)
+
+
+def test_decoupled_ppo_is_ppo_when_nothing_moved_since_the_rollout() -> None:
+    """Check 22: logp_roll = logp_prox -> w = 1 and the loss is plain PPO's."""
+    plain = cells(1.0)
+    same = replace(plain, proximal_log_prob=plain.old_log_prob)
+    assert torch.equal(DecoupledPPO().loss(same), Clipped().loss(plain))
+
+
+def test_decoupled_ppo_clips_around_the_proximal_policy_and_caps_the_weight() -> None:
+    """Check 22: a cell far from the rollout but at the proximal policy keeps min(r, cap); the cap of 2.0 holds."""
+    made = cells(1.0)
+    made = replace(made, proximal_log_prob=made.log_prob.detach())
+    torch.testing.assert_close(weights(DecoupledPPO(cap=1.0), made), ratios().clamp(max=2.0), atol=1e-12, rtol=0)
+    assert float(weights(DecoupledPPO(cap=1.0), made).max()) == 2.0
+    assert not torch.allclose(weights(DecoupledPPO(cap=1.0), made), weights(Clipped(), made))
+
+
+def test_requirements_are_declared() -> None:
+    assert Guard().needs_means
+    assert Guard().needs_gaussian
+    assert FlowDPPO().needs_means
+    assert not FlowDPPO().needs_gaussian
+    assert DecoupledPPO().needs_proximal
+    assert not any(s.needs_means or s.needs_proximal or s.needs_gaussian for s in (Clipped(), CISPO(), TOPR()))
+    with pytest.raises(ValueError, match="cap"):
+        TruncatedIS(cap=-1.0)
+    with pytest.raises(ValueError, match="threshold"):
+        FlowDPPO(0.0)
