@@ -116,6 +116,7 @@ def composed(config_name: str, groups: Sequence[str]) -> DictConfig:
     """
     config = copy.deepcopy(_composed(config_name, tuple(groups)))
     HydraConfig.instance().set_config(config)
+    OmegaConf.set_readonly(config.hydra, False)  # hydra.run.dir is applied with the other values
     return config
 
 

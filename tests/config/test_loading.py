@@ -1,0 +1,169 @@
+"""What `load` accepts and returns, the run directory, resume, and the merge order of the groups."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import ReadonlyConfigError
+
+from digenrl import config
+from digenrl.config.rules import KEYS, REQUIRED
+
+
+def test_everything_is_resolved_and_read_only() -> None:
+    composed = config.load(["sampling.height=24", "experiment_name=x"])
+    assert composed.config.model.height == 24  # model.height: ${sampling.height}
+    assert "${" not in OmegaConf.to_yaml(composed.config)
+    assert "hydra" not in composed.config
+    assert composed.run_dir.parent == Path.cwd() / "outputs" / "x"
+    with pytest.raises(ReadonlyConfigError):
+        composed.config.seed = 3
+
+
+def test_command_line_beats_hardware_beats_experiment_beats_groups() -> None:
+    """The order that lets hardware=cpu_tiny shrink an experiment, and the user overrule both."""
+    directory = config.config_directory()
+    primary = OmegaConf.load(directory / "train.yaml")
+    names = [next(iter(entry)) if OmegaConf.is_dict(entry) else entry for entry in primary.defaults]
+    groups = [name for name in names if name in config.group_options(directory)]
+    assert groups[-2:] == ["experiment", "hardware"]
+    assert set(groups) == set(config.group_options(directory))
+    experiment = config.load(["data=signs", "data.prompts_per_batch=32"])
+    assert experiment.config.data.group_size == 16
+    assert experiment.config.data.prompts_per_batch == 32
+
+
+def test_override_kinds() -> None:
+    composed = config.load(["++seed=7", "+trainer.max_time=null", "~callbacks.recorder", "schedule.shares=[3,1]"])
+    assert composed.config.seed == 7
+    assert composed.config.trainer.max_time is None
+    assert "recorder" not in composed.config.callbacks
+    assert composed.config.schedule.shares == [3, 1]
+
+
+@pytest.mark.parametrize("value", ["1e-4", "0.0001", "1.0e-04"])
+def test_numbers_in_scientific_notation_are_numbers(value: str) -> None:
+    assert config.load([f"algorithm.optimizer.lr={value}"]).config.algorithm.optimizer.lr == 1e-4
+
+
+def test_schedule_presets_differ_as_their_names_say() -> None:
+    presets = {
+        name: config.load([f"schedule={name}"]).config
+        for name in config.group_options(config.config_directory())["schedule"]
+    }
+    assert presets["sync"].schedule.gap == 0
+    assert presets["colocated"].allocation.rollouts == presets["colocated_naive"].allocation.rollouts == 0
+    assert presets["colocated_naive"].schedule.tsp.batch == 1
+    assert (presets["gap"].schedule.gap, presets["gap"].schedule.tsp.shard) == (1, False)
+    assert presets["gap_tsp"].schedule.tsp.shard
+    assert not presets["gap_tsp"].schedule.tag
+    assert presets["gap_tsp_tag"].schedule.tag
+    assert presets["full"].schedule.handoff
+    assert presets["full"].schedule.async_steps == 1
+    keys = {frozenset(preset.schedule) for preset in presets.values()}
+    assert len(keys) == 1
+
+
+def test_run_directories_of_one_second_do_not_meet(tmp_path: Path) -> None:
+    composed = config.load([f"hydra.run.dir={tmp_path}/a/2026-01-01_00-00-00-0", "logger=none"])
+    first, second = config.prepare_run_dir(composed), config.prepare_run_dir(composed)
+    assert (first.name, second.name) == ("2026-01-01_00-00-00-0", "2026-01-01_00-00-00-1")
+    stored = OmegaConf.load(second / "config.yaml")
+    assert stored == composed.config
+    assert [path.name for path in second.iterdir()] == ["config.yaml"]
+
+
+def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:
+    words = ["seed=5", "data.group_size=8", "sampling.task_size=4", "model.lora.rank=3"]
+    run = config.prepare_run_dir(config.load([*words, f"hydra.run.dir={tmp_path}/run-0"]))
+    again = config.load([f"resume={run}", "max_rl_steps=77"])
+    assert again.resumed
+    assert again.run_dir == run
+    assert (again.config.seed, again.config.data.group_size, again.config.model.lora.rank) == (5, 8, 3)
+    assert again.config.max_rl_steps == 77
+    assert config.prepare_run_dir(again) == run
+    assert OmegaConf.load(run / "config.yaml").max_rl_steps == 77
+    assert OmegaConf.load(run / "config.yaml").resume is None
+
+
+def test_resume_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    run = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/run-0"]))
+    for words, part in [
+        ([f"resume={tmp_path}"], "It holds the runs"),
+        ([f"resume={tmp_path}/none"], "is no directory"),
+        ([f"resume={run}", "schedule=gap"], "a resumed run keeps its schedule"),
+        ([f"resume={run}", "sed=3"], "nearest: seed"),
+        ([f"resume={run}", "seed=-3"], "is too small"),
+    ]:
+        with pytest.raises(config.ConfigError) as caught:
+            config.load(words)
+        assert part in str(caught.value)
+    (run / "config.yaml").write_text("a: [1\n")
+    with pytest.raises(config.ConfigError, match=r"config\.yaml: cannot be read"):
+        config.load([f"resume={run}"])
+
+
+def test_stored_configuration_cannot_extend_the_allow_list(tmp_path: Path) -> None:
+    run = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/run-0"]))
+    tree = OmegaConf.load(run / "config.yaml")
+    tree.allow_targets, tree.model._target_ = ["os"], "os.system"
+    OmegaConf.save(tree, run / "config.yaml")
+    with pytest.raises(config.ConfigError, match=r"os\.system: refused"):
+        config.load([f"resume={run}"])
+
+
+def test_own_prompt_file_becomes_absolute_and_duplicates_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_bytes("\ufeffone\r\ntwo\r\none\r\n".encode())
+    composed = config.load(["data.prompts=mine.txt", "data.prompts_per_batch=2"])
+    assert composed.config.data.prompts == str(tmp_path / "mine.txt")
+    assert composed.notes == (f"data.prompts: {tmp_path}/mine.txt: 1 duplicates left out (line 3 repeats line 1).",)
+    assert config.load([]).config.data.prompts == "digits.jsonl"
+
+
+def test_help_lists_every_key_and_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        config.load_or_exit(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert all(key in text for key in KEYS)
+    assert all(group in text for group in config.group_options(config.config_directory()))
+
+
+def test_cfg_prints_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        config.load_or_exit(["--cfg", "seed=9"])
+    assert caught.value.code == 0
+    assert OmegaConf.create(capsys.readouterr().out).seed == 9
+
+
+def test_required_keys_have_rules_and_defaults() -> None:
+    tree = config.load([]).config
+    assert all(OmegaConf.select(tree, key, default="absent") != "absent" for key in REQUIRED)
+
+
+def test_a_bad_configuration_is_refused_quickly_without_torch(tmp_path: Path) -> None:
+    """The bar is two seconds on an idle core; processor time is what a busy machine leaves unchanged."""
+    code = (
+        "import sys\nfrom digenrl.config import load_or_exit\n"
+        "try:\n    load_or_exit(['seed=-1', 'experiment=digits'])\n"
+        "finally:\n    print('torch' in sys.modules, file=sys.stderr)"
+    )
+    before = os.times()
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    wall = time.monotonic() - began
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    assert done.returncode == 2, done.stderr
+    assert "2 errors in the configuration" in done.stderr
+    assert done.stderr.rstrip().endswith("False")
+    assert min(used, wall) < 2.0
