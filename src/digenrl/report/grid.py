@@ -65,8 +65,9 @@ def read_grid(run: Run, step: int) -> Grid:
     trained = np.full(prompts, np.nan)
     for span in run.spans:
         if span.step == step and span.stage == "train" and "group" in span.args:
-            place = int(span.args["group"])
-            trained[place] = np.nanmax([trained[place], span.end - began])
+            first = int(span.args["group"])
+            for place in range(first, first + int(span.args.get("groups", 1))):  # a fragment is consecutive groups
+                trained[place] = np.nanmax([trained[place], span.end - began])
     return Grid(prompts, group, written, writer, trained)
 
 

@@ -32,12 +32,12 @@ def label_of(span: Span) -> str:
 
 
 def typical_window(spans: Sequence[Span], steps: int = SHOWN_STEPS) -> tuple[float, float, range]:
-    """(start, end, RL steps) of `steps` consecutive RL steps in the middle of the run, past the slow start."""
+    """(start, end, RL steps) of `steps` consecutive RL steps amid the run; of fewer than 2, all (no steps)."""
     ends = step_ends(spans)
     known = sorted(ends)
     if len(known) < 2:
         first, last = min(span.start for span in spans), max(span.end for span in spans)
-        return first, last, range(known[0], known[0] + 1) if known else range(0)
+        return first, last, range(0)
     steps = min(steps, len(known) - 1)
     # Among the windows of that many steps, the one whose length is the median: neither the start nor an outlier.
     lengths = {at: ends[known[at + steps - 1]] - ends[known[at - 1]] for at in range(1, len(known) - steps + 1)}
@@ -114,7 +114,7 @@ def timeline(run: Run) -> Figure | None:
     for step, boundary in step_ends(spans).items():
         if step in steps[:-1]:
             axes.axvline(boundary - start, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
-    which = f"RL steps {steps[0] + 1} to {steps[-1] + 1}" if len(steps) > 1 else "the whole run"
+    which = "the whole run" if not steps else f"RL step {steps[0] + 1}" + f" to {steps[-1] + 1}" * (len(steps) > 1)
     axes.set_title(f"What each rank did, {which}")
     axes.set_xlabel(f"seconds after {start:.1f} s of the run (dashed: a version was finished)")
     draw_legend(figure, shown)
