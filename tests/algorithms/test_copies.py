@@ -58,9 +58,14 @@ def test_swap_restores_after_an_exception_and_an_empty_copy_changes_nothing() ->
     with copy.swapped(own):
         assert torch.equal(own["a"], before)
     copy.load_state_dict({name: torch.zeros(3, 2) for name in own})
-    with pytest.raises(RuntimeError, match="inside"), copy.swapped(own):
-        assert float(own["a"].detach().abs().sum()) == 0.0
-        raise RuntimeError("inside")
+
+    def fail() -> None:
+        with copy.swapped(own):
+            assert float(own["a"].detach().abs().sum()) == 0.0
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
     assert torch.equal(own["a"], before)
 
 

@@ -148,7 +148,10 @@ def test_guard_ratio_per_row() -> None:
     for row in range(3):
         pick = slice(row, row + 1)
         alone = Cells(
-            *(getattr(cells, name)[pick] for name in ("log_prob", "old_log_prob", "advantages", "mean", "scale", "sqrt_h")),
+            *(
+                getattr(cells, name)[pick]
+                for name in ("log_prob", "old_log_prob", "advantages", "mean", "scale", "sqrt_h")
+            ),
             clip=cells.clip,
             old_mean=cells.old_mean[pick],
         )

@@ -1,0 +1,319 @@
+"""The LightningModule: scaling, safety, metrics, checkpoints. Checks 2, 17, 22 of reference/algorithms.md and I3, I4,
+I5."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.algorithms.advantages import Advantage
+from digenrl.algorithms.copies import Ema
+from digenrl.algorithms.grpo import GRPO
+from digenrl.algorithms.surrogates import Clipped, DecoupledPPO, FlowDPPO, Guard
+from digenrl.diffusion.sde import FlowCPS, FlowSDE
+from digenrl.diffusion.sigmas import static_grid
+from digenrl.types import CellBlock, TrainBatch
+from tests.algorithms.fit import fit, grpo
+from tests.algorithms.toy_policy import ToyPolicy, batch, roll
+
+
+def rows_of(block: CellBlock, first: int, stop: int) -> CellBlock:
+    """Samples first..stop-1 of a block."""
+    pick = slice(first, stop)
+    return replace(
+        block,
+        first_sample=block.first_sample + first,
+        latents=block.latents[pick],
+        next_latents=block.next_latents[pick],
+        log_probs=block.log_probs[pick],
+        means=None if block.means is None else block.means[pick],
+        final=None if block.final is None else block.final[pick],
+    )
+
+
+def steps_of(block: CellBlock, first: int, stop: int) -> CellBlock:
+    """Trained steps first..stop-1 of a block."""
+    pick = slice(first, stop)
+    return replace(
+        block,
+        steps=block.steps[pick],
+        latents=block.latents[:, pick],
+        next_latents=block.next_latents[:, pick],
+        log_probs=block.log_probs[:, pick],
+        means=None if block.means is None else block.means[:, pick],
+    )
+
+
+def gradient(module: GRPO, micro_batches: list[TrainBatch]) -> Tensor:
+    module.zero_grad()
+    for index, item in enumerate(micro_batches):
+        module.training_step(item, index).backward()
+    return torch.cat([p.grad.flatten() for p in module.policy.trained_parameters().values()])
+
+
+@pytest.fixture
+def moved() -> tuple[ToyPolicy, list[CellBlock], Tensor]:
+    """An fp64 policy that has moved off its rollouts, so that ratios, clip and KL all matter."""
+    policy = ToyPolicy(torch.float64)
+    blocks = roll(policy, storage=torch.float64, sigmas=static_grid(6, 3.0).double())
+    with torch.no_grad():
+        for parameter in policy.trained_parameters().values():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    return policy, blocks, torch.rand(2, 4, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("surrogate", [Clipped(), Guard(), FlowDPPO(1e-4)])
+def test_gradient_does_not_depend_on_how_cells_are_cut(surrogate: object, moved: tuple) -> None:
+    """Check 17, I3, I5: K micro-batches of unequal size == one big mean; each divided by the update's own
+    denominator."""
+    policy, blocks, rewards = moved
+    module = grpo(policy, surrogate=surrogate, kl_weight=0.1)
+    whole = gradient(module, [batch(blocks, rewards)])
+    cells = float(sum(b.samples * len(b.steps) for b in blocks))
+    parts = [
+        rows_of(blocks[1], 1, 4),
+        steps_of(blocks[0], 2, 5),
+        rows_of(steps_of(blocks[0], 0, 2), 0, 3),
+        rows_of(blocks[1], 0, 1),
+        rows_of(steps_of(blocks[0], 0, 2), 3, 4),
+    ]
+    cut = [batch([parts[0]], rewards, cells), batch(parts[1:3], rewards, cells), batch(parts[3:], rewards, cells)]
+    torch.testing.assert_close(gradient(module, cut), whole, atol=1e-12, rtol=0)
+    own = [replace(item, denominator=float(sum(b.samples * len(b.steps) for b in item.blocks))) for item in cut]
+    mean_of_means = gradient(module, own) / len(own)  # sensitivity: a fragment's own denominator is another gradient
+    assert not torch.allclose(mean_of_means, whole, atol=1e-4)
+
+
+def test_gradient_equals_the_formula(moved: tuple) -> None:
+    """Check 2 with clip and KL: loss = mean over cells of max(-A*r, ...) + beta*KL, written out."""
+    from digenrl.diffusion import denoise
+
+    policy, blocks, rewards = moved
+    module = grpo(policy, kl_weight=0.1)
+    got = gradient(module, [batch(blocks, rewards)])
+    total = torch.zeros((), dtype=torch.float64)
+    for block in blocks:
+        new = denoise.replay(policy, block, FlowSDE(0.7))
+        with torch.no_grad(), policy.reference():
+            base = denoise.replay(policy, block, FlowSDE(0.7))
+        group = rewards[block.group].double()
+        a = ((group - group.mean()) / (group.std(unbiased=False) + 1e-4)).float().double()[:, None]
+        r = (new.log_prob - block.log_probs).exp()
+        surrogate = torch.maximum(-a * r, -a * r.clamp(0.99, 1.01))
+        kl = ((new.mean - base.mean) ** 2).flatten(2).mean(2) / (2 * (new.std * new.sqrt_h) ** 2)
+        total = total + (surrogate + 0.1 * kl).sum()
+    cells = sum(block.samples * len(block.steps) for block in blocks)
+    expected = torch.autograd.grad(total / cells, list(policy.trained_parameters().values()))
+    torch.testing.assert_close(got, torch.cat([g.flatten() for g in expected]), atol=1e-12, rtol=0)
+
+
+def test_a_block_of_weight_zero_changes_nothing_even_if_it_holds_nan(moved: tuple) -> None:
+    """A rank without cells still runs the forward passes (collectives), and contributes exactly 0."""
+    policy, blocks, rewards = moved
+    module = grpo(policy, surrogate=Guard(), kl_weight=0.1)
+    alone = gradient(module, [batch(blocks[:1], rewards, 40.0)])
+    nan = {
+        name: torch.full_like(getattr(blocks[1], name), float("nan")) for name in ("latents", "next_latents", "means")
+    }
+    dropped = replace(blocks[1], weight=0.0, **nan)
+    calls = policy.calls
+    rewards = torch.cat([rewards[:1], torch.full((1, 4), float("nan"))])
+    both = gradient(module, [batch([blocks[0], dropped], rewards, 40.0)])
+    assert policy.calls - calls == 4  # replay and reference, for both blocks
+    assert torch.equal(both, alone)
+
+
+def test_the_stored_log_prob_is_the_old_one(moved: tuple) -> None:
+    """I5: new.detach() in its place would make every ratio 1 and hide staleness."""
+    policy, blocks, rewards = moved
+    module = grpo(policy)
+    right = gradient(module, [batch(blocks, rewards)])
+    shifted = [replace(block, log_probs=block.log_probs + 0.5) for block in blocks]
+    assert not torch.allclose(gradient(module, [batch(shifted, rewards)]), right, atol=1e-6)
+
+
+def test_clip_fraction_after_one_step() -> None:
+    """Check 22: after an optimizer step the ratio is not 1: clip_fraction > 0 for c = 1e-5 and 0 for a large c."""
+    found = {}
+    for clip in (1e-5, 0.9):
+        policy = ToyPolicy()
+        blocks = roll(policy)
+        module = grpo(policy, clip_range=clip, updates_per_batch=2)
+        optimizer = module.configure_optimizers()
+        for update in range(2):
+            module._meters.collect(lambda packed: packed)
+            optimizer.zero_grad()
+            module.training_step(batch(blocks, update=update), update).backward()
+            optimizer.step()
+        found[clip] = {name: float(value) for name, value in module._meters.collect(lambda packed: packed).items()}
+    assert found[1e-5]["clip_fraction"] > 0.5
+    assert found[0.9]["clip_fraction"] == 0.0
+    assert found[0.9]["ratio_max_dev"] > 1e-5
+    assert "clip_fraction/stale_1" not in found[0.9]
+
+
+def two_updates(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
+    """Two updates of two micro-batches of unequal size."""
+    cells = 16.0
+    return [
+        batch([rows_of(blocks[0], 0, 3)], rewards, cells, 0, step),
+        batch([rows_of(blocks[0], 3, 4)], rewards, cells, 0, step),
+        batch([rows_of(blocks[1], 0, 2)], rewards, cells, 1, step),
+        batch([rows_of(blocks[1], 2, 4)], rewards, cells, 1, step),
+    ]
+
+
+def test_trainer_sees_right_metrics_and_an_exact_first_ratio() -> None:
+    """Metrics reach callbacks at the end of their own RL step, averaged over samples, not over micro-batches."""
+    policy = ToyPolicy()
+    module = grpo(policy, updates_per_batch=2, kl_weight=0.01, clip_range=0.3)
+    trainer, steps = fit(module, policy, two_updates, epochs=3, accumulate=2)
+    assert trainer.global_step == 6
+    # rows 0..2 and row 3 have another geometry than the rollout's four rows: rounding, but within the bound
+    assert module.first_ratio_max_dev is not None
+    assert module.first_ratio_max_dev <= 1e-5
+    assert len(steps) == 3
+    blocks = roll(ToyPolicy(), step=0)
+    rewards = torch.stack([-(block.final - 1.0).square().flatten(1).mean(1) for block in blocks])
+    assert steps[0]["reward"] == pytest.approx(float(rewards.mean()), rel=1e-5)
+    assert steps[0]["reward/r"] == pytest.approx(float(rewards.mean()), rel=1e-5)
+    assert steps[0]["reward_std"] == pytest.approx(float(rewards.std(unbiased=False)), rel=1e-3)
+    assert steps[0]["zero_variance_groups"] == 0.0
+    for name in ("loss", "kl", "clip_fraction", "ratio_max_dev", "grad_norm"):
+        assert name in steps[0]
+    assert steps[2]["kl"] > steps[0]["kl"] > 0
+
+
+def test_first_ratio_above_the_bound_stops_the_run_before_any_update() -> None:
+    policy = ToyPolicy()
+    module = grpo(policy)
+    before = [p.detach().clone() for p in policy.trained_parameters().values()]
+
+    def wrong_sigmas(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
+        return [batch([replace(block, sigmas=static_grid(5, 3.01)) for block in blocks], rewards, version=step)]
+
+    with pytest.raises(RuntimeError, match=r"before the first optimizer step is .* above 1e-05"):
+        fit(module, policy, wrong_sigmas)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.trained_parameters().values(), strict=True))
+
+
+def test_non_finite_gradients_are_skipped_exactly_and_three_in_a_row_stop() -> None:
+    """Bad input: the update is an exact no-op (no decay, no optimizer state), the batch is dumped, the third raises."""
+    policy = ToyPolicy()
+    module = grpo(policy, ema=Ema(0.9, 1))
+    dumped: list[str] = []
+    module.dump_batch = lambda item, reason: dumped.append(reason)
+    weights: list[list[Tensor]] = []
+
+    def poisoned(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
+        weights.append([p.detach().clone() for p in policy.trained_parameters().values()])
+        if step in (1, 3, 4, 5):
+            rewards[0, 0] = float("inf")
+        return [batch(blocks, rewards, version=step)]
+
+    with pytest.raises(RuntimeError, match="3 updates in a row were not finite"):
+        fit(module, policy, poisoned, epochs=9)
+    assert len(dumped) == 4
+    assert all(bool(torch.isfinite(value).all()) for value in weights[-1])
+    same = [all(torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in pairwise(weights)]
+    assert same == [False, True, False, True, True]
+    assert module.ema is not None
+    assert module.ema.steps == 2
+
+
+def test_checkpoint_holds_trained_parameters_only_and_resumes(tmp_path: Path) -> None:
+    """strict_loading False; average and first ratio survive; loads with weights_only=True."""
+
+    def cut(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
+        return [batch(blocks, rewards, version=step)]
+
+    policy = ToyPolicy()
+    module = grpo(policy, ema=Ema(0.9, 1))
+    trainer, _ = fit(module, policy, cut, epochs=2)
+    path = tmp_path / "run.ckpt"
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    assert set(saved["state_dict"]) == {f"policy.transformer.{name}" for name in policy.trained_parameters()}
+    assert module.first_ratio_max_dev == 0.0
+    fresh_policy = ToyPolicy()
+    fresh = grpo(fresh_policy, ema=Ema(0.9, 1))
+    fit(fresh, fresh_policy, cut, epochs=4, ckpt_path=str(path))
+    straight_policy = ToyPolicy()
+    straight = grpo(straight_policy, ema=Ema(0.9, 1))
+    fit(straight, straight_policy, cut, epochs=4)
+    assert fresh.first_ratio_max_dev == 0.0
+    assert fresh.ema is not None
+    assert straight.ema is not None
+    assert fresh.ema.steps == straight.ema.steps == 4
+    for name, value in straight_policy.trained_parameters().items():
+        assert torch.equal(value, fresh_policy.trained_parameters()[name])
+        assert torch.equal(straight.ema.copy.tensors[name], fresh.ema.copy.tensors[name])
+    other = ToyPolicy()
+    with pytest.raises(ValueError, match=r"algorithm\.ema"):
+        fit(grpo(other), other, cut, epochs=4, ckpt_path=str(path))
+
+
+def test_decoupled_ppo_anchors_at_the_beginning_of_the_batch() -> None:
+    """In the second update prox is the policy before the first one, not the present one."""
+    policy = ToyPolicy()
+    blocks = roll(policy)
+    module = grpo(policy, surrogate=DecoupledPPO(), updates_per_batch=2)
+    optimizer = module.configure_optimizers()
+    module.training_step(batch(blocks), 0).backward()
+    optimizer.step()
+    proximal = module._proximal(blocks[0], batch(blocks, update=1))
+    assert proximal is not None
+    torch.testing.assert_close(proximal, blocks[0].log_probs, atol=1e-6, rtol=0)
+    assert module._proximal(blocks[0], batch(blocks, update=0)) is None
+
+
+def test_stale_cells_are_counted_apart_and_older_ones_refused() -> None:
+    policy = ToyPolicy()
+    blocks = roll(policy)
+    module = grpo(policy)
+    with torch.no_grad():
+        policy.transformer[2].bias.add_(0.02)
+    module.training_step(batch(blocks, version=1), 0)
+    found = module._meters.collect(lambda packed: packed)
+    assert float(found["ratio_max_dev/stale_1"]) > 0
+    assert "ratio_max_dev/stale_0" not in found
+    with pytest.raises(ValueError, match="staleness must be 0 or 1"):
+        module.training_step(batch(blocks, version=2), 0)
+
+
+def test_bad_combinations_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="Guard needs a Gaussian log-prob, and FlowCPS"):
+        grpo(ToyPolicy(), sde=FlowCPS(0.8), surrogate=Guard())
+    with pytest.raises(ValueError, match="noise level 0"):
+        grpo(ToyPolicy(), sde=FlowSDE(0.0))
+    with pytest.raises(ValueError, match="kl_kind"):
+        grpo(ToyPolicy(), kl_kind="reverse")
+    with pytest.raises(ValueError, match="clip_range"):
+        grpo(ToyPolicy(), clip_range=[0.0, 0.1])
+    with pytest.raises(ValueError, match="updates_per_batch"):
+        grpo(ToyPolicy(), updates_per_batch=0)
+    policy = ToyPolicy()
+    without = [replace(block, means=None) for block in roll(policy)]
+    with pytest.raises(ValueError, match="rollout means"):
+        grpo(policy, surrogate=Guard()).training_step(batch(without), 0)
+    assert grpo(policy, advantage=Advantage(std="batch")).needs_whole_batch
+    video = ToyPolicy(latent_shape=(16, 9, 30, 4))
+    with caplog.at_level(logging.WARNING, logger="digenrl.algorithms.grpo"):
+        grpo(video, clip_range=1e-3)
+        assert not caplog.records
+        grpo(ToyPolicy(latent_shape=(4096, 16)), clip_range=0.2)
+    assert "means per dimension (D=65536)" in caplog.text
+
+
+def test_dropout_stays_off_in_training() -> None:
+    policy = ToyPolicy()
+    policy.transformer.append(torch.nn.Dropout(0.5))
+    module = grpo(policy).train()
+    assert module.training
+    assert not policy.transformer[-1].training

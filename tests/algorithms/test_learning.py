@@ -1,0 +1,58 @@
+"""Check 21: every algorithm raises a toy reward in 50 RL steps, and lowers it when the sign of A is flipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.algorithms.base import PolicyModule
+from digenrl.algorithms.surrogates import CISPO, TOPR, Clipped, DecoupledPPO, FlowDPPO, Guard, TruncatedIS
+from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE
+from digenrl.diffusion.steps import Window
+from tests.algorithms.fit import grpo, rl_steps
+from tests.algorithms.test_dpo import dpo
+from tests.algorithms.test_nft import nft
+from tests.algorithms.toy_policy import ToyPolicy
+
+MAKERS: dict[str, Callable[[ToyPolicy], PolicyModule]] = {
+    "flow": lambda p: grpo(p),
+    "dance": lambda p: grpo(p, sde=DanceSDE(0.3)),
+    "cps": lambda p: grpo(p, sde=FlowCPS(0.8)),
+    "mix": lambda p: grpo(p, train_steps=Window(2, order="progressive", hold=5)),
+    "guard": lambda p: grpo(p, surrogate=Guard()),
+    "dppo": lambda p: grpo(p, surrogate=FlowDPPO(1e-2)),
+    "decoupled": lambda p: grpo(p, surrogate=DecoupledPPO()),
+    "truncated_is": lambda p: grpo(p, surrogate=TruncatedIS()),
+    "cispo": lambda p: grpo(p, surrogate=CISPO()),
+    "topr": lambda p: grpo(p, surrogate=TOPR()),
+    "kl": lambda p: grpo(p, sde=FlowSDE(0.7), surrogate=Clipped(), kl_weight=1e-3),
+    "nft": lambda p: nft(p, beta=1.0),
+    "dpo": lambda p: dpo(p, beta=10.0),
+}
+
+
+def gain(name: str, sign: float, count: int = 50) -> float:
+    """Rise of the mean reward -(x0-1)^2 from the first ten RL steps to the last ten, when `sign` times it is
+    optimised."""
+    torch.set_num_threads(1)
+    policy = ToyPolicy(latent_shape=(1, 1))
+
+    def reward(final: Tensor) -> Tensor:
+        return -sign * (final - 1.0).square().flatten(2).mean(2)
+
+    curve = [sign * value for value in rl_steps(MAKERS[name](policy), policy, reward, count)]
+    return sum(curve[-10:]) / 10 - sum(curve[:10]) / 10
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_reward_rises(name: str) -> None:
+    assert gain(name, 1.0) > 0.3
+
+
+@pytest.mark.parametrize("name", ["flow", "cps", "guard", "dppo", "nft", "dpo"])
+def test_reward_falls_with_the_sign_flipped(name: str) -> None:
+    """The sensitivity of the test above."""
+    assert gain(name, -1.0, 30) < -0.2
