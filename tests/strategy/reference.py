@@ -1,0 +1,182 @@
+"""The single-process reference loop: what the cluster must equal. No strategy, schedule or algorithm code takes part,
+except for the rule that names stale groups; the loss is written out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from digenrl import config as configuration
+from digenrl.data import PromptData
+from digenrl.diffusion import denoise
+from digenrl.diffusion.sde import FlowSDE
+from digenrl.diffusion.steps import AllButLast
+from digenrl.models.policy import Policy
+from digenrl.schedule import ScheduleSpec, group_version
+from digenrl.types import CellBlock, Prompt
+from tests.strategy.cluster import Cell, Record
+
+
+class Reference:
+    """One policy, one optimizer, plain loops.
+
+    Args:
+        config: the same configuration that the cluster gets; its `schedule` is not read, except async_steps and
+            stale_fraction.
+        block_steps: trained steps of one forward (K). 1 = the per-step loop.
+    """
+
+    def __init__(self, config: DictConfig, block_steps: int = 1) -> None:
+        torch.set_num_threads(1)
+        self.config, self.block_steps = config, block_steps
+        self.policy: Policy = configuration.instantiate(config.model)
+        self.policy.eval()
+        self.rewards = configuration.instantiate(config.reward)
+        self.sde = FlowSDE(config.algorithm.sde.noise_level)
+        self.steps = config.sampling.steps
+        self.grid = self.policy.sigma_grid(self.steps)
+        self.sampler = PromptData(config.data, config.seed).sampler
+        self.optimizer = configuration.instantiate(config.algorithm.optimizer)(
+            list(self.policy.trained_parameters().values())
+        )
+        self.record = Record()
+
+    def run(self) -> Record:
+        """All RL steps."""
+        config = self.config
+        stale: dict[int, list[CellBlock]] = {}
+        stale_rewards: dict[int, Tensor] = {}
+        for step in range(config.max_rl_steps):
+            blocks, rewards = dict(stale), dict(stale_rewards)
+            stale, stale_rewards = {}, {}
+            for group in range(config.data.prompts_per_batch):
+                if group not in blocks:
+                    assert self._version(step, group) == step
+                    blocks[group], rewards[group] = self._generate(step, group, version=step)
+            if step + 1 < config.max_rl_steps:
+                for group in range(config.data.prompts_per_batch):
+                    if self._version(step + 1, group) == step:
+                        stale[group], stale_rewards[group] = self._generate(step + 1, group, version=step)
+            self._learn(blocks, rewards)
+        self.record.weights = {n: p.detach().clone() for n, p in self.policy.trained_parameters().items()}
+        self.rewards.close()
+        return self.record
+
+    def _version(self, step: int, group: int) -> int:
+        data, schedule = self.config.data, self.config.schedule
+        spec = ScheduleSpec(
+            data.prompts_per_batch,
+            data.group_size,
+            self.config.sampling.task_size,
+            self.steps,
+            self.steps - 1,
+            async_steps=schedule.async_steps,
+            stale_fraction=schedule.stale_fraction,
+        )
+        return group_version(spec, step, group)
+
+    @torch.no_grad()
+    def _generate(self, step: int, group: int, version: int) -> tuple[list[CellBlock], Tensor]:
+        """Every block of a group, K trained steps each, and its rewards [G]."""
+        config = self.config
+        prompt: Prompt = self.sampler.batch(step)[group]
+        condition = self.policy.encode([prompt])
+        plan = AllButLast().plan(config.seed, step, self.steps)
+        dtype = getattr(torch, config.sampling.storage_dtype)
+        blocks, rewards = [], []
+        for first in range(0, config.data.group_size, config.sampling.task_size):
+            rows = tuple(range(first, first + config.sampling.task_size))
+            key = denoise.SampleKey(config.seed, step, prompt.uid, rows)
+            made = denoise.sample(self.policy, condition, key, self.grid, self.sde, plan, dtype)
+            scores = self.rewards.score(self.policy.decode(made.final), [prompt] * len(rows))["judge_a"]
+            rewards.append(scores)
+            for row, sample in enumerate(rows):
+                for k, denoise_step in enumerate(plan.trained):
+                    self.record.cells[step, group, sample, denoise_step] = Cell(
+                        version,
+                        made.latents[row, k].clone(),
+                        made.next_latents[row, k].clone(),
+                        made.log_probs[row, k].clone(),
+                        scores[row].clone(),
+                    )
+            for k in range(0, len(plan.trained), self.block_steps):
+                part = slice(k, k + self.block_steps)
+                blocks.append(
+                    CellBlock(
+                        step=step,
+                        group=group,
+                        uid=prompt.uid,
+                        first_sample=first,
+                        version=version,
+                        steps=made.steps[part],
+                        sigmas=self.grid,
+                        latents=made.latents[:, part],
+                        next_latents=made.next_latents[:, part],
+                        log_probs=made.log_probs[:, part],
+                        condition=condition,
+                    )
+                )
+        return blocks, torch.cat(rewards)
+
+    def _learn(self, blocks: dict[int, list[CellBlock]], rewards: dict[int, Tensor]) -> None:
+        """The optimizer updates of one logical batch: groups in order, one backward per block."""
+        config = self.config
+        per_update = config.data.prompts_per_batch // config.algorithm.updates_per_batch
+        denominator = per_update * config.data.group_size * (self.steps - 1)
+        for update in range(config.algorithm.updates_per_batch):
+            self.optimizer.zero_grad(set_to_none=True)
+            for group in range(update * per_update, (update + 1) * per_update):
+                advantages = _advantages(rewards[group])
+                for block in blocks[group]:
+                    rows = slice(block.first_sample, block.first_sample + block.samples)
+                    (self._losses(block, advantages[rows]).sum() / denominator).backward()
+            self.record.gradients.append(
+                {n: p.grad.clone() for n, p in self.policy.trained_parameters().items() if p.grad is not None}
+            )
+            if config.algorithm.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(
+                    self.policy.trained_parameters().values(), config.algorithm.max_grad_norm
+                )
+            self.optimizer.step()
+
+    def _losses(self, block: CellBlock, advantages: Tensor) -> Tensor:
+        """max(-A r, -A clip(r)) + kl_weight * KL(new || base), [b, K]."""
+        algorithm = self.config.algorithm
+        reference = None
+        if algorithm.kl_weight:
+            with torch.no_grad(), self.policy.reference():
+                reference = denoise.replay(self.policy, block, self.sde).mean
+        new = denoise.replay(self.policy, block, self.sde)
+        ratio = torch.exp(new.log_prob - block.log_probs)
+        weight = advantages[:, None]
+        clip = algorithm.clip_range
+        losses = torch.maximum(-weight * ratio, -weight * ratio.clamp(1.0 - clip, 1.0 + clip))
+        if reference is None:
+            return losses
+        kl = (new.mean - reference).square().flatten(2).mean(dim=2) / (2.0 * new.scale**2)
+        return losses + algorithm.kl_weight * kl
+
+
+def _advantages(rewards: Tensor) -> Tensor:
+    """(r - mean) / (std + 1e-4) in fp64, bounded by 5; 0 for a constant group. [G]."""
+    wide = rewards.double()
+    if wide.min() == wide.max():
+        return torch.zeros_like(rewards)
+    centred = wide - wide.mean()
+    return (centred / (centred.square().mean().sqrt() + 1e-4)).clamp(-5.0, 5.0).float()
+
+
+def reference(config: DictConfig, block_steps: int = 1) -> Record:
+    """The record that a run of `config` must equal."""
+    return Reference(config, block_steps).run()
+
+
+def mean_reward(record: Record, step: int, groups: Sequence[int]) -> float:
+    """Mean reward of some groups of one RL step."""
+    return float(
+        torch.stack([c.reward for k, c in record.cells.items() if k[0] == step and k[1] in groups]).mean()
+    )
