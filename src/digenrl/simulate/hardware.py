@@ -1,0 +1,137 @@
+"""A hardware profile as the simulator sees it: pools of equal GPUs, and which rank sits where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equal GPUs."""
+
+    name: str
+    gpu: str
+    count: int
+    role: str
+    """trainer | rollout | auto (the planner decides)."""
+    memory_gib: float
+    tflops: float
+    """Peak dense bf16 TFLOP/s of one GPU."""
+    hbm_tb_s: float
+    intra_gb_s: float
+    """GB/s between two GPUs of a node, per direction."""
+    inter_gb_s: float
+    """GB/s of a node's network link, per direction, shared by its GPUs."""
+    per_node: int
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the peak that the kinds of work reach, and the other constants of the cost model."""
+
+    generate: float = 0.5
+    train: float = 0.45
+    decode: float = 0.2
+    score: float = 0.3
+    encode: float = 0.4
+    network: float = 0.8
+    """Of the links' nominal bandwidth."""
+    saturation_tokens: float = 0.5
+    """A batch of n tokens reaches n / (n + saturation_tokens x peak TFLOP/s) of the above."""
+    launch_seconds: float = 20e-6
+    """Overhead of one collective or kernel queue, per transformer block."""
+    host_gb_s: float = 20.0
+    """CPU to GPU copies (offloaded text encoders)."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """All pools, and durations measured by `make profile` where there are any."""
+
+    pools: tuple[Pool, ...]
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """stage (encode, generate, decode, score: per prompt or sample; train: per cell) -> pool -> measured seconds."""
+
+    @property
+    def gpus(self) -> int:
+        return sum(pool.count for pool in self.pools)
+
+    def pool(self, name: str) -> Pool:
+        return next(pool for pool in self.pools if pool.name == name)
+
+
+_FIGURES = ("memory_gib", "tflops", "hbm_tb_s", "intra_gb_s", "inter_gb_s")
+
+
+def parse_hardware(node: Mapping[str, Any], name: str = "hardware") -> Hardware:
+    """A profile's `hardware` node as `Hardware`.
+
+    Raises:
+        ValueError: all problems at once: missing figures (which, and how to get them), bad counts and roles.
+    """
+    problems: list[str] = []
+    pools = []
+    for pool_name, entry in (node.get("pools") or {}).items():
+        missing = [key for key in _FIGURES if entry.get(key) is None]
+        if missing:
+            problems.append(
+                f"{name}.pools.{pool_name} ({entry.get('gpu', 'unknown GPU')}) lacks {', '.join(missing)}: take them from "
+                "the GPU's data sheet, or run `make profile` on that machine and give hardware.seconds."
+            )
+            continue
+        count, role = int(entry.get("count", 1)), str(entry.get("role", "auto"))
+        if count < 1:
+            problems.append(f"{name}.pools.{pool_name}.count = {count}: use at least 1, or remove the pool.")
+        if role not in ("auto", "trainer", "rollout"):
+            problems.append(f"{name}.pools.{pool_name}.role = {role}: use auto, trainer or rollout.")
+        figures = {key: float(entry[key]) for key in _FIGURES}
+        bad = [f"{key} = {value:g}" for key, value in figures.items() if not value > 0]
+        if bad:
+            problems.append(f"{name}.pools.{pool_name}: {', '.join(bad)}: use figures above 0.")
+        per_node = int(entry.get("per_node", min(count, 8)))
+        pools.append(Pool(str(pool_name), str(entry.get("gpu", "unknown")), count, role, per_node=per_node, **figures))
+    if not pools and not problems:
+        problems.append(f"{name}.pools is empty: name at least one pool of GPUs.")
+    known = Efficiency.__dataclass_fields__
+    factors = dict(node.get("efficiency") or {})
+    problems += [f"{name}.efficiency.{key}: no such factor; use {', '.join(known)}." for key in factors if key not in known]
+    if problems:
+        raise ValueError("\n".join(problems))
+    efficiency = Efficiency(**{key: float(value) for key, value in factors.items()})
+    seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
+    return Hardware(tuple(pools), efficiency, seconds)
+
+
+def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str, str], ...]:
+    """(pool, role) of every rank, trainers first.
+
+    Trainers come from pools of role trainer, then from auto pools in their order; rollouts from pools of role rollout,
+    then from auto pools in reverse order. So one order of pools and two numbers describe every placement.
+
+    Raises:
+        ValueError: a role has fewer GPUs than asked for.
+    """
+    left = {pool.name: pool.count for pool in hardware.pools}
+    ranks: list[tuple[str, str]] = []
+    for role, number, order in (
+        ("trainer", trainers, list(hardware.pools)),
+        ("rollout", rollouts, list(reversed(hardware.pools))),
+    ):
+        own = [p for p in hardware.pools if p.role == role] + [p for p in order if p.role == "auto"]
+        if rollouts == 0:
+            own = list(hardware.pools)
+        missing = number
+        for pool in own:
+            taken = min(missing, left[pool.name])
+            left[pool.name] -= taken
+            missing -= taken
+            ranks += [(pool.name, role)] * taken
+        if missing:
+            raise ValueError(
+                f"allocation.{role}s = {number}: the hardware profile has {number - missing} GPUs left for that role "
+                f"({', '.join(f'{p.name}: {p.count} {p.role}' for p in hardware.pools)}); lower it or change a pool's role."
+            )
+    return tuple(ranks)

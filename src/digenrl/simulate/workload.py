@@ -1,0 +1,166 @@
+"""What one RL step asks for: the model's sizes (facts.json) and the experiment's numbers."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+ENCODERS = {
+    # parameters of the text encoders (reference: torch on the meta device), tokens, VAE of facts.json
+    "wan21_14b": (5_680_910_336, 512, "wan"),
+    "wan21_1_3b": (5_680_910_336, 512, "wan"),
+    "hunyuan_video": (7_504_924_672 + 123_060_480, 351, "hunyuan"),
+    "flux1_dev": (4_762_310_656 + 123_060_480, 512, "flux"),
+    "qwen_image": (8_292_166_656, 162, "wan_image"),
+    "sd35_medium": (4_762_310_656 + 123_650_304 + 694_659_840, 256, "flux"),
+}
+"""Model -> (parameters, tokens, VAE)."""
+
+EMBEDDED_GUIDANCE = ("flux1_dev", "hunyuan_video")
+"""Families whose guidance_scale is an input of the network: one forward, not two."""
+
+REWARD_FLOPS = {"pickscore": 0.38e12, "clip_score": 0.33e12, "aesthetic": 0.17e12}
+"""FLOPs per image of scorers that run on the GPU (2 x parameters x tokens of their ViT). Others run on the CPU."""
+
+REWARD_CPU_SECONDS = {"ocr": 0.3, "video_quality": 0.1, "jpeg": 0.01, "digits": 0.001}
+"""Seconds per sample of scorers that run in a CPU thread, beside the GPU: they delay a group, they occupy no GPU."""
+
+
+@lru_cache(maxsize=1)
+def facts() -> Mapping[str, Any]:
+    """facts.json: counts by `benchmarks/count_facts.py`."""
+    text = resources.files("digenrl.simulate").joinpath("facts.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One RL step of one experiment."""
+
+    model: str
+    """Key of facts.json."""
+    height: int
+    width: int
+    frames: int
+    steps: int
+    """T."""
+    trained_steps: int
+    """S."""
+    prompts: int
+    group_size: int
+    updates: int
+    guidance: bool
+    """Two forwards per velocity (classifier-free guidance)."""
+    lora_rank: int | None
+    """None = all weights are trained."""
+    lora_targets: str = "attn_ff"
+    """attn | attn_ff."""
+    reference: bool = False
+    """A forward of the reference model per trained cell (kl_weight > 0)."""
+    ema: bool = False
+    rewards: tuple[str, ...] = ()
+    storage_bytes: int = 2
+    """Of one stored latent element."""
+
+    def __post_init__(self) -> None:
+        known = sorted(facts()["models"])
+        if self.model not in known:
+            close = difflib.get_close_matches(self.model, known, 1)
+            raise ValueError(
+                f"model = {self.model}: no sizes in digenrl/simulate/facts.json; "
+                + (f"nearest: {close[0]}; " if close else "")
+                + f"known: {', '.join(known)}. Add it to benchmarks/count_facts.py and run that."
+            )
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        """The model's entry in facts.json."""
+        entry: Mapping[str, Any] = facts()["models"][self.model]
+        return entry
+
+    @property
+    def latent_pixels(self) -> int:
+        """Height x width of a latent frame (8x spatial compression)."""
+        return (self.height // 8) * (self.width // 8)
+
+    @property
+    def latent_frames(self) -> int:
+        """4x temporal compression behind the first frame."""
+        return (self.frames - 1) // 4 + 1
+
+    @property
+    def tokens(self) -> int:
+        """Latent tokens of a sample (2x2 patches)."""
+        return self.latent_frames * self.latent_pixels // 4
+
+    @property
+    def latent_elements(self) -> int:
+        """16 channels."""
+        return 16 * self.latent_frames * self.latent_pixels
+
+    @property
+    def passes(self) -> int:
+        """Forwards per velocity."""
+        return 2 if self.guidance else 1
+
+    @property
+    def samples(self) -> int:
+        """Samples of one RL step."""
+        return self.prompts * self.group_size
+
+    @property
+    def cells(self) -> int:
+        """Trained (sample, step) cells of one RL step."""
+        return self.samples * self.trained_steps
+
+    @property
+    def trained_parameters(self) -> int:
+        """Exactly: LoRA's (in + out) x rank over the target layers, or every parameter."""
+        if self.lora_rank is None:
+            return int(self.sizes["parameters"])
+        return int(self.sizes["lora_parameters_per_rank"][self.lora_targets]) * self.lora_rank
+
+    def attention_flops(self) -> float:
+        """FLOPs of the attention products in one forward: 4 x hidden x blocks x tokens^2."""
+        joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
+        return float(4 * self.sizes["hidden"] * self.sizes["attention_blocks"] * (self.tokens + joint) ** 2)
+
+    def forward_flops(self) -> float:
+        """FLOPs of one forward of one sample: attention exactly, the rest linear through the two counted points."""
+        (n0, f0), (n1, f1) = ((point["tokens"], point["flops"]) for point in self.sizes["flops"])
+        joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
+        scale = 4 * self.sizes["hidden"] * self.sizes["attention_blocks"]
+        rest0, rest1 = f0 - scale * (n0 + joint) ** 2, f1 - scale * (n1 + joint) ** 2
+        slope = (rest1 - rest0) / (n1 - n0)
+        return self.attention_flops() + rest0 + slope * (self.tokens - n0)
+
+    def backward_flops(self) -> float:
+        """FLOPs of one backward: attention twice its forward; the rest twice (all weights) or once (LoRA: no weight
+        gradients of the frozen base)."""
+        attention = self.attention_flops()
+        rest = self.forward_flops() - attention
+        return 2.0 * attention + (2.0 if self.lora_rank is None else 1.0) * rest
+
+    def decode_flops(self) -> float:
+        """FLOPs of one sample's VAE decode."""
+        vae = facts()["vae"][ENCODERS[self.model][2]]
+        return float(vae["flops_per_latent_pixel_frame"]) * self.latent_pixels * self.frames
+
+    def score_flops(self) -> float:
+        """FLOPs of the GPU scorers per sample."""
+        return sum(REWARD_FLOPS.get(name, 0.0) for name in self.rewards)
+
+    def score_cpu_seconds(self) -> float:
+        """Seconds of the CPU scorers per sample."""
+        return sum(REWARD_CPU_SECONDS.get(name, 0.0) for name in self.rewards)
+
+    def encode_flops(self) -> float:
+        """FLOPs of the text encoders per prompt (and its negative)."""
+        parameters, tokens, _ = ENCODERS[self.model]
+        return 2.0 * parameters * tokens * self.passes
