@@ -40,7 +40,7 @@ def test_exported_adapter_in_a_plain_transformer_is_the_policy_bit_for_bit(famil
         ours = policy.velocity(noise_of(policy), sigma, condition)
         with policy.reference():
             base = policy.velocity(noise_of(policy), sigma, condition)
-        policy._network[0] = plain
+        policy.transformer = plain
         theirs = policy.velocity(noise_of(policy), sigma, condition)
     assert torch.equal(ours, theirs)
     assert (ours - base).abs().max() > 1e-3

@@ -102,6 +102,38 @@ def test_replay_is_exact_at_the_same_geometry_and_close_when_steps_share_a_forwa
     assert min(grads) > 0
 
 
+@pytest.mark.parametrize("family", ["sd3", "hunyuan_video"])
+def test_replay_in_bfloat16_is_exact_at_the_same_geometry(family):
+    policy = make(family, guidance_scale=4.0, dtype="bfloat16")
+    randomise_lora(policy)
+    kernel, plan = FlowSDE(0.7), StepPlan(sde=(0, 1, 2), trained=(0, 1))
+    block = block_of(policy, 4, torch.float16, kernel, plan)
+    for k in range(2):
+        with torch.no_grad():
+            assert torch.equal(denoise.replay(policy, cell(block, k), kernel).log_prob[:, 0], block.log_probs[:, k])
+
+
+def test_sigma_grids_follow_the_measured_ones():
+    # Reference values of the published schedulers (ten steps unless said).
+    expected = {
+        ("wan", "explicit"): [1, 0.964, 0.923, 0.875, 0.818, 0.75, 0.667, 0.563, 0.429, 0.25, 0],
+        ("sd3", "explicit"): [1, 0.964, 0.923, 0.875, 0.818, 0.75, 0.667, 0.563, 0.429, 0.25, 0],
+        ("sd3", "scheduler"): [1, 0.96, 0.913, 0.858, 0.79, 0.707, 0.602, 0.465, 0.278, 0.009, 0],
+    }
+    for (family, grid), sigmas in expected.items():
+        assert torch.allclose(make(family, grid=grid).sigma_grid(10), torch.tensor(sigmas).float(), atol=1e-3)
+    flux = make("flux", height=512, width=512).sigma_grid(10)
+    measured = [1, 0.944, 0.882, 0.814, 0.738, 0.652, 0.556, 0.446, 0.319, 0.173, 0]
+    assert torch.allclose(flux, torch.tensor(measured).float(), atol=1e-3)
+    qwen = make("qwen_image").sigma_grid(4)
+    assert qwen[-2].item() == pytest.approx(0.02, abs=1e-4)
+    constant = make("flux", shift=3.0).sigma_grid(10)
+    assert torch.allclose(constant, torch.tensor(expected["wan", "explicit"]).float(), atol=1e-3)
+    assert torch.allclose(make("hunyuan_video").sigma_grid(10)[8:], torch.tensor([0.636, 0.438, 0]), atol=1e-3)
+    with pytest.raises(ValueError, match="at least 2 steps"):
+        make("qwen_image").sigma_grid(1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_with_different_sigmas_and_prompts_equal_one_row_at_a_time(family):
     policy = make(family, guidance_scale=1.0)

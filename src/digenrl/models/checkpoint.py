@@ -20,6 +20,15 @@ class CheckpointError(ValueError):
     """A checkpoint is absent, incomplete, or of another family."""
 
 
+def hide_progress_bars() -> None:
+    """Many ranks load at once and share one terminal."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
 def missing_message(path: str, file: str, reason: str) -> str:
     """What to do when `file` of `path` is not on this machine."""
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:

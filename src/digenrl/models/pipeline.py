@@ -6,6 +6,7 @@ a trainer rank never does. Neither is a submodule, so no sharding, optimizer or 
 
 from __future__ import annotations
 
+import logging
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -191,6 +192,8 @@ class DiffusersPolicy(Policy):
         mu = self._dynamic_shift(config) if scheduler.config.use_dynamic_shifting else None
         scheduler.set_timesteps(steps if sigmas is None else None, sigmas=sigmas, mu=mu)
         grid: Tensor = scheduler.sigmas.float().cpu()
+        if not grid.isfinite().all():
+            raise ValueError(f"sampling.steps={steps}: {self.family}'s sigma grid needs at least 2 steps")
         return grid
 
     def wrap_units(self) -> list[nn.Module]:
@@ -228,6 +231,7 @@ class DiffusersPolicy(Policy):
         if not self._encoders:
             import diffusers
 
+            checkpoint.hide_progress_bars()
             checkpoint.require_family(self.path, self.pipelines, self.family)
             for name in checkpoint.model_index(self.path):
                 if name.startswith("text_encoder"):
@@ -239,6 +243,8 @@ class DiffusersPolicy(Policy):
             except (OSError, ValueError) as error:
                 message = checkpoint.missing_message(self.path, "text encoders or tokenizers", str(error)[:200])
                 raise checkpoint.CheckpointError(message) from error
+            # The pipeline says of every cut prompt what `report_long_prompt` says once.
+            logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
             self.check_encoders(pipeline)
             self._encoders.append(pipeline)
         return self._encoders[0]

@@ -184,7 +184,7 @@ class Policy(nn.Module, ABC):
         if gradient_checkpointing:
             transformer.enable_gradient_checkpointing()  # type: ignore[operator]
         self.transformer = transformer
-        self._network = [transformer]
+        self._in_reference = False
         self._embeddings: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._said: set[str] = set()
 
@@ -224,7 +224,9 @@ class Policy(nn.Module, ABC):
     @property
     def network(self) -> nn.Module:
         """The transformer that `predict` must call: the trained one, or the reference inside `reference()`."""
-        return self._network[0]
+        if self._in_reference and self.reference_transformer is not None:
+            return self.reference_transformer
+        return self.transformer
 
     @property
     def two_forwards(self) -> bool:
@@ -310,11 +312,11 @@ class Policy(nn.Module, ABC):
             return
         if self.reference_transformer is None:
             raise RuntimeError("full fine-tuning keeps no reference model; set model.keep_reference=true or train LoRA")
-        self._network[0] = self.reference_transformer
+        self._in_reference = True
         try:
             yield
         finally:
-            self._network[0] = self.transformer
+            self._in_reference = False
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """name in `transformer` -> parameter, in the transformer's own order; those that require a gradient."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from digenrl.models import tiny_tokenizers as tokenizers
+from digenrl.models.checkpoint import hide_progress_bars
 
 WIDTH = 32
 """Width of every text encoder; SD3's T5 is twice as wide, because its two CLIPs are concatenated."""
@@ -62,6 +63,7 @@ def ensure(family: str, seed: int = 0, root: Path | None = None) -> Path:
 
 def build(family: str, folder: Path, seed: int = 0) -> None:
     """Make the family's pipeline with weights drawn from `seed` and save it into `folder`."""
+    hide_progress_bars()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = BUILDERS[family]()
