@@ -1,8 +1,8 @@
 """Human preference: HPS v2.1 (arXiv:2306.09341), open_clip's ViT-H-14 tuned on people's choices.
 
 Score = cosine of picture and prompt, as in tgxs002/HPSv2 `hpsv2/img_score.py`; pictures lie around 0.2-0.35.
-The checkpoint is the published `HPS_v2.1_compressed.pt` (read with weights_only=True), or its safetensors copy. open_clip's
-tokenizer ships in its wheel.
+The checkpoint is the published `HPS_v2.1_compressed.pt` (read with weights_only=True), or its safetensors copy.
+open_clip's tokenizer ships in its wheel.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HPSv2:
     ) -> None:
         self.device, self.dtype, self.frames = resolve_device(device), getattr(torch, dtype), frames
         self.tokenizer = open_clip.SimpleTokenizer()
-        with checkpoint(path, build, lambda folder: _write_tiny(folder)) as source:
+        with checkpoint(path, build, _write_tiny) as source:
             model = _architecture(build)
             model.load_state_dict(_read(Path(source) / _TINY_FILE if build == "tiny" else Path(source)))
         self.model = model.to(self.device, self.dtype).eval().requires_grad_(False)

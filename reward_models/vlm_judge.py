@@ -1,17 +1,19 @@
 """A vision-language model as judge, behind any OpenAI-compatible endpoint (`POST <url>/chat/completions`).
 
-Each sample is one request: the question, the prompt and the picture (a video: several frames) as PNG. The answer must be
-one JSON object `{"score": <number>}` on the asked scale; anything else is missing, never a guess. Judges differ and drift:
-keep `temperature` 0, hold out another reward, and name the model that answered (it must be the one that was asked for).
+Each sample is one request: the question, the prompt and the picture (a video: several frames) as PNG. The answer must
+be one JSON object `{"score": <number>}` on the asked scale; anything else is missing, never a guess. Judges differ and
+drift: another reward should be held out beside one.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import math
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,6 +48,7 @@ class VlmJudge:
         scale: best number that the question offers.
         frames: frames sent of a video.
         timeout_s: for each step of a request.
+        deadline_s: for a whole call; what is not answered by then is missing.
         concurrency: requests under way.
         token_env: environment variable with the bearer token; unset = none is sent.
     """
@@ -58,6 +61,7 @@ class VlmJudge:
         scale: float = 10.0,
         frames: int = 4,
         timeout_s: float = 60.0,
+        deadline_s: float = 120.0,
         concurrency: int = 8,
         token_env: str = "DIGENRL_JUDGE_TOKEN",
     ) -> None:
@@ -77,11 +81,12 @@ class VlmJudge:
             scale,
             frames,
         )
+        self.deadline_s = deadline_s
         token = os.environ.get(token_env)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(headers=headers, timeout=timeout_s, follow_redirects=False, trust_env=False)
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
-        self.model_id = f"vlm_judge({model}, scale={scale:g}, frames={frames}, question={hash_of(question)})"
+        self.model_id = f"vlm_judge({model}, scale={scale:g}, frames={frames}, question={_digest(question)})"
         self.weights_digest = "none"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -89,9 +94,13 @@ class VlmJudge:
         frames = as_rgb(sample_frames(media, self.frames)).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
         jobs = [self._pool.submit(self._judge, sample, prompt) for sample, prompt in zip(frames, prompts, strict=True)]
         scores, causes = torch.full((len(prompts),), math.nan), []
+        deadline = time.monotonic() + self.deadline_s
         for row, job in enumerate(jobs):
             try:
-                scores[row] = job.result()
+                scores[row] = job.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                job.cancel()
+                causes.append(f"the judge did not answer within {self.deadline_s:g} s")
             except RewardUnavailable as error:
                 causes.append(str(error))
         if causes:
@@ -116,7 +125,8 @@ class VlmJudge:
             with self._http.stream("POST", f"{self.url}/chat/completions", json=body) as response:
                 if response.status_code in (401, 403, 404) or response.is_redirect:
                     raise RewardError(
-                        f"The judge at {self.url} answered HTTP {response.status_code}: check url, model and the token's variable."
+                        f"The judge at {self.url} answered HTTP {response.status_code}: "
+                        "check url, model and the token's variable."
                     )
                 if response.status_code != 200:
                     raise RewardUnavailable(f"the judge answered HTTP {response.status_code}")
@@ -140,10 +150,7 @@ class VlmJudge:
         return verdict.score / self.scale
 
 
-def hash_of(text: str) -> str:
-    """Eight hex digits that tell one question from another."""
-    import hashlib
-
+def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 

@@ -1,0 +1,35 @@
+"""Every reward YAML, in its tiny build: its suite is built and gives images and videos one finite score a sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from digenrl.config import instantiate
+from digenrl.types import Prompt
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "reward"
+NEEDS_A_SERVICE = {"remote", "vlm_judge"}
+ONE_SIZE_ONLY = {"digits"}
+NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - ONE_SIZE_ONLY)
+PROMPTS = [Prompt('a sign "OPEN"'), Prompt('a sign "SHUT"')]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_builds_and_scores(name):
+    tree = OmegaConf.create({"hardware": {"build": "tiny"}, "reward": OmegaConf.load(CONFIGS / f"{name}.yaml")})
+    suite = instantiate(tree.reward)
+    suite.check_prompts(PROMPTS)
+    assert any(suite.weights.values())
+    if name not in NEEDS_A_SERVICE:
+        media = torch.rand(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+        for sample in (media, media[:, None].expand(2, 4, 3, 48, 48)):
+            scores = suite.score(sample, PROMPTS, heldout=True)
+            assert set(scores) == {*suite.names, *suite.heldout}
+            assert all(torch.isfinite(values).all() for values in scores.values())
+        assert all(count.missing == 0 for count in suite.failures().values())
+        assert all(identity.model_id and identity.weights_digest for identity in suite.identities().values())
+    suite.close()

@@ -1,0 +1,141 @@
+"""The judge against a local endpoint that follows a script."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from digenrl.rewards.protocol import RewardError, RewardUnavailable
+from digenrl.types import Prompt
+from reward_models.vlm_judge import VlmJudge
+
+PROMPTS = [Prompt("a {odd} fox"), Prompt("b")]
+MEDIA = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def endpoint():
+    """A server; `.answer(body)` -> (status, message content or raw bytes), `.bodies` = what was asked."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format, *args):
+            pass
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.bodies.append((self.path, self.headers.get("Authorization"), body))
+            status, content = server.answer(body)
+            raw = content if isinstance(content, bytes) else json.dumps(completion(content)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.bodies = []
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def completion(content):
+    return {"choices": [{"message": {"role": "assistant", "content": content}}]}
+
+
+def judge_of(endpoint, **options):
+    return VlmJudge(f"http://127.0.0.1:{endpoint.server_address[1]}/v1/", "judge-7b", **options)
+
+
+def test_each_sample_is_asked_about_with_its_own_picture_and_prompt(endpoint, monkeypatch):
+    monkeypatch.setenv("DIGENRL_JUDGE_TOKEN", "secret")
+
+    def by_prompt(body):
+        text = body["messages"][0]["content"][0]["text"]
+        return 200, '```json\n{"score": 9}\n```' if text.endswith("a {odd} fox") else '{"score": 2.5}'
+
+    endpoint.answer = by_prompt
+    judge = judge_of(endpoint)
+    assert judge(MEDIA, PROMPTS).tolist() == pytest.approx([0.9, 0.25])
+    for path, token, body in endpoint.bodies:
+        assert (path, token, body["model"]) == ("/v1/chat/completions", "Bearer secret", "judge-7b")
+        row = 0 if "fox" in body["messages"][0]["content"][0]["text"] else 1
+        url = body["messages"][0]["content"][1]["image_url"]["url"]
+        picture = np.array(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
+        assert np.array_equal(picture, MEDIA[row].mul(255).round().byte().permute(1, 2, 0).numpy())
+    assert "secret" not in judge.model_id
+    judge.close()
+
+
+def test_a_video_is_sent_as_frames(endpoint):
+    endpoint.answer = lambda body: (200, '{"score": 1}')
+    judge = judge_of(endpoint, frames=3)
+    judge(MEDIA[:, None].expand(2, 8, 3, 4, 4), PROMPTS)
+    assert [len(body["messages"][0]["content"]) for _, _, body in endpoint.bodies] == [4, 4]
+    judge.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(
+            "8",
+            "I like it: 8",
+            '{"score": "8"}',
+            '{"score": true}',
+            '{"score": NaN}',
+            '{"score": 11}',
+            '{"score": -1}',
+            "",
+        ),
+        *(None, b"<html>", b"[]", b"{}"),
+    ],
+)
+def test_an_answer_outside_the_scale_or_form_is_missing(endpoint, content):
+    endpoint.answer = lambda body: (200, content if "fox" in json.dumps(body) else '{"score": 10}')
+    judge = judge_of(endpoint)
+    with pytest.raises(RewardUnavailable) as caught:
+        judge(MEDIA, PROMPTS)
+    assert math.isnan(caught.value.scores[0])
+    assert caught.value.scores[1] == 1
+    judge.close()
+
+
+@pytest.mark.parametrize(("status", "kind"), [(500, RewardUnavailable), (429, RewardUnavailable), (401, RewardError)])
+def test_a_refusal_is_missing_or_ends_the_run(endpoint, status, kind):
+    endpoint.answer = lambda body: (status, "")
+    judge = judge_of(endpoint)
+    with pytest.raises(RewardError) as caught:
+        judge(MEDIA, PROMPTS)
+    assert type(caught.value) is kind
+    assert len(endpoint.bodies) <= 2  # never retried
+    judge.close()
+
+
+def test_a_judge_that_hangs_is_missing_at_the_deadline(endpoint):
+    released = threading.Event()
+    endpoint.answer = lambda body: (200, '{"score": 1}') if released.wait(5) else (500, "")
+    judge = judge_of(endpoint, deadline_s=0.3)
+    with pytest.raises(RewardUnavailable, match=r"within 0\.3 s") as caught:
+        judge(MEDIA, PROMPTS)
+    released.set()
+    assert caught.value.scores.isnan().all()
+    judge.close()
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="no judge URL") as caught:
+        VlmJudge("http://u:hidden@host/v1", "m")
+    assert "hidden" not in str(caught.value)
+    with pytest.raises(ValueError, match="must contain"):
+        VlmJudge("http://host/v1", "m", question="how good?")
