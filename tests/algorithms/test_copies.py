@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import nn
@@ -35,9 +37,8 @@ def test_average_follows_every_kth_step() -> None:
     assert not torch.allclose(expected, own["a"].detach())
 
 
-def test_swap_in_and_out_restores_bits() -> None:
-    """Check 23: cloned, never aliased: `.detach().cpu()` of a CPU tensor is the live weight."""
-    own, copy = parameters(), ParameterCopy()
+def check_swap(copy: ParameterCopy) -> None:
+    own = parameters()
     copy.follow(own, 0.0)
     frozen = {name: value.clone() for name, value in copy.tensors.items()}
     with torch.no_grad():
@@ -50,6 +51,18 @@ def test_swap_in_and_out_restores_bits() -> None:
     assert all(torch.equal(own[name], before[name]) for name in own)
     assert own["a"].data_ptr() == storage
     assert all(torch.equal(copy.tensors[name], frozen[name]) for name in own)
+
+
+def test_swap_in_and_out_restores_bits() -> None:
+    """Check 23: cloned, never aliased: `.detach().cpu()` of a CPU tensor is the live weight."""
+    check_swap(ParameterCopy())
+
+    class Aliased(ParameterCopy):
+        def follow(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+            self.tensors = {name: value.detach().cpu() for name, value in parameters.items()}
+
+    with pytest.raises(AssertionError):
+        check_swap(Aliased())
 
 
 def test_swap_restores_after_an_exception_and_an_empty_copy_changes_nothing() -> None:

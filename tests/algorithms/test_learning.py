@@ -30,29 +30,34 @@ MAKERS: dict[str, Callable[[ToyPolicy], PolicyModule]] = {
     "topr": lambda p: grpo(p, surrogate=TOPR()),
     "kl": lambda p: grpo(p, sde=FlowSDE(0.7), surrogate=Clipped(), kl_weight=1e-3),
     "nft": lambda p: nft(p, beta=1.0),
-    "dpo": lambda p: dpo(p, beta=10.0),
+    "dpo": lambda p: dpo(p, beta=1.0),
 }
 
 
-def gain(name: str, sign: float, count: int = 50) -> float:
-    """Rise of the mean reward -(x0-1)^2 from the first ten RL steps to the last ten, when `sign` times it is
-    optimised."""
+CORRECTIONS = ("decoupled", "truncated_is", "cispo", "topr", "kl")
+"""On-policy they are the policy gradient of "flow", so the default run leaves them out."""
+
+
+def gain(name: str, sign: float, count: int) -> float:
+    """Rise of the mean reward -(x0-1)^2 from the first 5 RL steps to the last 5, when `sign` times it is optimised."""
     torch.set_num_threads(1)
     policy = ToyPolicy(latent_shape=(1, 1))
 
     def reward(final: Tensor) -> Tensor:
         return -sign * (final - 1.0).square().flatten(2).mean(2)
 
-    curve = [sign * value for value in rl_steps(MAKERS[name](policy), policy, reward, count)]
-    return sum(curve[-10:]) / 10 - sum(curve[:10]) / 10
+    curve = [sign * value for value in rl_steps(MAKERS[name](policy), policy, reward, count, samples=12)]
+    return sum(curve[-5:]) / 5 - sum(curve[:5]) / 5
 
 
-@pytest.mark.parametrize("name", sorted(MAKERS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in CORRECTIONS else ()) for name in sorted(MAKERS)]
+)
 def test_reward_rises(name: str) -> None:
-    assert gain(name, 1.0) > 0.3
+    assert gain(name, 1.0, 50 if name == "dpo" else 25) > 0.3
 
 
 @pytest.mark.parametrize("name", ["flow", "cps", "guard", "dppo", "nft", "dpo"])
 def test_reward_falls_with_the_sign_flipped(name: str) -> None:
     """The sensitivity of the test above."""
-    assert gain(name, -1.0, 30) < -0.2
+    assert gain(name, -1.0, 15) < -0.3
