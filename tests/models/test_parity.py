@@ -102,6 +102,18 @@ def test_replay_is_exact_at_the_same_geometry_and_close_when_steps_share_a_forwa
     assert min(grads) > 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_fine_tuning_trains_every_weight_that_the_output_reads(family):
+    policy = make(family, lora="full", guidance_scale=4.0)
+    condition = policy.encode([Prompt(PROMPTS[0])])
+    policy.velocity(noise_of(policy, 1), torch.tensor([0.5]), condition).square().sum().backward()
+    assert policy.parameters_without_gradient() == []
+    assert all(parameter.grad.any() for parameter in policy.trained_parameters().values())
+    frozen = [name for name, parameter in policy.transformer.named_parameters() if not parameter.requires_grad]
+    assert all(name.startswith("transformer_blocks.1.") for name in frozen)
+    assert len(frozen) == {"sd3": 3, "qwen_image": 9}.get(family, 0)
+
+
 @pytest.mark.parametrize("family", ["sd3", "hunyuan_video"])
 def test_replay_in_bfloat16_is_exact_at_the_same_geometry(family):
     policy = make(family, guidance_scale=4.0, dtype="bfloat16")

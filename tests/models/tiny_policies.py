@@ -32,13 +32,15 @@ TEXT_LENGTH = {"wan": 64, "hunyuan_video": 64, "flux": 64, "qwen_image": 48, "sd
 NEGATIVE = "a blue ring"
 
 
-def make(family: str, lora: dict[str, Any] | None = None, dtype: str = "float32", **overrides: Any) -> DiffusersPolicy:
-    """The family's policy on its tiny build: 32x32 pixels and 5 frames, or a 64x64 image."""
+def make(
+    family: str, lora: dict[str, Any] | str | None = None, dtype: str = "float32", **overrides: Any
+) -> DiffusersPolicy:
+    """The family's policy on its tiny build: 32x32 pixels and 5 frames, or a 64x64 image. lora="full": all weights."""
     size = {"height": 32, "width": 32, "frames": 5} if family in VIDEO else {"height": 64, "width": 64}
     arguments = {
         "path": "unused",
         "build": "tiny",
-        "lora": LORA if lora is None else lora,
+        "lora": LORA if lora is None else None if lora == "full" else lora,
         "dtype": dtype,
         "max_sequence_length": TEXT_LENGTH[family],
         "negative_prompt": NEGATIVE,

@@ -58,6 +58,10 @@ class DiffusersPolicy(Policy):
     temporal_stride: ClassVar[int | None] = None
     """Frames per latent frame after the first; None = images."""
     embedded_guidance: ClassVar[bool] = False
+    unread: ClassVar[frozenset[str]] = frozenset()
+    """Modules of the last block (of the first list) that only its unread text output depends on, or that are absent.
+
+    They would get no gradient: LoRA leaves them out, full fine-tuning keeps them frozen."""
 
     def __init__(
         self,
@@ -117,6 +121,11 @@ class DiffusersPolicy(Policy):
         )
         if self.embedded_guidance:
             self.cfg_scale = float(true_cfg_scale)
+        if lora is None:
+            last = getattr(transformer, self.block_lists[0])[-1]
+            for name, parameter in last.named_parameters():
+                if any(name.startswith(f"{module}.") for module in self.unread):
+                    parameter.requires_grad_(False)
         if compile:
             transformer.compile_repeated_blocks(fullgraph=True)
         self.height, self.width, self.frames = height, width, frames
@@ -137,7 +146,7 @@ class DiffusersPolicy(Policy):
     def lora_names(cls, config: Any, preset: str) -> list[str]:
         """Every layer that `preset` ("attention" or "attention_ff") adapts in a transformer of this configuration.
 
-        Layers whose output nothing reads (the text branch of a last block) are left out: they would get no gradient.
+        `unread` layers are left out.
         """
 
     @abstractmethod

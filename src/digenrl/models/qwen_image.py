@@ -16,8 +16,6 @@ from digenrl.models.pipeline import DiffusersPolicy
 TEMPLATE_TOKENS = 34
 """Tokens of the chat template before the prompt, which the pipeline drops from the hidden states."""
 FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
-TEXT_OUTPUT = frozenset({"attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2"})
-"""Layers of the last block whose output nothing reads."""
 
 
 class QwenImagePolicy(DiffusersPolicy):
@@ -27,6 +25,9 @@ class QwenImagePolicy(DiffusersPolicy):
     pipelines = ("QwenImagePipeline",)
     transformer_class = QwenImageTransformer2DModel
     vae_class = AutoencoderKLQwenImage
+    unread = frozenset(
+        {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2"}
+    )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         output: Tensor = self.network(
@@ -80,7 +81,7 @@ class QwenImagePolicy(DiffusersPolicy):
             f"transformer_blocks.{block}.{layer}"
             for block in range(config.num_layers)
             for layer in layers
-            if block < last or layer not in TEXT_OUTPUT
+            if block < last or layer not in cls.unread
         ]
 
     @classmethod

@@ -10,9 +10,6 @@ from torch import Tensor
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
 from digenrl.models.pipeline import DiffusersPolicy
 
-TEXT_OUTPUT = frozenset({"attn.add_q_proj", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"})
-"""Layers that only the text output of a block depends on: absent or unread in the last block."""
-
 
 class SD3Policy(DiffusersPolicy):
     """SD3.5 medium and large; arguments in `DiffusersPolicy`."""
@@ -21,6 +18,9 @@ class SD3Policy(DiffusersPolicy):
     pipelines = ("StableDiffusion3Pipeline",)
     transformer_class = SD3Transformer2DModel
     vae_class = AutoencoderKL
+    unread = frozenset(
+        {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"}
+    )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         output: Tensor = self.network(
@@ -63,5 +63,5 @@ class SD3Policy(DiffusersPolicy):
             f"transformer_blocks.{block}.{layer}"
             for block in range(config.num_layers)
             for layer in layers
-            if block < last or layer not in TEXT_OUTPUT
+            if block < last or layer not in cls.unread
         ]
