@@ -91,18 +91,23 @@ class PromptSampler:
         """
         if epoch not in self._epochs:
             start = max((known for known in self._epochs if known < epoch), default=-1)
+            previous = self._epochs.get(start, ())
             for index in range(start + 1, epoch + 1):
-                order = self._shuffled(index)
-                taken = index * len(order) % self._size
-                if taken:
-                    before = set(self._epochs[index - 1][-taken:])
-                    head = [uid for uid in order if uid not in before][: self._size - taken]
-                    chosen = set(head)
-                    order = [*head, *(uid for uid in order if uid not in chosen)]
-                self._epochs[index] = tuple(order)
-                if len(self._epochs) > self._CACHED_EPOCHS:
-                    del self._epochs[min(self._epochs)]
+                previous = self._following(previous, index)
+            self._epochs[epoch] = previous
+            for far in sorted(self._epochs, key=lambda known: abs(known - epoch))[self._CACHED_EPOCHS :]:
+                del self._epochs[far]
         return self._epochs[epoch]
+
+    def _following(self, previous: tuple[int, ...], epoch: int) -> tuple[int, ...]:
+        order = self._shuffled(epoch)
+        taken = epoch * len(order) % self._size
+        if not taken:
+            return tuple(order)
+        before = set(previous[-taken:])
+        head = [uid for uid in order if uid not in before][: self._size - taken]
+        chosen = set(head)
+        return (*head, *(uid for uid in order if uid not in chosen))
 
     def _shuffled(self, epoch: int) -> list[int]:
         def key(uid: int) -> bytes:

@@ -35,16 +35,16 @@ def config_directory() -> Path:
 
 
 def group_options(directory: Path) -> dict[str, list[str]]:
-    """Group name -> names of its options."""
-    return {
-        group.name: sorted(
-            str(file.relative_to(group).with_suffix(""))
-            for file in group.rglob("*.yaml")
-            if not file.name.startswith("_")
-        )
-        for group in sorted(directory.iterdir())
-        if group.is_dir()
-    }
+    """Group -> names of its options; a folder inside a group is a group of its own, such as `algorithm/sde`.
+
+    Files whose name begins with an underscore are parts of other files, no options.
+    """
+    groups: dict[str, list[str]] = {}
+    for file in sorted(directory.rglob("*.yaml")):
+        group = file.parent.relative_to(directory).as_posix()
+        if group != "." and not file.name.startswith("_"):
+            groups.setdefault(group, []).append(file.stem)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _composed(config_name: str, groups: tuple[str, ...]) -> DictConfig:
 
 def _composition_message(error: Exception) -> str:
     text = str(error)
-    missing = re.search(r"Could not find '([\w-]+)/([^']+)'", text)
+    missing = re.search(r"Could not find '([\w/-]+)/([^/']+)'", text)
     if missing and (options := group_options(config_directory()).get(missing[1])) is not None:
         where = re.search(r"In '([^']+)'", text)
         return (f"{where[1]}: " if where else "") + unknown_option(missing[1], missing[2], options)

@@ -59,7 +59,11 @@ def load(argv: Sequence[str], config_name: str = "train") -> Composed:
     choices: dict[str, str] = {}
     if run is None:
         tree, found = compose_words(words, config_name)
-        choices = {name: str(value) for name, value in HydraConfig.get().runtime.choices.items() if "/" not in name}
+        choices = {
+            name: str(value)
+            for name, value in HydraConfig.get().runtime.choices.items()
+            if not name.startswith("hydra/")
+        }
         run_dir = Path(str(HydraConfig.get().run.dir))
         OmegaConf.set_struct(tree, False)
         del tree["hydra"]
@@ -128,7 +132,7 @@ def load_or_exit(argv: Sequence[str], config_name: str = "train") -> Composed:
 
 def usage(config_name: str = "train") -> str:
     """What can be set: groups with their options, and the keys of the table with what they may hold."""
-    groups = [f"  {name:<12}{listing(names)}" for name, names in group_options(config_directory()).items()]
+    groups = [f"  {name:<24}{listing(names)}" for name, names in group_options(config_directory()).items()]
     keys = [f"  {key:<32}{rule.describe()}" for key, rule in KEYS.items()]
     return "\n".join(
         [
@@ -175,7 +179,8 @@ def _roots(config_name: str) -> list[str]:
     """Allowed top-level keys: those that the primary file sets itself, and the groups."""
     directory = config_directory()
     primary: Any = OmegaConf.load(directory / f"{config_name}.yaml")
-    return sorted({*(str(key) for key in primary if key not in ("defaults", "hydra")), *group_options(directory)})
+    groups = (group.partition("/")[0] for group in group_options(directory))
+    return sorted({*(str(key) for key in primary if key not in ("defaults", "hydra")), *groups})
 
 
 def _command_line_allowance(words: Sequence[str], tree: DictConfig) -> list[str]:

@@ -1,0 +1,129 @@
+"""Prompt files, the project's own sets, and which prompts each RL step gets."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from digenrl import prompts
+from digenrl.data import PromptData, PromptSampler, PromptSet
+from digenrl.prompts import generate
+from digenrl.types import Prompt
+
+
+def make(count: int) -> list[Prompt]:
+    return [Prompt(f"prompt {index}") for index in range(count)]
+
+
+def test_fields_of_a_jsonl_record(tmp_path: Path) -> None:
+    record = {"prompt": " a b ", "negative": "n", "target": "t", "id": 7, "tags": ["x", {"y": None}]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(record) + "\n\n" + json.dumps({"prompt": "e\u0301 שלום 🙂"}) + "\n")
+    first, second = PromptSet(tmp_path / "p.jsonl")
+    assert first == Prompt(" a b ", "n", "t", {"id": 7, "tags": ["x", {"y": None}]})
+    assert second.text == "e\u0301 שלום 🙂"  # kept as written: no Unicode normalisation
+    assert second.negative is second.target is None
+
+
+def test_byte_order_mark_carriage_returns_and_duplicates(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\r\none\r\nthree")
+    loaded = PromptSet(tmp_path / "p.txt")
+    assert [prompt.text for prompt in loaded] == ["one", "two", "three"]
+    assert loaded.duplicates == ((4, 1),)
+
+
+def test_other_line_separators_stay_inside_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a\u2028b\x85c\nnext\n", encoding="utf-8")
+    assert [prompt.text for prompt in PromptSet(tmp_path / "p.txt")] == ["a\u2028b\x85c", "next"]
+
+
+def test_the_first_twenty_problems_are_named(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("{}\n" * 30)
+    with pytest.raises(prompts.PromptFileError, match=r"p\.jsonl:20: .*and 10 more lines"):
+        prompts.read(tmp_path / "p.jsonl")
+
+
+def test_own_sets_are_found_from_anywhere_but_a_local_file_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(PromptSet("digits.jsonl")) == 10
+    Path("digits.jsonl").write_text('{"prompt": "mine"}\n')
+    assert [prompt.text for prompt in PromptSet("digits.jsonl")] == ["mine"]
+
+
+def test_committed_sets_are_what_the_generator_writes() -> None:
+    for name, content in generate.contents().items():
+        assert (prompts.DIRECTORY / name).read_text(encoding="utf-8") == content, name
+
+
+def test_set_sizes_and_held_out_splits() -> None:
+    for name, (train, heldout) in {"signs": (500, 100), "scenes": (500, 100), "videos": (200, 50)}.items():
+        suffix = "jsonl" if name == "signs" else "txt"
+        kept, held = PromptSet(f"{name}.{suffix}"), PromptSet(f"{name}_heldout.{suffix}")
+        assert (len(kept), len(held)) == (train, heldout)
+        assert not kept.duplicates
+        assert {prompt.uid for prompt in kept}.isdisjoint(prompt.uid for prompt in held)
+    signs = [*PromptSet("signs.jsonl"), *PromptSet("signs_heldout.jsonl")]
+    assert all(prompt.target and f'"{prompt.target}"' in prompt.text for prompt in signs)
+    assert len({prompt.target for prompt in signs}) == 600
+    assert [prompt.target for prompt in PromptSet("digits.jsonl")] == [str(digit) for digit in range(10)]
+
+
+@pytest.mark.parametrize("name", ["signs.jsonl", "scenes.txt", "videos.txt"])
+def test_own_sets_are_varied(name: str) -> None:
+    """No two prompts nearly equal, and no single word carries the set."""
+    words = [frozenset(prompt.text.lower().replace(",", "").replace('"', "").split()) for prompt in PromptSet(name)]
+    for index, mine in enumerate(words):
+        assert all(len(mine & other) <= generate.MAX_OVERLAP * len(mine | other) for other in words[:index])
+    counts = Counter(word for mine in words for word in mine if len(word) > 4)
+    assert len(counts) > 200
+    assert counts.most_common(1)[0][1] < 0.45 * len(words)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40))
+def test_each_epoch_holds_every_prompt_once_and_batches_are_distinct(total: int, size: int, seed: int) -> None:
+    size = min(size, total)
+    sampler = PromptSampler(make(total), size, seed)
+    steps = 3 * total // size + 2
+    batches = [sampler.batch(step) for step in range(steps)]
+    assert all(len({prompt.uid for prompt in batch}) == size for batch in batches)
+    stream = [prompt.uid for batch in batches for prompt in batch]
+    for epoch in range(len(stream) // total):
+        assert len(set(stream[epoch * total : (epoch + 1) * total])) == total
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=12))
+def test_a_batch_depends_on_seed_and_step_alone(steps: list[int]) -> None:
+    """Not on what was asked before: that is what makes a resumed run exact."""
+    sampler = PromptSampler(make(11), 4, seed=3)
+    assert [sampler.batch(step) for step in steps] == [PromptSampler(make(11), 4, seed=3).batch(step) for step in steps]
+
+
+def test_line_order_changes_nothing_and_seeds_and_epochs_differ() -> None:
+    prompts_ = make(20)
+    forward, backward = PromptSampler(prompts_, 20, 0), PromptSampler(prompts_[::-1], 20, 0)
+    assert forward.batch(0) == backward.batch(0)
+    assert forward.batch(0) != forward.batch(1)
+    assert forward.batch(0) != PromptSampler(prompts_, 20, 1).batch(0)
+
+
+def test_too_few_prompts() -> None:
+    with pytest.raises(ValueError, match=r"data\.prompts_per_batch = 4: the prompt file holds 3 .* use 1 \.\. 3"):
+        PromptSampler(make(3), 4, 0)
+
+
+def test_datamodule() -> None:
+    settings_ = OmegaConf.create({"prompts": "digits.jsonl", "heldout": None, "prompts_per_batch": 4, "group_size": 2})
+    data = PromptData(settings_, seed=0)
+    assert data.heldout is data.prompts
+    assert all(prompt in data.prompts for prompt in data.sampler.batch(0))
+    settings_.heldout = "videos_heldout.txt"
+    assert len(PromptData(settings_, seed=0).heldout) == 50

@@ -1,0 +1,107 @@
+"""The configuration zoo: everything in configs/ composes and passes every check, on a laptop and as published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from digenrl import config
+from digenrl.config.rules import KEYS
+
+OPTIONS = config.group_options(config.config_directory())
+EXPERIMENTS = OPTIONS["experiment"]
+WHOLE = [group for group in OPTIONS if "/" not in group and group not in ("experiment", "hardware")]
+PARTS = [group for group in OPTIONS if "/" in group and not group.startswith(("experiment", "hardware"))]
+
+MAY_SHRINK = (
+    "hardware.",
+    "allocation.",
+    "data.prompts_per_batch",
+    "data.group_size",
+    "sampling.height",
+    "sampling.width",
+    "sampling.frames",
+    "sampling.steps",
+    "sampling.task_size",
+    "sampling.eval.steps",
+    "callbacks.evaluation.steps",
+    "model.height",
+    "model.width",
+    "model.frames",
+)
+"""What hardware=cpu_tiny may change, besides every `build`. Algorithm, SDE, window, guidance, LoRA targets and loss are
+the experiment's own."""
+
+
+@cache
+def published(experiment: str) -> DictConfig:
+    return config.load([f"experiment={experiment}"]).config
+
+
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping) and tree:
+        for key, item in tree.items():
+            yield from flat(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, tree
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiment_on_a_laptop_and_as_published(experiment: str) -> None:
+    full = published(experiment)
+    tiny = config.load([f"experiment={experiment}", "hardware=cpu_tiny"]).config
+    assert full.experiment_name == tiny.experiment_name == experiment
+    assert tiny.hardware.build == "tiny"
+    assert tiny.data.group_size >= 4
+    assert tiny.sampling.steps >= 6
+    before, after = dict(flat(OmegaConf.to_container(full))), dict(flat(OmegaConf.to_container(tiny)))
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    foreign = sorted(key for key in changed if not key.startswith(MAY_SHRINK) and not key.endswith(".build"))
+    assert not foreign, f"hardware=cpu_tiny changes {foreign} of {experiment}"
+
+
+@pytest.mark.parametrize("hardware", OPTIONS["hardware"])
+def test_hardware_composes_with_the_largest_experiment(hardware: str) -> None:
+    composed = config.load(["experiment=wan21_flowgrpo", f"hardware={hardware}"])
+    assert composed.choices["hardware"] == hardware
+    assert composed.config.hardware.pools
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "cpu_tiny", "testbed_b"])
+def test_a_hardware_profile_leaves_a_colocated_schedule_colocated(hardware: str) -> None:
+    """Profiles describe devices; who generates is the schedule's (allocation.rollouts=auto asks the pools)."""
+    composed = config.load(["experiment=wan21_flowgrpo", f"hardware={hardware}", "schedule=colocated"])
+    assert composed.config.allocation.rollouts == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "options"),
+    [(groups, options) for groups in (WHOLE, PARTS) for options in zip_longest(*(OPTIONS[group] for group in groups))],
+)
+def test_every_option_composes(groups: list[str], options: tuple[str | None, ...]) -> None:
+    """The n-th option of every group together, without an experiment's diffs: types, targets, constructor arguments and
+    prompt files; how groups fit together is the experiments' part."""
+    pairs = {group: name for group, name in zip(groups, options, strict=True) if name is not None}
+    default = config.load([]).choices
+    words = [f"{'' if group in default else '+'}{group}={name}" for group, name in pairs.items()]
+    try:
+        choices = config.load(["~experiment", "experiment_name=zoo", *words]).choices
+    except config.ConfigError as error:
+        relations = ("sampling.task_size", "data.prompts_per_batch", "algorithm.train_steps", "algorithm.advantage.std")
+        unrelated = [problem for problem in error.problems if not problem.startswith((*relations, "algorithm.updates"))]
+    else:
+        unrelated = [group for group, name in pairs.items() if choices[group] != name]
+    assert not unrelated
+
+
+def test_rules_name_keys_that_exist() -> None:
+    """A key that no configuration has would be a stale line of the table."""
+    trees = [OmegaConf.to_container(published(name)) for name in EXPERIMENTS]
+    present = {key for tree in trees for key, _ in flat(tree)}
+    stale = [key for key in KEYS if not any(p == key or p.startswith(f"{key}.") for p in present)]
+    assert not stale, f"rules for keys that no experiment has: {stale}"
