@@ -31,7 +31,8 @@ def dump_to(directory: Path, rank: int = 0, keep: int = 3) -> Callable[[TrainBat
             tensors |= {f"{index}/{name}": value for name, value in fields.items()}
             blocks.append({name: value for name, value in vars(block).items() if isinstance(value, (int, float))})
         save_file(
-            {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, target / "batch.safetensors"
+            {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()},
+            target / "batch.safetensors",
         )
         facts = {"reason": reason, "denominator": batch.denominator, "reward_weights": batch.reward_weights}
         (target / "batch.json").write_text(json.dumps(facts | {"blocks": blocks}, indent=1))
