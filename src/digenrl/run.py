@@ -88,9 +88,10 @@ def describe(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, ch
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
         f"{'GPU' if torch.cuda.is_available() else 'CPU'}",
         f"step      {data.prompts_per_batch} prompts x {data.group_size} samples = {samples} samples, "
-        f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; {config.max_rl_steps} RL steps",
-        f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} tag={schedule.tag} "
-        f"handoff={schedule.handoff} async_steps={schedule.async_steps}",
+        f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
+        f"{config.max_rl_steps} RL steps",
+        f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} "
+        f"tag={schedule.tag} handoff={schedule.handoff} async_steps={schedule.async_steps}",
     ]
     return lines + ([f"resume    {checkpoint}"] if checkpoint else [])
 

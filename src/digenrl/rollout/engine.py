@@ -1,12 +1,13 @@
 """The rollout engine: encode -> sample -> decode -> score -> `Trajectory`.
 
-It runs unchanged on rollout ranks, colocated ranks, lending trainers and in evaluation, and knows none of them: a task's
-result depends on the task, the seed and the weights alone.
+It runs unchanged on rollout ranks, colocated ranks, lending trainers and in evaluation, and knows none of them: what a
+task gives depends on the task, the seed and the weights alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from digenrl.diffusion import denoise, keys
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan, StepSelection
 from digenrl.models.policy import Policy
+from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.schedule import Task
 from digenrl.types import Prompt, Trajectory
@@ -91,6 +93,7 @@ class RolloutEngine:
         self.sampling, self.seed = sampling, seed
         self._keep_means, self._keep_final = keep_means, keep_final
         self._grid = policy.sigma_grid(sampling.steps)
+        self._scorer = AsyncScorer(rewards)
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -122,15 +125,19 @@ class RolloutEngine:
             )
         return replace(generation, state=state)
 
-    def complete(self, generation: Generation) -> Trajectory:
-        """Decode and score a task that has made all its steps."""
+    @torch.no_grad()
+    def decode(self, generation: Generation) -> Tensor:
+        """Media of a task that has made all its steps: [b, C, H, W] or [b, F, C, H, W] in [0, 1]."""
+        with _inference(self.policy):
+            return self.policy.decode(generation.state.latents)
+
+    def score(self, generation: Generation, media: Tensor) -> Future[Trajectory]:
+        """The finished trajectory, as soon as its scores are there; scoring runs beside the next task's generation."""
         task, prompt = generation.task, generation.prompt
         plan = self._plan(task)
         samples = denoise.finish(generation.state, plan)
-        with _inference(self.policy), torch.no_grad():
-            condition = self.policy.encode([prompt])
-            media = self.policy.decode(samples.final)
-        return Trajectory(
+        prompts = [prompt] * task.samples
+        unscored = Trajectory(
             step=task.step,
             index=task.index,
             group=task.group,
@@ -142,11 +149,21 @@ class RolloutEngine:
             latents=samples.latents,
             next_latents=samples.next_latents,
             log_probs=samples.log_probs,
-            rewards=self._score(media, [prompt] * task.samples),
-            condition=condition,
+            rewards={},
+            condition=self.policy.encode([prompt]),
             final=samples.final if self._keep_final or plan.forward_process else None,
             means=samples.means,
         )
+        finished: Future[Trajectory] = Future()
+
+        def deliver(scored: Future[dict[str, Tensor]]) -> None:
+            try:
+                finished.set_result(replace(unscored, rewards=self._complete_scores(scored.result(), media, prompts)))
+            except BaseException as error:  # the one who waits for the trajectory must see it
+                finished.set_exception(error)
+
+        self._scorer.submit(media, prompts).add_done_callback(deliver)
+        return finished
 
     @torch.no_grad()
     def evaluate(
@@ -181,11 +198,12 @@ class RolloutEngine:
 
     def close(self) -> None:
         """Stop the scorers."""
-        self._rewards.close()
+        self._scorer.close()
 
-    def _score(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _complete_scores(
+        self, scores: dict[str, Tensor], media: Tensor, prompts: Sequence[Prompt]
+    ) -> dict[str, Tensor]:
         """Scores of one task; samples without one are scored a second time before they count as missing."""
-        scores = self._rewards.score(media, prompts)
         missing = torch.stack([torch.isnan(scores[name]) for name in self.reward_weights]).any(dim=0)
         if missing.any():
             rows = missing.nonzero().flatten()

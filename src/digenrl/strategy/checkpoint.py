@@ -5,8 +5,8 @@
                             manifest.json        size and xxh3 of both files; without it the directory is no checkpoint
     checkpoints/last -> step-000010
 
-Files are written under a temporary name, flushed to disk, read back and compared, then renamed; `last` moves afterwards,
-in one rename. Neither safetensors nor torch.save notices a flipped bit: the manifest does.
+Files are written under a temporary name, flushed to disk, read back and compared, then renamed; `last` moves
+afterwards, in one rename. Neither safetensors nor torch.save notices a flipped bit: the manifest does.
 """
 
 from __future__ import annotations

@@ -61,9 +61,7 @@ class Control:
         while (value := self.get(key)) is None:
             self.check()
             if time.monotonic() > deadline:
-                raise Aborted(
-                    f"rank {self._rank} waited {self._patience:.0f} s for {what}. Raise launch.patience if that is normal."
-                )
+                raise Aborted(f"rank {self._rank} waited {self._patience:.0f} s for {what}; nobody gave it in time.")
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
         return value

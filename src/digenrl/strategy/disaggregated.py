@@ -12,15 +12,13 @@ into the pure `digenrl.schedule`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -31,10 +29,12 @@ from digenrl.report.run_dir import append_event
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
 from digenrl.strategy import gradients, shard
+from digenrl.strategy.book import StepBook
 from digenrl.strategy.cells import Placement, StepBoard
 from digenrl.strategy.control import Aborted, Control, join_store
 from digenrl.strategy.lender import Lender
 from digenrl.strategy.link import SocketLink
+from digenrl.strategy.loops import Begin, RolloutLoop
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.stream import FragmentStream
 from digenrl.strategy.weights import digest, snapshot, weights_message
@@ -42,7 +42,17 @@ from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.strategy.world import RoleEnvironment, Session, World
 
 if TYPE_CHECKING:
-    pass
+    import lightning.pytorch as pl
+
+
+class Learner(Protocol):
+    """What the Strategy asks of an algorithm's LightningModule, beyond Lightning's own hooks."""
+
+    def rollout_parameters(self) -> dict[str, Tensor]:
+        """The weights that rollouts must use, by the names of `policy.trained_parameters()`."""
+
+    def rollout_weights(self) -> AbstractContextManager[None]:
+        """Inside, this rank's policy holds `rollout_parameters()`."""
 
 
 class DisaggregatedStrategy(DDPStrategy):
@@ -90,13 +100,9 @@ class DisaggregatedStrategy(DDPStrategy):
         """Weights of version-1, kept for an exact resume of one-step asynchrony (part of the checkpoint)."""
         self._first_step = 0
         self._accumulating = False
-        self._step_facts: dict[str, float] = {}
-        self._step_began = 0.0
-        self._staleness = 0
         self._loan = 0
         """Tasks still to be taken of the loan that the last search granted."""
         self._asked: tuple[int, int] | None = None
-        self.dropped: dict[str, int] = {}
 
     # ---- hooks for researchers: thin calls into schedule/
 
@@ -132,7 +138,7 @@ class DisaggregatedStrategy(DDPStrategy):
         return self.world.rank == 0
 
     def set_world_ranks(self) -> None:
-        rank_zero_only.rank = self.world.rank  # rollouts stay silent though each is rank 0 of its own world
+        setattr(rank_zero_only, "rank", self.world.rank)  # noqa: B010  # rollouts stay silent though each is rank 0 of its own world
 
     def setup_distributed(self) -> None:
         """Join the store, open the data link, and make the role's group the default process group."""
@@ -148,6 +154,7 @@ class DisaggregatedStrategy(DDPStrategy):
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
         self.lender = Lender(self.spec, world, self.control)
+        self.book = StepBook(self.spec, world, self.spans, self.lender, session.run_dir)
         self._process_group_backend = self._get_process_group_backend()
         name = "trainers" if world.is_trainer else f"rollout-{world.rank}"
         dist.init_process_group(
@@ -177,9 +184,9 @@ class DisaggregatedStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if self.world.is_trainer:  # before every other callback, so that rollouts work while the first evaluation runs
-            trainer.callbacks.insert(0, _Begin(self))  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, Begin(self))  # type: ignore[attr-defined]
         else:
-            trainer.fit_loop = _RolloutLoop.replacing(trainer.fit_loop)
+            trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
 
     def configure_ddp(self) -> None:
@@ -187,6 +194,11 @@ class DisaggregatedStrategy(DDPStrategy):
         if self.sharding != "ddp" and self.world.is_trainer:
             device = self.root_device.type
             shard.shard(self.engine.policy, shard.mesh_of(self.sharding, self.world.trainers, self._per_node, device))
+
+    @property
+    def learner(self) -> Learner:
+        """The algorithm."""
+        return cast(Learner, self.lightning_module)
 
     # ---- data
 
@@ -201,40 +213,41 @@ class DisaggregatedStrategy(DDPStrategy):
         """Whether this trainer holds exactly the published version, and may generate with it."""
         return self.updates_done == 0 and (self.world.rollouts == 0 or self.spec.tag)
 
-    def lend(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> Task | None:
-        """A rollout task for this idle trainer, or None. The search is asked once per loan and per finished task: its
-        answer cannot change before something happens."""
+    @property
+    def lockstep(self) -> bool:
+        """Whether trainers must decide together: sharded forwards are collectives, and this one may generate."""
+        lends = self.spec.tag or self.world.rollouts == 0
+        return lends and self.sharding != "ddp" and self.world.trainers > 1
+
+    def agree(self, choice: int) -> int:
+        """Trainer 0's `choice`, on every trainer."""
+        tensor = torch.tensor(choice, device=self.root_device)
+        dist.broadcast(tensor, src=0)
+        return int(tensor)
+
+    def wants_loan(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> bool:
+        """Whether this idle trainer should generate one more task. The search is asked once per loan and per finished
+        task: its answer cannot change before something happens."""
         if self._loan == 0:
             event = (len(board.completed), self.runner.remaining(self.version))
             if event[1] == 0 or (self.world.rollouts and event == self._asked):
-                return None
+                return False
             self._asked = event
             self._loan = self.on_bubble(board, pending)
         if self._loan == 0:
-            return None
+            return False
         self._loan -= 1
-        return self.runner.claim(self.version)
+        return True
+
+    def lend(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> Task | None:
+        """A rollout task for this idle trainer, or None."""
+        return self.runner.claim(self.version) if self.wants_loan(board, pending) else None
 
     def heir(self, board: StepBoard, pending: Sequence[tuple[int, ...]], task: Task) -> int | None:
         """Hand-off of a loan: the rollout rank that will be free first, as soon as a fragment is ready to train."""
         if task.step != self.version or self.cut_fragment(pending, board) is None:
             return None
         return self.lender.first_free(self.spans.now())
-
-    def trained(self, board: StepBoard, fragment: tuple[int, ...]) -> None:
-        """Book a fragment that is about to be trained: staleness (I9) and dropped groups (I10)."""
-        self._staleness = max(self._staleness, *(self.version - v for v in board.versions(fragment)))
-        for group in fragment:
-            if group in board.dropped:
-                self.dropped["missing_reward"] = self.dropped.get("missing_reward", 0) + self.spec.group_size
-                if self.is_global_zero:
-                    facts = {
-                        "reason": "missing_reward",
-                        "step": board.step,
-                        "group": group,
-                        "samples": self.spec.group_size,
-                    }
-                    append_event(self.session.run_dir, "dropped", facts)
 
     # ---- gradients: the one place that scales (design, "Scaling of gradients")
 
@@ -260,6 +273,7 @@ class DisaggregatedStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.book.end_fragment()  # Lightning does not resume a sized stream after its last item
         self.updates_done += 1
         if self.updates_done == self.spec.updates_per_batch:
             self.publish(self.version + 1)
@@ -274,9 +288,8 @@ class DisaggregatedStrategy(DDPStrategy):
         Raises:
             WeightsError: replicated trainers disagree about their weights.
         """
-        assert self.lightning_module is not None
         with self.spans.span("publish", version=version) as facts:
-            copies = dict(tensors) if tensors is not None else snapshot(self.lightning_module.rollout_parameters())
+            copies = dict(tensors) if tensors is not None else snapshot(self.learner.rollout_parameters())
             facts["digest"] = digest(copies.values())
             gradients.assert_equal_digests(facts["digest"], self.world.trainers, version)
             if self.spec.async_steps and tensors is None:
@@ -295,38 +308,17 @@ class DisaggregatedStrategy(DDPStrategy):
         if self.previous is not None and self._first_step > 0:
             self.publish(self._first_step - 1, self.previous)
         self.publish(self._first_step)
-        self._step_began = self.spans.now()
 
     def _finish_step(self) -> None:
         assert self.lightning_module is not None
-        now = self.spans.now()
-        samples = self.spec.prompts * self.spec.group_size
-        seconds = now - self._step_began
-        waits = {cause: s for (stage, cause), s in self.spans.take_seconds().items() if stage == "wait"}
-        loans, message = self.lender.finish_step(now)
-        if self.is_global_zero:
-            for loan in loans:
-                append_event(self.session.run_dir, "lend", {"rl_step": self.version} | loan)
-            if message is not None:
-                append_event(self.session.run_dir, "tag_off", {"message": message})
-        predicted = self.lender.predicted_end
-        self._step_facts = {
-            "samples": samples,
-            "step_s": seconds,
-            "samples_per_s": samples / seconds,
-            "staleness_max": self._staleness,
-        } | {f"bubble/{cause}": s for cause, s in waits.items()}
-        if predicted is not None:
-            self._step_facts["predicted_step_s"] = predicted - self._step_began
-        self.lender.predicted_end, self._loan, self._asked = None, 0, None
-        self._step_began, self.updates_done, self._staleness = now, 0, 0
-        stop = torch.tensor(self.control.stopping, device=self.root_device)
-        if self.reduce_boolean_decision(bool(stop), all=False):
+        self.book.close(self.version)
+        self.updates_done, self._loan, self._asked = 0, 0, None
+        if self.reduce_boolean_decision(self.control.stopping, all=False):
             self.lightning_module.trainer.should_stop = True
 
     def step_facts(self) -> dict[str, float]:
         """Numbers of the last finished RL step, for the recorder."""
-        return dict(self._step_facts)
+        return dict(self.book.facts)
 
     def show(self, text: str) -> None:
         """Say on the store what this rank does now."""
@@ -384,29 +376,3 @@ class DisaggregatedStrategy(DDPStrategy):
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return self.engine.policy.trained_parameters()
-
-
-class _Begin(Callback):
-    """Publishes the first version as soon as training starts."""
-
-    def __init__(self, strategy: DisaggregatedStrategy) -> None:
-        self._strategy = strategy
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._strategy.begin(trainer)
-
-
-class _RolloutLoop(_FitLoop):
-    """Takes the fit loop's place on rollout ranks; shares its epoch loop, so that a checkpoint restores counters."""
-
-    @classmethod
-    def replacing(cls, loop: _FitLoop) -> _RolloutLoop:
-        new = cls(loop.trainer, loop.min_epochs, loop.max_epochs)
-        new.epoch_loop, new._data_source = loop.epoch_loop, loop._data_source
-        return new
-
-    def run(self) -> None:
-        self.trainer.strategy.run_rollouts()  # type: ignore[attr-defined]
-
-    def teardown(self) -> None:
-        """Nothing was set up."""

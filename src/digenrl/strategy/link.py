@@ -44,7 +44,7 @@ class SocketLink:
         self._control, self._rank, self._token, self._depth = control, rank, token, queue_depth
         self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
         self._outboxes: dict[int, tuple[queue.Queue[Buffers | None], threading.Thread]] = {}
-        self._closing = threading.Event()
+        self._opening, self._closing = threading.Lock(), threading.Event()
         self._listener = socket.create_server((host, 0), backlog=256)
         port = self._listener.getsockname()[1]
         control.set(f"address/{rank}", f"{host}:{port}")
@@ -55,12 +55,13 @@ class SocketLink:
             self._inbox.put(message)
             return
         buffers = encode(message)  # here, so that a bad message fails in its author's stack
-        if peer not in self._outboxes:
-            outbox: queue.Queue[Buffers | None] = queue.Queue(self._depth)
-            thread = threading.Thread(target=self._sender, args=(peer, outbox), name=f"link-to-{peer}", daemon=True)
-            thread.start()
-            self._outboxes[peer] = (outbox, thread)
-        outbox, thread = self._outboxes[peer]
+        with self._opening:  # the scorer's thread sends too
+            if peer not in self._outboxes:
+                box: queue.Queue[Buffers | None] = queue.Queue(self._depth)
+                thread = threading.Thread(target=self._sender, args=(peer, box), name=f"link-to-{peer}", daemon=True)
+                thread.start()
+                self._outboxes[peer] = (box, thread)
+            outbox, thread = self._outboxes[peer]
         while True:
             try:
                 return outbox.put(buffers, timeout=0.5)

@@ -44,10 +44,14 @@ def mesh_of(sharding: str, trainers: int, per_node: int, device_type: str) -> De
 
 
 def shard(policy: Policy, mesh: DeviceMesh) -> None:
-    """Shard the transformer in place, block by block, then the rest of it."""
+    """Shard the transformer in place, block by block, then the rest of it.
+
+    The rest is resharded after each forward as well: otherwise it would stay whole between a forward under
+    `policy.reference()` or `no_grad` and the next one, and `trained_parameters()` would name other tensors meanwhile.
+    """
     for unit in policy.wrap_units():
         fully_shard(unit, mesh=mesh)
-    fully_shard(policy.transformer, mesh=mesh)
+    fully_shard(policy.transformer, mesh=mesh, reshard_after_forward=True)
 
 
 def synchronise_gradients(transformer: nn.Module, on: bool) -> None:

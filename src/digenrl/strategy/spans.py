@@ -1,8 +1,9 @@
-"""What this rank did when: one JSON line per span, in a file of its own, so that a crash loses nothing that was flushed."""
+"""What this rank did when: one JSON line per span, in a file of its own; a crash loses no more than a second of it."""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ class SpanLog:
         self._on_stage = on_stage
         self._file = None
         self._dirty = 0.0
+        self._lock = threading.Lock()
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         """(stage, cause) -> seconds since the last `take_seconds`."""
         if path is not None:
@@ -44,11 +46,13 @@ class SpanLog:
             self._on_stage(text)
 
     @contextmanager
-    def span(self, stage: str, **args: Any) -> Iterator[dict[str, Any]]:
-        """Record the body as one span; the yielded dict takes facts that are known only inside."""
+    def span(self, stage: str, quiet: bool = False, **args: Any) -> Iterator[dict[str, Any]]:
+        """Record the body as one span; the yielded dict takes facts that are known only inside. `quiet` spans of other
+        threads do not change what the rank is said to do."""
         start = self.now()
         where = next((f" {key[0]}{args[key]}" for key in ("group", "version") if key in args), "")
-        self.announce(f"{stage}{where}")
+        if not quiet:
+            self.announce(f"{stage}{where}")
         try:
             yield args
         finally:
@@ -56,9 +60,11 @@ class SpanLog:
 
     def add(self, stage: str, start: float, end: float, **args: Any) -> None:
         """Record a span that was measured elsewhere."""
-        self.seconds[stage, str(args.get("cause", ""))] += end - start
-        if self._file is not None:
-            row = {"rank": self.rank, "role": self.role, "stage": stage, "start": round(start, 6), "end": round(end, 6)}
+        row = {"rank": self.rank, "role": self.role, "stage": stage, "start": round(start, 6), "end": round(end, 6)}
+        with self._lock:
+            self.seconds[stage, str(args.get("cause", ""))] += end - start
+            if self._file is None:
+                return
             self._file.write(json.dumps(row | args) + "\n")
             if end - self._dirty > 1.0:
                 self._file.flush()
@@ -66,10 +72,12 @@ class SpanLog:
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
         """Seconds by (stage, cause) since the last call."""
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        with self._lock:
+            taken, self.seconds = dict(self.seconds), defaultdict(float)
         return taken
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None

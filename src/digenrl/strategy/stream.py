@@ -31,20 +31,17 @@ class FragmentStream:
     def __iter__(self) -> Iterator[TrainBatch]:
         strategy = self._strategy
         step = strategy.version
+        self._boards = {number: board for number, board in self._boards.items() if number >= step}
         board = self._board(step)
+        strategy.book.open()
         for update in range(strategy.spec.updates_per_batch):
             pending = list(fragments(strategy.spec, update))
             while pending:
-                fragment = self._wait(board, pending)
+                fragment = (self._wait_together if strategy.lockstep else self._wait)(board, pending)
                 pending.remove(fragment)
-                strategy.trained(board, fragment)
-                began = strategy.spans.now()
-                strategy.spans.announce(f"train g{fragment[0]}")
+                strategy.book.begin_fragment(board, fragment)
                 yield from board.batches(fragment)
-                ended = strategy.spans.now()
-                strategy.spans.add("train", began, ended, step=step, group=fragment[0], groups=len(fragment))
-                strategy.lender.measured("train", strategy.world.rank, ended - began)
-        del self._boards[step]
+                strategy.book.end_fragment()
 
     def _board(self, step: int) -> StepBoard:
         if step not in self._boards:
@@ -82,7 +79,51 @@ class FragmentStream:
                 waiting_since = spans.now()
                 strategy.show("wait fragment")
             self._receive(0.2)
+            strategy.runner.settle()
             strategy.control.check()
+
+    def _wait_together(self, board: StepBoard, pending: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """`_wait` for sharded trainers, whose every forward is a collective: rank 0 decides (train this fragment, or
+        lend one round), the others follow its broadcast, and a rank without a task makes the same forwards."""
+        strategy = self._strategy
+        while True:
+            choice = strategy.agree(self._choose(board, pending) if strategy.is_global_zero else 0)
+            if choice < 0:
+                self._lend_together()
+                continue
+            fragment = pending[choice]
+            whole = tuple(range(strategy.spec.prompts)) if strategy.spec.gap == 0 else fragment
+            with strategy.spans.span("wait", cause="straggler", step=board.step):
+                while not board.is_complete(whole):
+                    self._receive(0.2)
+                    strategy.control.check()
+            return fragment
+
+    def _choose(self, board: StepBoard, pending: list[tuple[int, ...]]) -> int:
+        """Rank 0's decision: the index of the fragment to train, or -1 to lend one round."""
+        strategy = self._strategy
+        first = strategy.updates_done == 0 and len(pending) == len(fragments(strategy.spec, 0))
+        with strategy.spans.span("wait", cause="first_fragment" if first else "tail", step=board.step):
+            while True:
+                while self._receive(0.0):
+                    pass
+                fragment = strategy.cut_fragment(pending, board)
+                if fragment is not None:
+                    return pending.index(fragment)
+                if strategy.may_lend and strategy.wants_loan(board, pending):
+                    return -1
+                self._receive(0.2)
+                strategy.runner.settle()
+                strategy.control.check()
+
+    def _lend_together(self) -> None:
+        """One task on every trainer rank; where none is left, one that is thrown away keeps the collectives in step."""
+        strategy = self._strategy
+        task = strategy.runner.claim(strategy.version)
+        if task is None:
+            return strategy.runner.idle_run(strategy.plan_tasks(strategy.version)[-1])
+        with strategy.learner.rollout_weights():
+            strategy.runner.run(task, "generate" if strategy.world.rollouts == 0 else "lend")
 
     def _lend(self, board: StepBoard, pending: list[tuple[int, ...]], task: Task) -> None:
         """Run one rollout task here; with hand-off it is passed on as soon as a fragment is ready."""
@@ -94,7 +135,7 @@ class FragmentStream:
                 pass
             return strategy.heir(board, pending, task)
 
-        with strategy.lightning_module.rollout_weights():  # type: ignore[union-attr]
+        with strategy.learner.rollout_weights():
             strategy.runner.run(
                 task,
                 "generate" if colocated else "lend",

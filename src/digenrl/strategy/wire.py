@@ -62,14 +62,16 @@ class Message:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The raw bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 Buffers = list[bytes | memoryview]
 
 
 def encode(message: Message) -> Buffers:
-    """The buffers to put on the wire, in order. Tensors are made contiguous CPU tensors; their bytes are not copied again."""
+    """The buffers to put on the wire, in order; the bytes of contiguous CPU tensors are not copied."""
     names = list(message.tensors)
     meta = json.dumps({"names": names, "meta": dict(message.meta)}, separators=(",", ":")).encode()
     if len(meta) > MAX_META_BYTES or len(names) > MAX_TENSORS:

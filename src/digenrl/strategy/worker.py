@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from digenrl.strategy.link import Link
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.weights import adopt
 from digenrl.strategy.wire import Kind, Message
+from digenrl.types import Trajectory
 
 Interrupt = Callable[[Task, int], int | None]
 """Asked after every denoising step with (task, steps left): the rank that should finish the task, or None to go on."""
@@ -55,6 +57,7 @@ class TaskRunner:
         self._engine, self._sampler, self._control, self._link, self._spans = engine, sampler, control, link, spans
         self.step_seconds = 0.0
         """Measured seconds of one denoising step on this rank; 0 before the first."""
+        self._unshipped: deque[Future[None]] = deque()
 
     def claim(self, version: int) -> Task | None:
         """The next task of the version's queue, or None when all are claimed."""
@@ -76,33 +79,62 @@ class TaskRunner:
         prompt = self._sampler.batch(task.step)[task.group]
         self._finish(Generation(task, prompt, state), "generate", interrupt)
 
+    def idle_run(self, task: Task) -> None:
+        """Make a task's forwards and throw the result away (sharded ranks move together)."""
+        with self._spans.span("lend", step=task.step, discarded=True):
+            self._denoise(self._engine.begin(task, self._sampler.batch(task.step)[task.group]), self._spans.now(), None)
+
+    def settle(self, wait: bool = False) -> None:
+        """Raise what went wrong in scoring or shipping of earlier tasks; with `wait`, also wait for those under way."""
+        while self._unshipped and (wait or self._unshipped[0].done()):
+            self._unshipped.popleft().result()
+
     def _finish(self, generation: Generation, stage: str, interrupt: Interrupt | None) -> None:
         task, spans = generation.task, self._spans
+        self.settle()
         began = spans.now()
         self._control.set(f"task/{self._rank}", f"{task.group}:{began:.6f}")
-        with spans.span(stage, step=task.step, group=task.group, version=task.version) as facts:
-            first = generation.state.next_step
-            heir = None
-            while heir is None and (left := self._engine.steps_left(generation)):
-                heir = interrupt(task, left) if interrupt is not None and generation.state.next_step > first else None
-                if heir is not None:
-                    facts["handed_to"] = heir
-                    continue
-                generation = self._engine.advance(generation)
-                self.step_seconds = (spans.now() - began) / (generation.state.next_step - first)
-            facts["samples"] = task.samples
-            trajectory = self._engine.complete(generation) if heir is None else None
+        with spans.span(stage, step=task.step, group=task.group, version=task.version, samples=task.samples) as facts:
+            generation, heir = self._denoise(generation, began, interrupt)
+            if heir is not None:
+                facts["handed_to"] = heir
+        if heir is None:
+            with spans.span("decode", step=task.step, group=task.group):
+                media = self._engine.decode(generation)
+            seconds = spans.now() - began
+            shipped: Future[None] = Future()
+            self._unshipped.append(shipped)
+            scored = self._engine.score(generation, media)
+            scored.add_done_callback(lambda done: self._ship(task, done, shipped, seconds))
         self._control.set(f"task/{self._rank}", "")
-        if trajectory is None:
-            assert heir is not None
+        if heir is not None:
             self._link.send(heir, pack_state(task, generation.state))
-            return
-        seconds = spans.now() - began
-        part = task.first_sample // self._spec.task_size
-        with spans.span("send", step=task.step, group=task.group):
-            for rank in range(self._trainers):
-                positions = owned_positions(self._spec, self._place, rank, task.group, part)
-                self._link.send(rank, pack(trajectory, positions, self._rank, seconds))
+
+    def _denoise(
+        self, generation: Generation, began: float, interrupt: Interrupt | None
+    ) -> tuple[Generation, int | None]:
+        """The remaining steps, or those up to a hand-off and the rank that goes on."""
+        first = generation.state.next_step
+        while left := self._engine.steps_left(generation):
+            done = generation.state.next_step - first
+            if interrupt is not None and done and (heir := interrupt(generation.task, left)) is not None:
+                return generation, heir
+            generation = self._engine.advance(generation)
+            self.step_seconds = (self._spans.now() - began) / (done + 1)
+        return generation, None
+
+    def _ship(self, task: Task, scored: Future[Trajectory], shipped: Future[None], seconds: float) -> None:
+        """Send a scored trajectory to every trainer rank. Runs in the scorer's thread."""
+        try:
+            trajectory = scored.result()
+            part = task.first_sample // self._spec.task_size
+            with self._spans.span("send", quiet=True, step=task.step, group=task.group):
+                for rank in range(self._trainers):
+                    positions = owned_positions(self._spec, self._place, rank, task.group, part)
+                    self._link.send(rank, pack(trajectory, positions, self._rank, seconds))
+            shipped.set_result(None)
+        except BaseException as error:  # raised again by `settle`, in the thread that can act on it
+            shipped.set_exception(error)
 
 
 class RolloutWorker:
@@ -155,7 +187,7 @@ class RolloutWorker:
         return True
 
     def _next_weights(self, cause: str) -> Message | None:
-        """The next version in order, or None at the end of the run. Suspended tasks that arrive meanwhile are finished."""
+        """The next version, or None at the end of the run; suspended tasks that arrive meanwhile are finished."""
         began = self._spans.now()
         self._spans.announce(f"wait {cause}")
         self._announce()
@@ -173,6 +205,7 @@ class RolloutWorker:
             if self._control.get("done") is not None:
                 return None
             self._control.check()
+            self._runner.settle()
             self._receive(0.2)
 
     def _receive(self, timeout: float) -> None:
