@@ -11,10 +11,11 @@ read one at a time: a batch would be padded to its widest member, and a score wo
 
 from __future__ import annotations
 
+import queue
 import re
-import threading
 import unicodedata
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ class Ocr:
         recognition_only: "auto" (by the picture's shape, see `LINE_HEIGHT`), "always" or "never".
         min_confidence: recognised lines below it do not count, so that noise scores 0.
         detection_side: larger pictures are shrunk to this longest side before detection (PP-OCR's classic 960).
-        threads: threads of the ONNX session; keep ranks x threads within the cores of the machine.
+        threads: pictures read at the same time, each by an engine with one thread (twice as fast as one engine with two
+            threads, and not slowed down by other ranks); keep ranks x threads within the cores of the machine.
         device: "cpu", or "cuda" with onnxruntime-gpu installed.
     """
 
@@ -56,8 +58,12 @@ class Ocr:
         if recognition_only not in ("auto", "always", "never"):
             raise ValueError(f"recognition_only is {recognition_only!r}: choose auto, always or never.")
         self.frames, self.recognition_only, self.min_confidence = frames, recognition_only, min_confidence
-        self._engine = _build_engine(detection_side, threads, device)
-        self._lock = threading.Lock()  # the engine keeps the flags of its latest call
+        if threads < 1:
+            raise ValueError(f"threads is {threads}: at least one reads.")
+        self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()  # an engine keeps state: one picture at a time each
+        for _ in range(threads):
+            self._idle.put(_build_engine(detection_side, device))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ocr")
         self.model_id = f"rapidocr(frames={frames}, mode={recognition_only}, confidence={min_confidence})"
         self.weights_digest = _bundled_weights_digest()
 
@@ -71,22 +77,31 @@ class Ocr:
         targets = [normalise(ocr_target(prompt)) for prompt in prompts]
         frames = as_rgb(sample_frames(media, self.frames)).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
         pictures = frames.flip(2).movedim(2, -1).contiguous().numpy()  # the engine reads BGR, [B, F, H, W, C]
+        lines = list(self._pool.map(self.read, pictures.reshape(-1, *pictures.shape[2:])))
+        count = pictures.shape[1]
         scores = [
-            [match(self.read(picture), target) for picture in sample]
-            for sample, target in zip(pictures, targets, strict=True)
+            [match(found, target) for found in lines[row * count : (row + 1) * count]]
+            for row, target in enumerate(targets)
         ]
         return torch.tensor(scores, dtype=torch.float32).mean(1)
+
+    def close(self) -> None:
+        """Ends the reading threads. Idempotent."""
+        self._pool.shutdown(cancel_futures=True)
 
     def read(self, picture: np.ndarray) -> list[str]:
         """Lines of text in one picture [H, W, 3] (uint8, BGR), in reading order, confident ones only."""
         height, width = picture.shape[:2]
         is_line = height <= LINE_HEIGHT and width >= 2 * height
-        with self._lock:
+        engine = self._idle.get()
+        try:
             if self.recognition_only == "always" or (self.recognition_only == "auto" and is_line):
-                lines = self._confident(self._engine(picture, use_det=False, use_cls=False, use_rec=True))
+                lines = self._confident(engine(picture, use_det=False, use_cls=False, use_rec=True))
                 if lines or self.recognition_only == "always":
                     return lines
-            return self._confident(self._engine(picture, use_det=True, use_cls=False, use_rec=True))
+            return self._confident(engine(picture, use_det=True, use_cls=False, use_rec=True))
+        finally:
+            self._idle.put(engine)
 
     def _confident(self, output: Any) -> list[str]:
         found = zip(output.txts or (), output.scores or (), strict=True)
@@ -125,7 +140,7 @@ def match(lines: Sequence[str], target: str) -> float:
     return 1.0 - min(distance, len(target)) / len(target)
 
 
-def _build_engine(detection_side: int, threads: int, device: str) -> Any:
+def _build_engine(detection_side: int, device: str) -> Any:
     from rapidocr import RapidOCR
 
     if device not in ("cpu", "cuda"):
@@ -139,7 +154,7 @@ def _build_engine(detection_side: int, threads: int, device: str) -> Any:
         params={
             "Global.log_level": "critical",
             "Global.width_height_ratio": -1,  # detect in wide pictures too: `read` tells lines by shape
-            "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+            "EngineConfig.onnxruntime.intra_op_num_threads": 1,
             "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             "EngineConfig.onnxruntime.use_cuda": device == "cuda",
             "Det.limit_type": "max",

@@ -15,8 +15,9 @@ import torch
 
 from digenrl.rewards import wire
 from digenrl.rewards.client import ClientOptions, RewardClient
-from digenrl.rewards.protocol import RewardError, RewardUnavailable
+from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.rewards.service import Limits, RewardService, is_loopback, serve
+from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
 from tests.rewards.services import Brightness, running
 
@@ -41,6 +42,17 @@ def test_scores_are_those_of_the_scorer_bit_by_bit():
     expected = Brightness()(media, PROMPTS)
     assert torch.equal(scores[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
     assert math.isnan(scores[2])
+
+
+def test_a_suite_may_place_its_scorers_behind_http():
+    with running(RewardService(Brightness())) as url:
+        scorer = {"_target_": "reward_models.jpeg_size.JpegSize"}
+        suite = RewardSuite({"r": {"scorer": scorer}}, placement="http", urls={"r": [url]})
+        assert torch.equal(suite.score(MEDIA, PROMPTS)["r"], Brightness()(MEDIA, PROMPTS))
+        assert suite.identities()["r"] == Identity("brightness", "d1")
+        suite.close()
+    with pytest.raises(ValueError, match=r"list its services under reward\.urls\.r"):
+        RewardSuite({"r": {"scorer": scorer}}, placement="http")
 
 
 def test_a_batch_is_cut_to_the_limits_of_the_service():

@@ -122,7 +122,13 @@ def sample_frames(media: Tensor, count: int) -> Tensor:
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` = the current CUDA device where there is one, else the CPU; anything else as torch reads it."""
+    """`auto` = the current CUDA device where there is one, else the CPU; anything else as torch reads it.
+
+    A CUDA device comes with its index: a scorer is built in one thread and called in another, whose current device is 0.
+    """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and resolved.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return resolved

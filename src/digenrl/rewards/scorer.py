@@ -64,6 +64,7 @@ class AsyncScorer:
         self._closed = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         if suite.placement != "inline":
             self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
             self._thread.start()
@@ -121,7 +122,8 @@ class AsyncScorer:
                 task.future.set_exception(CancelledError())
 
     def _work(self) -> None:
-        if torch.cuda.is_available():
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a new thread begins on device 0
             # A stream of its own: on the default one, scoring would queue behind the generation that it is to overlap.
             torch.cuda.set_stream(torch.cuda.Stream())
         carried: _Task | None = None
