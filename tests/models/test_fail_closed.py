@@ -125,11 +125,21 @@ def test_ranks_start_from_the_same_adapter_whatever_the_global_seed():
         assert value.dtype == torch.float32
 
 
+def test_auto_dtype_is_float32_for_the_tiny_build_and_bfloat16_for_the_real_one():
+    assert make("wan", dtype="auto").dtype == torch.float32
+    policy = real("wan", tiny.ensure("wan"), dtype="auto")
+    assert policy.dtype == torch.bfloat16
+    assert policy.transformer.proj_out.weight.dtype == torch.bfloat16
+    assert {value.dtype for value in policy.trained_parameters().values()} == {torch.float32}
+
+
 def test_options_that_a_family_cannot_use_are_refused():
     with pytest.raises(ValueError, match=r"true_cfg_scale=2\.0 is for guidance-distilled"):
         make("wan", true_cfg_scale=2.0)
     with pytest.raises(ValueError, match=r"model\.grid=karras: expected explicit or scheduler"):
         make("wan", grid="karras")
+    with pytest.raises(ValueError, match=r"model\.dtype=half: expected auto"):
+        make("wan", dtype="half")
     with pytest.raises(ValueError, match=r"hardware\.build=small"):
         make("wan", build="small")
 
