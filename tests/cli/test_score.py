@@ -78,6 +78,14 @@ def test_a_prompt_without_a_target_is_named_by_line(folder, capsys):
     assert not (folder / "scores.json").exists()
 
 
+def test_grey_pictures_keep_their_one_channel(folder, capsys):
+    digits = folder / "digits"
+    digits.mkdir()
+    Image.new("L", (8, 8), 200).save(digits / "a.png")
+    (folder / "prompts.txt").write_text("3\n")
+    assert run(folder, capsys, "reward=digits", images="digits")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [

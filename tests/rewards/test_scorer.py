@@ -158,6 +158,18 @@ def test_closing_cancels_what_waits_and_refuses_more(gated):
     scorer.close()
 
 
+def test_a_task_that_its_owner_cancelled_is_not_scored(gated):
+    scorer = scorer_of(gated, pending=3)
+    running = scorer.submit(*task(0))
+    assert gated.entered.wait(5)
+    unwanted, wanted = scorer.submit(*task(1)), scorer.submit(*task(2, rows=3))
+    assert unwanted.cancel()
+    gated.gate.set()
+    assert [running.result(5)["r"].numel(), wanted.result(5)["r"].numel()] == [2, 3]
+    assert gated.calls == [2, 3]
+    scorer.close()
+
+
 def test_heldout_rewards_have_their_own_cache_entry():
     suite = RewardSuite(
         {"r": {"scorer": lambda media, prompts: media.flatten(1).mean(1)}},

@@ -32,7 +32,7 @@ def media_files(folder: Path) -> list[Path]:
 
 
 def read_media(path: Path, max_frames: int) -> Tensor:
-    """fp32 in [0, 1]: a picture as [3, H, W], a video as [F, 3, H, W] with F <= max_frames.
+    """fp32 in [0, 1]: a picture as [3, H, W] ([1, H, W] if stored grey), a video as [F, 3, H, W] with F <= max_frames.
 
     Transparency is laid over white, a photograph's orientation is applied. Raises MediaError.
     """
@@ -51,6 +51,8 @@ def _picture(path: Path) -> np.ndarray:
             if image.has_transparency_data:
                 layer = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+            if image.mode in ("1", "L"):
+                return np.array(image.convert("L"))[:, :, None]
             return np.array(image.convert("RGB"))
 
 

@@ -124,7 +124,7 @@ def sample_frames(media: Tensor, count: int) -> Tensor:
 def resolve_device(device: str) -> torch.device:
     """`auto` = the current CUDA device where there is one, else the CPU; anything else as torch reads it.
 
-    A CUDA device comes with its index: a scorer is built in one thread and called in another, whose current device is 0.
+    A CUDA device comes with its index: a scorer is called in another thread than built, where device 0 is current.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

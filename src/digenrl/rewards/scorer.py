@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -119,7 +119,7 @@ class AsyncScorer:
             except queue.Empty:
                 return
             if task is not None:
-                task.future.set_exception(CancelledError())
+                task.future.cancel()
 
     def _work(self) -> None:
         if self._device is not None:
@@ -153,6 +153,9 @@ class AsyncScorer:
         return batch, None, False
 
     def _score(self, batch: list[_Task]) -> None:
+        batch = [task for task in batch if task.future.set_running_or_notify_cancel()]
+        if not batch:
+            return
         try:
             results = self._score_cached(batch)
         except Exception as error:
