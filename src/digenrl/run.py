@@ -17,6 +17,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from digenrl import config as configuration
+from digenrl.algorithms.dump import dump_to
 from digenrl.data import PromptData
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
@@ -63,10 +64,20 @@ def schedule_spec(config: DictConfig, trained_steps: int, trainers: int) -> Sche
     )
 
 
-def allocation(config: DictConfig) -> tuple[int, int]:
-    """(trainers, rollouts) with every `auto` resolved from the hardware profile's pools: a pool's role says what its
-    devices do; devices without a role are shared evenly, and on processors one of each is the default."""
+def fit(config: DictConfig, checkpoint: Path | None, world: World, session: Session) -> None:
+    """The life of one rank."""
+    build(config, world, session).fit(checkpoint)
+
+
+def allocation(config: DictConfig, processes: int | None = None) -> tuple[int, int]:
+    """(trainers, rollouts) with every `auto` resolved: from the number of `processes` when somebody else started them,
+    else from the hardware profile's pools. A pool's role says what its devices do; devices without a role are shared
+    evenly, and on processors one of each is the default."""
     trainers, rollouts = config.allocation.trainers, config.allocation.rollouts
+    if processes is not None:
+        if trainers == "auto":
+            trainers = processes - rollouts if isinstance(rollouts, int) else max(1, processes // 2)
+        return int(trainers), int(processes - trainers if rollouts == "auto" else rollouts)
     counts = {"trainer": 0, "rollout": 0, "auto": 0}
     for pool in config.hardware.pools.values():
         counts[pool.get("role", "auto")] += pool.count if pool.gpu != "cpu" else 2
@@ -124,6 +135,7 @@ def build(config: DictConfig, world: World, session: Session, callbacks: Sequenc
     policy = configuration.instantiate(config.model)
     rewards = configuration.instantiate(config.reward)
     module = configuration.instantiate(config.algorithm, policy=policy)
+    module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
     engine = RolloutEngine(
         policy,
         rewards,

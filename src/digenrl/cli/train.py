@@ -2,7 +2,8 @@
 
     python -m digenrl.cli.train experiment=digits_flowgrpo [hardware=...] [key=value ...] [resume=RUN] [-m]
 
-The ranks run `digenrl.run.build(...).fit()`. The last line on standard output is the run directory.
+The ranks run `digenrl.run.build(...).fit()`. The last line on standard output is the run directory. Under torchrun or
+SLURM this process is one rank already, and starts none.
 """
 
 from __future__ import annotations
@@ -10,10 +11,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from digenrl import config as configuration
 from digenrl.config import Composed
+
+if TYPE_CHECKING:
+    from digenrl.strategy.attach import Place
+    from digenrl.strategy.world import Session, World
 
 
 def main(words: list[str]) -> int:
@@ -23,6 +30,13 @@ def main(words: list[str]) -> int:
 
         return sweep(words)
     composed = configuration.load_or_exit(words)
+    # Several ranks share the cores: one thread each, and none that spins while it waits. Read when torch loads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from digenrl.strategy.attach import find_place
+
+    if (place := find_place()) is not None:
+        return join(composed, place)
     run_dir = configuration.prepare_run_dir_or_exit(composed)
     for note in composed.notes:
         print(note, file=sys.stderr)
@@ -33,29 +47,14 @@ def main(words: list[str]) -> int:
 
 def train(composed: Composed, run_dir: Path) -> int:
     """Start every rank, show the run, and write its report; returns the exit code."""
-    # Several ranks share the cores: one thread each, and none that spins while it waits. Read when torch loads.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from digenrl import run  # torch and Lightning load here, once, before the ranks are forked
-    from rich.console import Console
-
-    from digenrl.display import Display, final_table
-    from digenrl.report.build import finish
-    from digenrl.report.run_dir import LAUNCH, append_event
-    from digenrl.strategy.checkpoint import newest_valid
+    from digenrl.display import Display
     from digenrl.strategy.launcher import Launch, launch
-    from digenrl.strategy.world import Session, World
 
     settings = composed.config
     trainers, rollouts = run.allocation(settings)
-    checkpoint = newest_valid(run_dir / "checkpoints") if composed.resumed else None
-    world = {"trainer": trainers, "rollout": rollouts}
-    append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides)})
-    print("\n".join(run.describe(settings, trainers, rollouts, run_dir, checkpoint)), file=sys.stderr)
+    announce(composed, run_dir, trainers, rollouts)
     display: Display | None = None
-
-    def rank_main(place: World, session: Session) -> None:
-        run.build(settings, place, session).fit(checkpoint)
 
     def tick(states: Callable[[], dict[int, str]]) -> None:
         nonlocal display
@@ -66,12 +65,68 @@ def train(composed: Composed, run_dir: Path) -> int:
         if display is not None:
             display.close()
 
+    rank_main = partial(run.fit, settings, newest(composed, run_dir))
     outcome = launch(Launch(rank_main, trainers, rollouts, run_dir, on_tick=tick, on_end=end))
-    summary = finish(run_dir, outcome.status, outcome.cause, world)
-    Console(stderr=True).print(final_table(summary))
-    if outcome.status != "completed":
-        print(f"{outcome.status}: {outcome.cause}\nto continue: make resume RUN={run_dir}", file=sys.stderr)
+    conclude(run_dir, outcome.status, outcome.cause, trainers, rollouts)
     return outcome.exit_code
+
+
+def join(composed: Composed, place: Place) -> int:
+    """Be the rank that torchrun or SLURM started; returns the exit code. Rank 0 also reports."""
+    from digenrl import run
+    from digenrl.strategy.attach import attach
+
+    settings = composed.config
+    trainers, rollouts = run.allocation(settings, place.size)
+
+    def prepare() -> Path:
+        run_dir = configuration.prepare_run_dir_or_exit(composed)
+        announce(composed, run_dir, trainers, rollouts)
+        return run_dir
+
+    def rank_main(world: World, session: Session) -> None:
+        run.fit(settings, newest(composed, session.run_dir), world, session)
+
+    try:
+        run_dir, cause = attach(place, trainers, rollouts, prepare, rank_main)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return configuration.EXIT_CODE
+    if place.rank == 0:
+        conclude(run_dir, "failed" if cause else "completed", cause, trainers, rollouts)
+        print(run_dir)
+    return 1 if cause else 0
+
+
+def newest(composed: Composed, run_dir: Path) -> Path | None:
+    """The checkpoint that a resumed run continues from."""
+    from digenrl.strategy.checkpoint import newest_valid
+
+    return newest_valid(run_dir / "checkpoints") if composed.resumed else None
+
+
+def announce(composed: Composed, run_dir: Path, trainers: int, rollouts: int) -> None:
+    """Record the launch, and say what is going to run."""
+    from digenrl import run
+    from digenrl.report.run_dir import LAUNCH, append_event
+
+    world = {"trainer": trainers, "rollout": rollouts}
+    append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides)})
+    lines = run.describe(composed.config, trainers, rollouts, run_dir, newest(composed, run_dir))
+    print("\n".join(lines), file=sys.stderr)
+
+
+def conclude(run_dir: Path, status: str, cause: str | None, trainers: int, rollouts: int) -> None:
+    """Write summary, trace, pictures and report, and show the end of the run."""
+    from rich.console import Console
+
+    from digenrl.display import final_table
+    from digenrl.report.build import finish
+
+    summary = finish(run_dir, status, cause, {"trainer": trainers, "rollout": rollouts})
+    Console(stderr=True).print(final_table(summary))
+    if status != "completed":
+        print(f"{status}: {cause}\nto continue: make resume RUN={run_dir}", file=sys.stderr)
 
 
 if __name__ == "__main__":

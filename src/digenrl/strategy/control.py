@@ -86,14 +86,14 @@ class Control:
         return self.get("stop") is not None
 
 
-def host_store(host: str) -> dist.TCPStore:
-    """The store server, in the launcher's process, on a free port.
+def host_store(host: str, port: int = 0) -> dist.TCPStore:
+    """The store server, in the launcher's process, on `port` (0 = a free one).
 
     Raises:
         OSError: no port could be bound on `host`.
     """
     try:
-        return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     except dist.DistError as error:
         raise OSError(f"cannot host the control store on {host}: {error}") from error
 
