@@ -73,3 +73,18 @@ def test_a_canary_that_moves_or_dies_is_an_alarm():
     assert alarms.canary("r", {"a": math.nan, "b": 1.0}, expected, 1e-3) is not None
     with pytest.raises(KeyError, match="b"):
         alarms.canary("r", {"a": 0.5}, expected, 1e-3)
+
+
+def test_two_evaluations_are_searched_for_everything_that_they_can_show():
+    def stored(media):
+        return media.mul(255).round().byte().numpy()
+
+    prompts = ["a", "a", "b", "b", "b", "b"]
+    varied, flat = torch.rand(6, generator=GENERATOR).numpy(), torch.full((6,), 0.5).numpy()
+    assert alarms.of_evaluations(stored(PICTURES), stored(PICTURES), {"r": varied}, prompts) == []
+    found = alarms.of_evaluations(stored(PICTURES), stored(smooth(NOISE, 6)), {"r": varied, "flat": flat}, prompts)
+    assert [alarm.name for alarm in found] == ["blur", "variance_collapse"]
+    assert "`flat`" in found[1].message
+    wave = 0.05 * torch.cos(torch.pi * torch.arange(64) / 2)
+    found = alarms.of_evaluations(stored(PICTURES), stored((PICTURES + wave).clamp(0, 1)), {}, prompts)
+    assert [alarm.name for alarm in found] == ["grid"]

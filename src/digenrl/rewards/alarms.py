@@ -1,6 +1,7 @@
 """Alarms against rewards that are plausible but wrong, and against policies that game them: pure functions.
 
 Each takes what a report has read from a run and returns `Alarm`s; none means nothing was found, not that all is well.
+`of_evaluations` calls those that need only the samples and scores of two evaluations (samples/eval-*.npz).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,6 +34,33 @@ class Alarm:
     threshold: float
     message: str
     """Cause and what to look at."""
+
+
+def of_evaluations(
+    before: NDArray[np.uint8],
+    after: NDArray[np.uint8],
+    scores: Mapping[str, NDArray[np.float32]],
+    prompts: Sequence[str],
+) -> list[Alarm]:
+    """Alarms that two evaluations of a run give: blur, grid, and rewards that are constant within the prompts.
+
+    Args:
+        before, after: media of the first and of the last evaluation, [N, (F,) C, H, W].
+        scores: of the last evaluation, name -> [N].
+        prompts: of the last evaluation, N texts; samples of one prompt are a group.
+    """
+    pictures = [torch.from_numpy(media).float() / 255 for media in (before, after)]
+    found = [blur(*pictures), grid(*pictures)]
+    rows: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows.setdefault(prompt, []).append(row)
+    longest = max(map(len, rows.values()))
+    for name, values in scores.items():
+        groups = torch.full((len(rows), longest), math.nan)
+        for group, members in enumerate(rows.values()):
+            groups[group, : len(members)] = torch.from_numpy(values[members])
+        found.append(variance_collapse(name, groups))
+    return [alarm for alarm in found if alarm is not None]
 
 
 def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm | None:
