@@ -31,6 +31,7 @@ TINY = (
     "~callbacks.evaluation",
     "callbacks.checkpoint.every=1000",
     "logger=none",
+    "schedule=sync",
     "data.prompts_per_batch=4",
     "data.group_size=4",
     "sampling.task_size=2",

@@ -114,9 +114,9 @@ class Reference:
                         version=version,
                         steps=made.steps[part],
                         sigmas=self.grid,
-                        latents=made.latents[:, part],
-                        next_latents=made.next_latents[:, part],
-                        log_probs=made.log_probs[:, part],
+                        latents=made.latents[:, part].contiguous(),
+                        next_latents=made.next_latents[:, part].contiguous(),
+                        log_probs=made.log_probs[:, part].contiguous(),
                         condition=condition,
                     )
                 )

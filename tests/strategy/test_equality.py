@@ -1,0 +1,173 @@
+"""Every schedule computes what a single process computes: same samples, same gradients, same weights.
+
+With one trainer in canonical order everything is bit-equal. With several, sums are taken in another order, so gradients
+and weights agree to rounding; samples are then bit-equal as long as the weights are (the first RL step).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from tests.strategy.cluster import FP64, FULL, SGD, Record, assert_same_cells, completed, configured, relative, run_cluster
+from tests.strategy.reference import reference
+
+_REFERENCES: dict[tuple[str, ...], Record] = {}
+
+
+def reference_of(config: DictConfig, block_steps: int = 1) -> Record:
+    """The reference of a configuration; schedules share it."""
+    keys = ("model", "algorithm", "sampling", "data", "max_rl_steps", "seed")
+    asynchrony = (config.schedule.async_steps, config.schedule.stale_fraction if config.schedule.async_steps else 0.0)
+    identity = (*(str(config[key]) for key in keys), str(asynchrony), str(block_steps))
+    if identity not in _REFERENCES:
+        _REFERENCES[identity] = reference(config, block_steps)
+    return _REFERENCES[identity]
+
+
+def assert_equal_runs(found: Record, wanted: Record, trainers: int, double: bool, weight_bound: float | None) -> None:
+    """Gradients at each optimizer step, samples, weights; exactly equal with one trainer."""
+    bound = 1e-12 if double else 1e-5
+    assert len(found.gradients) == len(wanted.gradients)
+    for update, (mine, theirs) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
+        assert relative(mine, theirs) <= bound, f"gradient of update {update}"
+    assert_same_cells(found, wanted, steps=None if trainers == 1 else [0])
+    for key, cell in wanted.cells.items():
+        mine = found.cells[key]
+        assert len(found.trained_by[key]) == 1, key
+        assert mine.version == cell.version, key
+        torch.testing.assert_close(mine.latents, cell.latents, rtol=0, atol=1e-9 if double else 1e-3)
+    if trainers == 1:
+        assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
+    elif weight_bound is not None:
+        assert relative(found.weights, wanted.weights) <= weight_bound
+    assert len(set(found.micro_batches.values())) == 1, "trainers ran different numbers of micro-batches"
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("trainers", "rollouts"), [(1, 1), (2, 1), (2, 2), (1, 0), (2, 0)], ids=["1+1", "2+1", "2+2", "colocated-1", "colocated-2"]
+)
+def test_schedule_equals_the_single_process_loop_over_five_steps(
+    tmp_path: Path, trainers: int, rollouts: int, double: bool
+) -> None:
+    """The whole LoRA of the experiment, KL to the base model, gradient clipping, AdamW."""
+    # Adam divides by the gradient's own size, so it magnifies rounding; a larger epsilon leaves it its memory.
+    words = ["schedule=sync" if rollouts else "schedule=colocated", "schedule.tsp.batch=1", "max_rl_steps=5"]
+    words += ["algorithm.optimizer.eps=1e-3", "algorithm.max_grad_norm=1.0", *(FP64 if double else ())]
+    config = configured(*words)
+    found = completed(run_cluster(tmp_path, trainers, rollouts, config))
+    assert_equal_runs(found, reference_of(config), trainers, double, weight_bound=None)
+
+
+LIGHT = (*SGD, "algorithm.kl_weight=0", r"model.lora.targets=[attn\.to_q,proj_out]", "max_rl_steps=2")
+"""Two updates of a small LoRA: the matrix is about schedules."""
+
+FACTORS: dict[str, tuple[str, ...]] = {
+    "gap": ("0", "1"),
+    "tsp": ("off", "batch", "shard", "both"),
+    "tag": ("false", "true"),
+    "handoff": ("false", "true"),
+    "ranks": ("1+1", "2+2", "1+3"),
+    "sharding": ("ddp", "fsdp"),
+    "tune": ("lora", "full"),
+    "updates": ("1", "2"),
+    "dtype": ("fp32", "fp64"),
+}
+Case = Mapping[str, str]
+
+
+def product() -> Iterator[Case]:
+    """Every combination; the dtype alternates instead of doubling the number of cases."""
+    names = [name for name in FACTORS if name != "dtype"]
+    for number, values in enumerate(itertools.product(*(FACTORS[name] for name in names))):
+        yield dict(zip(names, values, strict=True)) | {"dtype": FACTORS["dtype"][(number + number // 2) % 2]}
+
+
+def pairwise() -> list[Case]:
+    """Cases in which every pair of values of two factors occurs: greedy, deterministic."""
+    names = list(FACTORS)
+    candidates = [dict(zip(names, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+    open_pairs = set().union(*(_pairs(case) for case in candidates))
+    chosen: list[Case] = []
+    while open_pairs:
+        best = max(candidates, key=lambda case: len(_pairs(case) & open_pairs))
+        open_pairs -= _pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def _pairs(case: Case) -> frozenset[tuple[tuple[str, str], tuple[str, str]]]:
+    return frozenset(itertools.combinations(case.items(), 2))
+
+
+def ids(cases: Iterable[Case]) -> list[str]:
+    return ["-".join(f"{name}={value}" for name, value in case.items()) for case in cases]
+
+
+def check(run_dir: Path, case: Case, *overrides: str) -> None:
+    """Run one case against its reference."""
+    double, block = case["dtype"] == "fp64", 2 if case["tsp"] in ("batch", "both") else 1
+    trainers, rollouts = (int(count) for count in case["ranks"].split("+"))
+    words = [
+        *LIGHT,
+        f"schedule.gap={case['gap']}",
+        f"schedule.tsp.batch={block}",
+        f"schedule.tsp.shard={str(case['tsp'] in ('shard', 'both')).lower()}",
+        f"schedule.tag={case['tag']}",
+        f"schedule.handoff={case['handoff']}",
+        f"parallel.sharding={case['sharding']}",
+        f"algorithm.updates_per_batch={case['updates']}",
+        *(FULL if case["tune"] == "full" else ()),
+        *(FP64 if double else ()),
+        *overrides,
+    ]
+    config = configured(*words)
+    found = completed(run_cluster(run_dir, trainers, rollouts, config))
+    assert_equal_runs(found, reference_of(config, block), trainers, double, weight_bound=1e-12 if double else 1e-6)
+
+
+PAIRWISE = pairwise()
+
+
+def test_the_cover_holds_every_pair() -> None:
+    covered = set().union(*(_pairs(case) for case in PAIRWISE))
+    for (a, values_a), (b, values_b) in itertools.combinations(FACTORS.items(), 2):
+        assert {((a, x), (b, y)) for x in values_a for y in values_b} <= covered
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=ids(PAIRWISE))
+def test_equality_matrix(tmp_path: Path, case: Case) -> None:
+    check(tmp_path, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(product()), ids=ids(product()))
+def test_equality_matrix_in_full(tmp_path: Path, case: Case) -> None:
+    check(tmp_path, case, "sampling.task_size=4")
+
+
+@pytest.mark.parametrize(
+    ("trainers", "rollouts", "words"),
+    [
+        (1, 1, ("schedule.gap=1",)),
+        (2, 2, ("schedule.gap=1", "schedule.tsp.shard=true", "schedule.tag=true", "schedule.handoff=true")),
+        (1, 3, ("schedule.gap=0", "schedule.stale_fraction=0.3", "algorithm.updates_per_batch=2")),
+    ],
+    ids=["1+1", "2+2-everything", "1+3-two-updates"],
+)
+def test_one_step_asynchrony_equals_its_reference(
+    tmp_path: Path, trainers: int, rollouts: int, words: tuple[str, ...]
+) -> None:
+    """The stale head of each batch uses version s-1, always; the reference is told by the same pure rule."""
+    config = configured(*LIGHT, *FP64, "schedule.async_steps=1", "max_rl_steps=4", *words)
+    found = completed(run_cluster(tmp_path, trainers, rollouts, config))
+    wanted = reference_of(config)
+    stale = {(key[0], key[1]) for key, cell in wanted.cells.items() if cell.version == key[0] - 1}
+    assert {group for _, group in stale} == {0, 1}, "ceil(0.3 x 4) = ceil(0.5 x 4) = 2 groups"
+    assert_equal_runs(found, wanted, trainers, double=True, weight_bound=1e-12)
