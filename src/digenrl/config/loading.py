@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -175,12 +176,13 @@ def _stored(run: Path, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
     return tree, merge_words(tree, words)
 
 
-def _roots(config_name: str) -> list[str]:
+@functools.lru_cache(maxsize=None)
+def _roots(config_name: str) -> tuple[str, ...]:
     """Allowed top-level keys: those that the primary file sets itself, and the groups."""
     directory = config_directory()
     primary: Any = OmegaConf.load(directory / f"{config_name}.yaml")
     groups = (group.partition("/")[0] for group in group_options(directory))
-    return sorted({*(str(key) for key in primary if key not in ("defaults", "hydra")), *groups})
+    return tuple(sorted({*(str(key) for key in primary if key not in ("defaults", "hydra")), *groups}))
 
 
 def _command_line_allowance(words: Sequence[str], tree: DictConfig) -> list[str]:
