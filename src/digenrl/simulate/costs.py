@@ -86,7 +86,7 @@ class Costs:
     # ---- links
 
     def bandwidth(self, pools: list[Pool], ranks: int) -> float:
-        """Bytes per second of a ring over `ranks` GPUs: inside a node its links, across nodes the slowest network link."""
+        """Bytes per second of a ring over `ranks` GPUs: the node's links inside one, the slowest network link else."""
         inside = len({pool.name for pool in pools}) == 1 and ranks <= min(pool.per_node for pool in pools)
         nominal = min(pool.intra_gb_s if inside else min(pool.intra_gb_s, pool.inter_gb_s) for pool in pools)
         return nominal * 1e9 * self._factors.network

@@ -1,8 +1,8 @@
 """Discrete-event engine: the schedule of `digenrl.schedule`, run in virtual time.
 
-What is simulated is durations. What is decided (order of tasks, claims, fragments, placement, lending, staleness) is the
-same code that the runtime runs. Trainers act as *units*: one per rank when the model is replicated, one of all ranks
-when it is sharded (collectives keep them in step).
+What is simulated is durations. What is decided (order of tasks, claims, fragments, placement, lending, staleness) is
+the same code that the runtime runs. Trainers act as *units*: one per rank when the model is replicated, one of all
+ranks when it is sharded (collectives keep them in step).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Simulated:
     """Virtual second at which each RL step was published."""
     spans: tuple[Span, ...]
     seconds: Mapping[tuple[str, str, str], float]
-    """(role, stage, cause or "") -> seconds summed over ranks, first step excluded."""
+    """(role, stage, cause or "") -> seconds summed over ranks, without the first step where there are more."""
     made: tuple[tuple[int, int, int, int], ...]
     """(step, task, rank, version) of every finished task."""
     trained: tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -143,9 +143,10 @@ class _Engine:
     def _span(self, rank: int, stage: str, start: float, end: float, step: int, args: Mapping[str, Any]) -> None:
         if end <= start:
             return
-        if self.step_ends:
+        if self.step_ends or self.steps == 1:
             key = (self._roles[rank], stage, str(args.get("cause", "")))
-            self.seconds[key] = self.seconds.get(key, 0.0) + end - start
+            inside = max(0.0, end - max(start, self.step_ends[0] if self.step_ends else 0.0))
+            self.seconds[key] = self.seconds.get(key, 0.0) + inside
         if self.trace:
             self.spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args)))
 
@@ -162,6 +163,10 @@ class _Engine:
                 raise DeadlockError(self._situation())
             self.now, _, _, kind, payload = heapq.heappop(self._events)
             handlers[kind](payload)
+        for worker in self.gen.workers:  # what is under way counts up to here
+            if worker.claim is not None and not worker.dead:
+                self.gen.record(worker, self.now)
+            self.gen.end_idle(worker, self.now)
         self.ledger.check()
         return Simulated(
             tuple(self.step_ends),
@@ -380,7 +385,9 @@ class _Engine:
         """Every unit has trained its part: reduce, step, and publish after the last update of the batch."""
         for unit in self.units:
             self._waited(unit, unit.since, "straggler")
-        groups = range(self.updates_done * self.spec.groups_per_update, (self.updates_done + 1) * self.spec.groups_per_update)
+        groups = range(
+            self.updates_done * self.spec.groups_per_update, (self.updates_done + 1) * self.spec.groups_per_update
+        )
         for group in groups:
             self.ledger.issue(self.version, group, self.spec.group_size)
             self.ledger.train(self.version, group)

@@ -1,6 +1,7 @@
 """The generating side of the virtual run: who claims which task, and when a task moves.
 
-Every decision is taken by `digenrl.schedule`: `queue` orders, `ClaimBook` owns, `declines`, `hands_over` and `swaps` choose.
+Every decision is taken by `digenrl.schedule`: `queue` orders, `ClaimBook` owns; `declines`, `hands_over` and `swaps`
+choose.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Generation:
         return self.book(version, worker).unclaimed
 
     def offer(self, worker: Worker, versions: tuple[int, ...], now: float) -> str | None:
-        """Let a free worker claim from the first of `versions` that has work. Returns None when it did, else why not."""
+        """Let a free worker claim from the first of `versions` that has work. None when it did, else why not."""
         cause = "weights"
         for version in versions:
             book = self.book(version, worker)
@@ -205,17 +206,21 @@ class Generation:
 
     def suspend(self, worker: Worker, now: float) -> None:
         """Hand the task of `worker` back at a denoising-step boundary."""
-        assert worker.book is not None and worker.claim is not None and worker.task is not None
-        self._record(worker, now)
+        assert worker.book is not None
+        assert worker.claim is not None
+        assert worker.task is not None
+        self.record(worker, now)
         worker.book.suspend(worker.claim)
         self._progress[worker.task.step, worker.task.index, 0] = (worker.remaining, worker.rank.rank)
         self._release(worker)
 
     def finish(self, worker: Worker, now: float) -> Task:
         """The task of `worker` is done; its samples are on their way."""
-        assert worker.book is not None and worker.claim is not None and worker.task is not None
+        assert worker.book is not None
+        assert worker.claim is not None
+        assert worker.task is not None
         task = worker.task
-        self._record(worker, now)
+        self.record(worker, now)
         worker.book.done(worker.claim.position, worker.rank.rank, worker.claim.attempt)
         worker.generated += 1
         self.made.append((task.step, task.index, worker.rank.rank, task.version))
@@ -225,7 +230,7 @@ class Generation:
     def die(self, worker: Worker, now: float) -> None:
         """`worker` stops; its task stays claimed until the death is noticed."""
         if worker.claim is not None:
-            self._record(worker, now)
+            self.record(worker, now)
         worker.dead = True
         worker.token += 1
         worker.idle_since = None
@@ -236,7 +241,8 @@ class Generation:
             book.owner_died(worker.rank.rank)
         worker.claim = worker.task = worker.book = None
 
-    def _record(self, worker: Worker, now: float) -> None:
+    def record(self, worker: Worker, now: float) -> None:
+        """Spans of what `worker` has done of its task up to `now`."""
         task = worker.task
         assert task is not None
         stage = "lend" if worker.rank.role == "trainer" and not self.colocated else "generate"

@@ -78,8 +78,8 @@ def parse_hardware(node: Mapping[str, Any], name: str = "hardware") -> Hardware:
         missing = [key for key in _FIGURES if entry.get(key) is None]
         if missing:
             problems.append(
-                f"{name}.pools.{pool_name} ({entry.get('gpu', 'unknown GPU')}) lacks {', '.join(missing)}: take them from "
-                "the GPU's data sheet, or run `make profile` on that machine and give hardware.seconds."
+                f"{name}.pools.{pool_name} ({entry.get('gpu', 'unknown GPU')}) lacks {', '.join(missing)}: take them "
+                "from the GPU's data sheet, or run `make profile` on that machine and give hardware.seconds."
             )
             continue
         count, role = int(entry.get("count", 1)), str(entry.get("role", "auto"))
@@ -97,7 +97,9 @@ def parse_hardware(node: Mapping[str, Any], name: str = "hardware") -> Hardware:
         problems.append(f"{name}.pools is empty: name at least one pool of GPUs.")
     known = Efficiency.__dataclass_fields__
     factors = dict(node.get("efficiency") or {})
-    problems += [f"{name}.efficiency.{key}: no such factor; use {', '.join(known)}." for key in factors if key not in known]
+    problems += [
+        f"{name}.efficiency.{key}: no such factor; use {', '.join(known)}." for key in factors if key not in known
+    ]
     if problems:
         raise ValueError("\n".join(problems))
     efficiency = Efficiency(**{key: float(value) for key, value in factors.items()})
@@ -130,8 +132,9 @@ def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str,
             missing -= taken
             ranks += [(pool.name, role)] * taken
         if missing:
+            pools = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in hardware.pools)
             raise ValueError(
                 f"allocation.{role}s = {number}: the hardware profile has {number - missing} GPUs left for that role "
-                f"({', '.join(f'{p.name}: {p.count} {p.role}' for p in hardware.pools)}); lower it or change a pool's role."
+                f"({pools}); lower it or change a pool's role."
             )
     return tuple(ranks)

@@ -73,7 +73,7 @@ def forward_bytes(work: Workload, rows: int) -> int:
 
 
 def decode_bytes(work: Workload) -> int:
-    """VAE weights in fp32 and a tiled decode of one sample (256 channels x a 512 x 512 tile x 4 frames, three buffers)."""
+    """VAE weights in fp32 and a tiled decode of one sample: three buffers of 256 channels x 512 x 512 x 4 frames."""
     tile = min(512, work.height) * min(512, work.width) * min(4, work.frames)
     return int(facts()["vae"][ENCODERS[work.model][2]]["parameters"]) * 4 + 3 * 256 * 4 * tile
 

@@ -1,0 +1,174 @@
+"""Plan: what a run will cost on a hardware profile, before anything is booked. No GPU, no torch.
+
+    python -m digenrl.cli.plan experiment=wan21_flowgrpo hardware=testbed_ac [plan.async=true] [key=value ...] [-m]
+
+The last line on standard output is the path of plan.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from digenrl import config as configuration
+from digenrl.config import Composed
+from digenrl.schedule.trace import Span, perfetto
+from digenrl.simulate.candidate import Bench, Outcome, evaluate
+from digenrl.simulate.hardware import assign, parse_hardware
+from digenrl.simulate.planner import Plan, PlanError, make_plan
+from digenrl.simulate.report import as_json, chosen, explanation, overrides, table
+from digenrl.simulate.workload import Workload
+
+_STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def main(words: list[str]) -> int:
+    """Plan once (or, with -m, once per combination); returns the exit code."""
+    if any(word in ("-m", "--multirun") for word in words):
+        from digenrl.config.multirun import sweep
+
+        return sweep(words, "digenrl.cli.plan", "plan")
+    composed = configuration.load_or_exit(words, "plan")
+    settings: Any = composed.config
+    try:
+        bench = Bench(workload(composed), parse_hardware(settings.hardware))
+        for warning in idle_ranks(bench, settings.allocation):
+            print(warning, file=sys.stderr)
+        plan = make_plan(bench)
+    except ValueError as error:
+        print(f"cannot plan: {error}", file=sys.stderr)
+        return 2
+    asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
+    if not chosen(plan, asynchronous):
+        print("cannot plan: " + str(PlanError("no on-policy candidate fits; try plan.async=true")), file=sys.stderr)
+        return 2
+    run_dir = configuration.prepare_run_dir_or_exit(composed)
+    print("\n".join(table(plan, asynchronous, settings.max_rl_steps, settings.plan.show)))
+    print()
+    print("\n".join(explanation(plan, asynchronous)))
+    winner = chosen(plan, asynchronous)[0]
+    choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
+    print(f"\npython -m digenrl.cli.train {choices} {' '.join(overrides(winner))}")
+    print(write(plan, winner, asynchronous, settings, run_dir))
+    return 0
+
+
+def workload(composed: Composed) -> Workload:
+    """The experiment's numbers. Raises ValueError for a model without counted sizes."""
+    config: Any = composed.config
+    sampling, algorithm, model = config.sampling, config.algorithm, config.model
+    lora = model.get("lora")
+    embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
+    guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
+    return Workload(
+        model=composed.choices["model"],
+        height=sampling.height,
+        width=sampling.width,
+        frames=sampling.frames,
+        steps=sampling.steps,
+        trained_steps=trained_steps(algorithm.get("train_steps") or {}, sampling.steps),
+        prompts=config.data.prompts_per_batch,
+        group_size=config.data.group_size,
+        updates=algorithm.updates_per_batch,
+        guidance=guided,
+        lora_rank=int(lora.rank) if lora else None,
+        lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
+        reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
+        ema=algorithm.get("ema") is not None,
+        rewards=tuple(config.reward.get("rewards", {})),
+        storage_bytes=_STORAGE[sampling.storage_dtype],
+    )
+
+
+def trained_steps(selection: Mapping[str, Any], steps: int) -> int:
+    """S of a step selection (digenrl.diffusion.steps, which needs torch): what its `count` returns.
+
+    Raises:
+        ValueError: an unknown selection class.
+    """
+    kind = str(selection.get("_target_", "AllButLast")).rpartition(".")[2]
+    first, stop = int(selection.get("first") or 0), selection.get("stop")
+    size, fraction = selection.get("size"), float(selection.get("fraction") or 0.0)
+    pool = min(steps - 1, int(stop) if stop is not None else steps - 1) - first
+    if kind == "AllButLast":
+        return steps - 1
+    if kind == "FirstFraction":
+        return min(max(int(steps * fraction), 1), steps - 1)
+    if kind == "RandomSubset":
+        return int(size) if size is not None else max(int(pool * fraction), 1)
+    if kind == "Window":
+        return int(size or 1)
+    if kind == "NoiseLevels":
+        return int(size) if size is not None else (int(stop) if stop is not None else steps) - first
+    raise ValueError(
+        f"algorithm.train_steps._target_ = {selection.get('_target_')}: the planner does not know how many steps it "
+        "trains; it knows AllButLast, FirstFraction, RandomSubset, Window and NoiseLevels."
+    )
+
+
+def idle_ranks(bench: Bench, allocation: Any) -> list[str]:
+    """Warnings about an allocation of the command line that leaves GPUs idle or cannot be placed."""
+    trainers, rollouts = allocation.trainers, allocation.rollouts
+    if not isinstance(trainers, int) or not isinstance(rollouts, int):
+        return []
+    assign(bench.hardware, trainers, rollouts)
+    idle = bench.hardware.gpus - trainers - rollouts
+    if idle <= 0:
+        return []
+    return [
+        f"warning: allocation {trainers}+{rollouts} leaves {idle} of {bench.hardware.gpus} GPUs idle; "
+        "the plan below uses all of them."
+    ]
+
+
+def write(plan: Plan, winner: Outcome, asynchronous: bool, settings: Any, run_dir: Path) -> Path:
+    """plan.json, trace.json and the Gantt chart of the winner; returns the path of plan.json."""
+    traced = evaluate(plan.bench, winner.candidate, plan.bound_s, exact=True, trace=True)
+    (run_dir / "trace.json").write_text(json.dumps(perfetto(traced.result.spans)), encoding="utf-8")
+    if settings.plan.plot:
+        gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
+    path = run_dir / "plan.json"
+    text = json.dumps(as_json(plan, asynchronous, settings.max_rl_steps), indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+    return path.absolute()
+
+
+_COLOURS = {
+    "generate": "#4c78a8",
+    "lend": "#72b7b2",
+    "train": "#f58518",
+    "wait": "#eeeeee",
+    "decode": "#9ecae9",
+    "score": "#b279a2",
+    "encode": "#bab0ac",
+}
+
+
+def gantt(spans: Sequence[Span], step_ends: Sequence[float], path: Path) -> None:
+    """One bar per rank over the last simulated step, coloured by stage."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    start = step_ends[-2] if len(step_ends) > 1 else 0.0
+    ranks = sorted({span.rank for span in spans})
+    figure, axes = pyplot.subplots(figsize=(11, 1 + 0.16 * len(ranks)))
+    for rank in ranks:
+        own = [span for span in spans if span.rank == rank and span.end > start and span.start < step_ends[-1]]
+        bars = [(max(span.start, start) - start, span.end - max(span.start, start)) for span in own]
+        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=[_COLOURS.get(span.stage, "#e45756") for span in own])
+    axes.set(xlabel="seconds", ylabel="rank", title="one RL step", xlim=(0, step_ends[-1] - start))
+    handles = [Patch(color=colour, label=stage) for stage, colour in _COLOURS.items()]
+    axes.legend(handles=[*handles, Patch(color="#e45756", label="other")], ncol=8, fontsize=7, loc="upper right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

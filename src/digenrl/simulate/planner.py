@@ -1,0 +1,222 @@
+"""The planner: enumerate, drop what does not fit into memory, simulate, rank.
+
+Colocated and disaggregated, allocation, pools' roles, rollout batch, fragment size, K, sharding, lending, hand-off,
+asynchrony. A coarse pass over what decides most (who does what, how the model is held, the task size), then a fine pass
+around the best of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from digenrl.simulate.candidate import Bench, Candidate, Outcome, evaluate
+
+
+class PlanError(ValueError):
+    """Nothing fits."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Outcomes, best first, and the best of each kind."""
+
+    bench: Bench
+    bound_s: float
+    outcomes: tuple[Outcome, ...]
+    simulated: int
+
+    def best(self, kind: str) -> Outcome | None:
+        """colocated | on_policy | async."""
+        tests = {
+            "colocated": lambda c: c.rollouts == 0,
+            "on_policy": lambda c: c.async_steps == 0,
+            "async": lambda c: c.async_steps == 1,
+        }
+        return next((outcome for outcome in self.outcomes if tests[kind](outcome.candidate)), None)
+
+
+def make_plan(bench: Bench, fine: int = 1, rounds: int = 2) -> Plan:
+    """Search for the fastest way to run `bench`.
+
+    Args:
+        fine: candidates of each kind whose neighbourhood is searched,
+        rounds: this many times.
+
+    Raises:
+        PlanError: no candidate fits; says what is missing where.
+    """
+    bound_s = bench.bound()
+    seen: dict[Candidate, Outcome] = {}
+    reasons: list[str] = []
+    finalists: dict[Candidate, Outcome] = {}
+
+    def tried(candidates: Iterable[Candidate]) -> list[Outcome]:
+        found = []
+        for candidate in candidates:
+            if candidate not in seen:
+                misfits = bench.misfits(candidate)
+                if misfits:
+                    reasons.extend(misfits)
+                    continue
+                seen[candidate] = evaluate(bench, candidate, bound_s)
+            found.append(seen[candidate])
+        return sorted(found, key=lambda outcome: outcome.step_s)
+
+    for coarse in (_colocated(bench), _disaggregated(bench, 0), _disaggregated(bench, 1)):
+        best = tried(coarse)
+        for _ in range(rounds):
+            around = [near for outcome in best[:fine] for near in _neighbours(bench, outcome.candidate)]
+            better = tried([*(outcome.candidate for outcome in best), *around])
+            improved = bool(better) and better[0].step_s < best[0].step_s * 0.999
+            best = better
+            if not improved:
+                break
+        for outcome in best[:4]:
+            finalists[outcome.candidate] = evaluate(bench, outcome.candidate, bound_s, exact=True)
+    if not seen:
+        detail = "; ".join(sorted(set(reasons))[:6])
+        raise PlanError(f"nothing fits: {detail}. Use more or larger GPUs, LoRA, a smaller resolution or fewer frames.")
+    ranked = tuple(sorted(finalists.values(), key=lambda outcome: outcome.step_s))
+    return Plan(bench, bound_s, ranked, len(seen))
+
+
+def fitted(bench: Bench, candidate: Candidate) -> Candidate | None:
+    """`candidate` with the cheapest way to fit: no recomputation if possible, then the largest K that leaves every
+    trainer enough blocks of a fragment; None if nothing fits."""
+    sizes = step_batches(bench, candidate)
+    for checkpointing in (False, True):
+        for size in sizes:
+            trial = replace(candidate, checkpointing=checkpointing, tsp_batch=size)
+            if not bench.misfits(trial):
+                return trial
+    return None
+
+
+def step_batches(bench: Bench, candidate: Candidate) -> list[int]:
+    """Values of K worth trying, the largest first: each leaves a trainer at least four blocks of a fragment."""
+    work, trained = bench.work, bench.work.trained_steps
+    groups = candidate.gap or work.prompts // work.updates
+    tasks = groups * (work.group_size // candidate.task_size)
+    choices = (trained, -(-trained // 2), -(-trained // 4))
+    sizes = {1} | {k for k in choices if tasks * -(-trained // k) >= 4 * candidate.trainers}
+    return sorted(sizes, reverse=True)
+
+
+def task_sizes(bench: Bench) -> list[int]:
+    """Divisors of the group size up to 8, the largest four."""
+    group = bench.work.group_size
+    return [size for size in range(1, min(8, group) + 1) if group % size == 0][-4:]
+
+
+def _unequal(bench: Bench) -> bool:
+    return len({pool.tflops for pool in bench.hardware.pools}) > 1
+
+
+def _held(bench: Bench, base: Candidate) -> Iterator[Candidate]:
+    """`base` held in every way that fits; replicas without recomputation make sharding pointless."""
+    for sharding in ("ddp", "hsdp", "fsdp") if base.trainers > 1 else ("ddp",):
+        candidate = fitted(bench, replace(base, sharding=sharding))
+        if candidate is not None:
+            yield candidate
+            if sharding == "ddp" and not candidate.checkpointing:
+                return
+
+
+def _colocated(bench: Bench) -> Iterator[Candidate]:
+    if any(pool.role == "rollout" for pool in bench.hardware.pools):
+        return
+    gpus, sizes = bench.hardware.gpus, task_sizes(bench)
+    for size in dict.fromkeys((sizes[0], sizes[-1])):
+        for gap in (0, 1):
+            yield from _held(
+                bench, Candidate(gpus, 0, task_size=size, gap=gap, handoff=gap == 0, shares=_unequal(bench))
+            )
+
+
+def _disaggregated(bench: Bench, async_steps: int) -> Iterator[Candidate]:
+    gpus = bench.hardware.gpus
+    if gpus < 2:
+        return
+    flexible = all(pool.role == "auto" for pool in bench.hardware.pools)
+    firsts = [pool.name for pool in bench.hardware.pools] if flexible and len(bench.hardware.pools) > 1 else [None]
+    sizes = task_sizes(bench)
+    for first in firsts:
+        base = Candidate(
+            1,
+            gpus - 1,
+            first=first,
+            task_size=sizes[len(sizes) // 2],
+            async_steps=async_steps,
+            tag=async_steps == 0,
+            shares=_unequal(bench),
+        )
+        yield from _allocations(bench, base)
+
+
+def _allocations(bench: Bench, base: Candidate) -> Iterator[Candidate]:
+    """`base` with the numbers of trainers around the balance of generation and training."""
+    gpus = bench.hardware.gpus
+    balance = _balance(bench, base)
+    offsets = (-0.05, 0.03, 0.12) if base.async_steps == 0 else (-0.05, 0.0, 0.05)
+    for trainers in sorted({min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}):
+        trial = replace(base, trainers=trainers, rollouts=gpus - trainers)
+        if not _allowed(bench, trial):
+            continue
+        held = list(_held(bench, trial))
+        yield from held or _held(bench, replace(trial, tag=False))
+
+
+def _balance(bench: Bench, base: Candidate) -> float:
+    """Trainers at which training takes as long as generation, pools taken in the order of `base`."""
+    units, seconds = bench.work_units(), bench.seconds_per_unit()
+    pools = sorted(bench.hardware.pools, key=lambda pool: pool.name != base.first)
+    stages = ("encode", "generate", "decode", "score")
+    making = {p.name: sum(units[stage] * (seconds[stage][p.name] or 0.0) for stage in stages) for p in pools}
+    trainer = fitted(bench, replace(base, trainers=bench.hardware.gpus - 1, rollouts=1))
+    recompute = 1.0
+    if trainer is not None and trainer.checkpointing:
+        recompute = bench.costs.cell_flops(True) / bench.costs.cell_flops(False)
+    training = {p.name: units["train"] * (seconds["train"][p.name] or 0.0) * recompute for p in pools}
+    order = [p.name for p in pools for _ in range(p.count)]
+    gap = []
+    for trainers in range(1, len(order)):
+        train_rate = sum(1.0 / training[name] for name in order[:trainers])
+        make_rate = sum(1.0 / making[name] for name in order[trainers:])
+        gap.append((abs(1.0 / train_rate - 1.0 / make_rate), trainers))
+    return float(min(gap)[1])
+
+
+def _neighbours(bench: Bench, candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates that differ in one choice."""
+    gpus = bench.hardware.gpus
+    for size in task_sizes(bench):
+        if size != candidate.task_size:
+            yield from _held(bench, replace(candidate, task_size=size))
+    for size in step_batches(bench, candidate):
+        yield replace(candidate, tsp_batch=size)
+    if candidate.rollouts == 0:
+        yield replace(candidate, gap=0, handoff=not candidate.handoff)
+        return
+    for trainers in (candidate.trainers - 2, candidate.trainers - 1, candidate.trainers + 1, candidate.trainers + 2):
+        near = replace(candidate, trainers=trainers, rollouts=gpus - trainers)
+        if 1 <= trainers < gpus and candidate.sharding != "hsdp" and _allowed(bench, near):
+            yield near
+    yield replace(candidate, handoff=not candidate.handoff)
+    for gap in (1, 2, 4):
+        if gap != candidate.gap and gap <= bench.work.prompts // bench.work.updates:
+            yield replace(candidate, gap=gap)
+    if candidate.async_steps:
+        for fraction in (0.25, 0.75):
+            yield replace(candidate, stale_fraction=fraction)
+        yield replace(candidate, tag=not candidate.tag)
+    yield replace(candidate, order="arrival" if candidate.order == "canonical" else "canonical")
+
+
+def _allowed(bench: Bench, candidate: Candidate) -> bool:
+    """Whether the profile's roles allow the split."""
+    try:
+        bench.placed(candidate)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""A plan in words and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from digenrl.simulate.candidate import Outcome
+from digenrl.simulate.planner import Plan
+
+
+def overrides(outcome: Outcome) -> list[str]:
+    """What to add to `python -m digenrl.cli.train experiment=... hardware=...` to run the candidate."""
+    candidate, hardware = outcome.candidate, outcome.bench.hardware
+    words = [
+        f"allocation.trainers={candidate.trainers}",
+        f"allocation.rollouts={candidate.rollouts}",
+        f"parallel.sharding={candidate.sharding}",
+        f"sampling.task_size={candidate.task_size}",
+        f"model.gradient_checkpointing={str(candidate.checkpointing).lower()}",
+        f"schedule.gap={candidate.gap}",
+        f"schedule.order={candidate.order}",
+        f"schedule.tsp.batch={candidate.tsp_batch}",
+        f"schedule.tsp.shard={str(candidate.tsp_shard).lower()}",
+        f"schedule.tag={str(candidate.tag).lower()}",
+        f"schedule.handoff={str(candidate.handoff).lower()}",
+        f"schedule.shares={'measured' if candidate.shares else 'equal'}",
+        f"schedule.async_steps={candidate.async_steps}",
+        f"schedule.stale_fraction={candidate.stale_fraction:g}",
+    ]
+    if candidate.first is not None and candidate.rollouts:
+        first = hardware.pool(candidate.first)
+        if candidate.trainers >= first.count:
+            words.append(f"hardware.pools.{first.name}.role=trainer")
+        if candidate.trainers <= first.count:
+            others = [pool.name for pool in hardware.pools if pool.name != first.name]
+            words += [f"hardware.pools.{name}.role=rollout" for name in others]
+    return words
+
+
+def row(outcome: Outcome) -> dict[str, Any]:
+    """One candidate of plan.json."""
+    memory = outcome.bench.memory(outcome.candidate)
+    return {
+        "overrides": overrides(outcome),
+        "schedule": outcome.candidate.name,
+        "async_steps": outcome.candidate.async_steps,
+        "trainers": outcome.candidate.trainers,
+        "rollouts": outcome.candidate.rollouts,
+        "step_s": outcome.step_s,
+        "samples_per_s": outcome.bench.work.samples / outcome.step_s,
+        "bound_step_s": outcome.bound_s,
+        "efficiency": outcome.efficiency,
+        "memory_gib": {role: round(use.gib, 3) for role, use in memory.items()},
+        "bubble": outcome.bubble,
+        "limits": outcome.limits(),
+    }
+
+
+def chosen(plan: Plan, asynchronous: bool) -> list[Outcome]:
+    """The candidates that the plan may choose from, best first."""
+    return [outcome for outcome in plan.outcomes if asynchronous or outcome.candidate.async_steps == 0]
+
+
+def as_json(plan: Plan, asynchronous: bool, rl_steps: int) -> dict[str, Any]:
+    """plan.json: the ranked candidates, and what a reader needs to recompute the bound."""
+    bench = plan.bench
+    best = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
+    ranked = chosen(plan, asynchronous)
+    return {
+        "candidates": [row(outcome) for outcome in ranked],
+        "best": {kind: row(outcome) if outcome else None for kind, outcome in best.items()},
+        "pools": {pool.name: pool.count for pool in bench.hardware.pools},
+        "work": bench.work_units(),
+        "seconds_per_unit": bench.seconds_per_unit(),
+        "bound_step_s": plan.bound_s,
+        "gpu_hours": ranked[0].step_s * rl_steps * bench.hardware.gpus / 3600 if ranked else None,
+        "rl_steps": rl_steps,
+        "simulated": plan.simulated,
+    }
+
+
+def table(plan: Plan, asynchronous: bool, rl_steps: int, show: int) -> list[str]:
+    """The best candidates, a line each."""
+    lines = [
+        f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>5}{'GiB T/R':>13}{'s/step':>10}"
+        f"{'samples/s':>11}{'of bound':>10}{'GPU-hours':>11}  waiting"
+    ]
+    for outcome in chosen(plan, asynchronous)[:show]:
+        candidate, memory = outcome.candidate, outcome.bench.memory(outcome.candidate)
+        gib = f"{memory['trainer'].gib:.1f}/" + (f"{memory['rollout'].gib:.1f}" if "rollout" in memory else "-")
+        waits = sorted(outcome.bubble.items(), key=lambda item: -item[1])
+        bubble = ", ".join(f"{cause} {100 * share:.1f}%" for cause, share in waits if share >= 0.001)
+        hours = outcome.step_s * rl_steps * outcome.bench.hardware.gpus / 3600
+        rate = outcome.bench.work.samples / outcome.step_s
+        lines.append(
+            f"{candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"
+            f"{candidate.task_size:>4}{candidate.tsp_batch:>4}{candidate.gap:>4}"
+            f"{'yes' if candidate.checkpointing else 'no':>5}{gib:>13}{outcome.step_s:>10.2f}{rate:>11.3f}"
+            f"{outcome.efficiency:>10.3f}{hours:>11.0f}  {bubble or 'none'}"
+        )
+    return lines
+
+
+def explanation(plan: Plan, asynchronous: bool) -> list[str]:
+    """Three lines about the winner; says so when colocated wins."""
+    ranked = chosen(plan, asynchronous)
+    winner = ranked[0]
+    colocated = plan.best("colocated")
+    limits = [limit for limit in winner.limits() if limit["seconds"] > 0][:3]
+    causes = ", ".join(f"{limit['cause']} {limit['seconds']:.2f} s" for limit in limits) or "nothing"
+    if winner.candidate.rollouts == 0:
+        others = [outcome for outcome in ranked if outcome.candidate.rollouts]
+        versus = f"the best disaggregated run takes {others[0].step_s:.2f} s" if others else "no disaggregated run fits"
+        why = f"Colocated wins: {versus}. Disaggregation does not pay here."
+    elif colocated is None:
+        why = "Disaggregated, because no colocated run fits into memory."
+    else:
+        why = (
+            f"Disaggregated: {colocated.step_s / winner.step_s:.2f}x the best colocated run ({colocated.step_s:.2f} s)."
+        )
+    idle = plan.bench.hardware.gpus - winner.candidate.trainers - winner.candidate.rollouts
+    return [
+        f"{winner.step_s:.2f} s per step, {100 * winner.efficiency:.1f}% of the bound ({plan.bound_s:.2f} s); "
+        f"what separates them: {causes}.",
+        why,
+        "All GPUs work." if idle == 0 else f"{idle} GPUs stay idle.",
+    ]

@@ -1,0 +1,52 @@
+"""I9 and I10."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from digenrl.schedule import ScheduleSpec, group_version
+from digenrl.schedule.staleness import AccountingError, Ledger, StalenessError, check_staleness
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 1))
+def test_i9_versions_outside_the_bound_raise(version: int, trainer: int, steps: int) -> None:
+    if 0 <= trainer - version <= steps:
+        assert check_staleness(version, trainer, steps) == trainer - version
+    else:
+        with pytest.raises(StalenessError, match=f"version {version} .* version {trainer}"):
+            check_staleness(version, trainer, steps)
+
+
+@given(st.integers(1, 30), st.integers(0, 9), st.floats(0, 1), st.integers(0, 1))
+def test_i8_the_rule_never_breaks_i9(prompts: int, step: int, fraction: float, steps: int) -> None:
+    spec = ScheduleSpec(prompts, 2, 1, 4, 3, async_steps=steps, stale_fraction=fraction)
+    for group in range(prompts):
+        check_staleness(group_version(spec, step, group), step, steps)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["train", "drop", "keep"])), max_size=30))
+def test_i10_identity(events: list[tuple[int, str]]) -> None:
+    ledger = Ledger()
+    for number, (samples, fate) in enumerate(events):
+        ledger.issue(number, 0, samples)
+        if fate == "train":
+            ledger.train(number, 0)
+        elif fate == "drop":
+            ledger.drop(number, 0, "missing_reward")
+        ledger.check()
+    assert Ledger.restore(ledger.state()) == ledger
+
+
+def test_i10_double_and_unknown_groups_raise() -> None:
+    ledger = Ledger()
+    ledger.issue(0, 1, 8)
+    with pytest.raises(AccountingError, match="issued twice"):
+        ledger.issue(0, 1, 8)
+    ledger.train(0, 1)
+    with pytest.raises(AccountingError, match="not in flight"):
+        ledger.train(0, 1)
+    ledger.trained += 1
+    with pytest.raises(AccountingError, match="issued 8"):
+        ledger.check()
