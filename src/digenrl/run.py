@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from digenrl import config as configuration
 from digenrl.algorithms.dump import dump_to
 from digenrl.data import PromptData
+from digenrl.report.run_dir import append_event
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.strategy.checkpoint import DirectoryCheckpointIO
@@ -148,6 +149,10 @@ def build(config: DictConfig, world: World, session: Session, callbacks: Sequenc
     )
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers)
     data = PromptData(config.data, config.seed)
+    rewards.check_prompts(data.prompts)
+    if world.rank == 0:
+        identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
+        append_event(session.run_dir, "rewards", {"identities": identities})
     strategy = DisaggregatedStrategy(
         world,
         session,

@@ -34,13 +34,18 @@ def main(words: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from digenrl.strategy.attach import find_place
+    from digenrl.strategy.checkpoint import CheckpointError
 
     if (place := find_place()) is not None:
         return join(composed, place)
     run_dir = configuration.prepare_run_dir_or_exit(composed)
     for note in composed.notes:
         print(note, file=sys.stderr)
-    code = train(composed, run_dir)
+    try:
+        code = train(composed, run_dir)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 1
     print(run_dir)
     return code
 
@@ -49,7 +54,7 @@ def train(composed: Composed, run_dir: Path) -> int:
     """Start every rank, show the run, and write its report; returns the exit code."""
     from digenrl import run  # torch and Lightning load here, once, before the ranks are forked
     from digenrl.display import Display
-    from digenrl.strategy.launcher import Launch, launch
+    from digenrl.strategy.launcher import Launch, Outcome, launch
 
     settings = composed.config
     trainers, rollouts = run.allocation(settings)
@@ -66,7 +71,10 @@ def train(composed: Composed, run_dir: Path) -> int:
             display.close()
 
     rank_main = partial(run.fit, settings, newest(composed, run_dir))
-    outcome = launch(Launch(rank_main, trainers, rollouts, run_dir, on_tick=tick, on_end=end))
+    try:
+        outcome = launch(Launch(rank_main, trainers, rollouts, run_dir, on_tick=tick, on_end=end))
+    except OSError as error:  # no free port
+        outcome = Outcome("failed", str(error), 1)
     conclude(run_dir, outcome.status, outcome.cause, trainers, rollouts)
     return outcome.exit_code
 

@@ -1,8 +1,8 @@
 """Ranks that somebody else started: torchrun, SLURM.
 
 Under torchrun the elastic agent's store serves, and any death ends the job (torchrun stops all workers). Under SLURM
-rank 0 hosts the store and leaves last. In both, `allocation` must add up to the number of processes, and trainers are the
-first ranks.
+rank 0 hosts the store and leaves last. In both, `allocation` must add up to the number of processes, and trainers are
+the first ranks.
 """
 
 from __future__ import annotations
