@@ -176,7 +176,7 @@ def _stored(run: Path, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
     return tree, merge_words(tree, words)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _roots(config_name: str) -> tuple[str, ...]:
     """Allowed top-level keys: those that the primary file sets itself, and the groups."""
     directory = config_directory()
