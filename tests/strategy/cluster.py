@@ -44,8 +44,13 @@ TINY = (
     "max_rl_steps=2",
 )
 """4 prompts x 4 samples, tasks of 2, 4 denoising steps (3 trained), LoRA of rank 4, no evaluation."""
-SGD = ("algorithm.optimizer._target_=torch.optim.SGD", "~algorithm.optimizer.betas", "~algorithm.optimizer.eps",
-       "algorithm.optimizer.lr=0.02", "algorithm.optimizer.weight_decay=0")
+SGD = (
+    "algorithm.optimizer._target_=torch.optim.SGD",
+    "~algorithm.optimizer.betas",
+    "~algorithm.optimizer.eps",
+    "algorithm.optimizer.lr=0.02",
+    "algorithm.optimizer.weight_decay=0",
+)
 """Updates are linear in the gradient: rounding is not amplified from one RL step to the next."""
 FP64 = ("model.dtype=float64", "sampling.storage_dtype=float64")
 FULL = ("model.lora=null", "algorithm.kl_weight=0")
@@ -197,8 +202,8 @@ def completed(cluster: Cluster) -> Record:
 
 def logs(run_dir: Path) -> str:
     """The last lines of every rank's log."""
-    parts = [f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-25:]) for file in sorted((run_dir / "logs").glob("*"))]
-    return "\n".join(parts)
+    files = sorted((run_dir / "logs").glob("*"))
+    return "\n".join(f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-25:]) for file in files)
 
 
 def read_record(probes: Path) -> Record:

@@ -177,6 +177,4 @@ def reference(config: DictConfig, block_steps: int = 1) -> Record:
 
 def mean_reward(record: Record, step: int, groups: Sequence[int]) -> float:
     """Mean reward of some groups of one RL step."""
-    return float(
-        torch.stack([c.reward for k, c in record.cells.items() if k[0] == step and k[1] in groups]).mean()
-    )
+    return float(torch.stack([c.reward for k, c in record.cells.items() if k[0] == step and k[1] in groups]).mean())

@@ -14,7 +14,17 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from tests.strategy.cluster import FP64, FULL, SGD, Record, assert_same_cells, completed, configured, relative, run_cluster
+from tests.strategy.cluster import (
+    FP64,
+    FULL,
+    SGD,
+    Record,
+    assert_same_cells,
+    completed,
+    configured,
+    relative,
+    run_cluster,
+)
 from tests.strategy.reference import reference
 
 _REFERENCES: dict[tuple[str, ...], Record] = {}
@@ -51,7 +61,9 @@ def assert_equal_runs(found: Record, wanted: Record, trainers: int, double: bool
 
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize(
-    ("trainers", "rollouts"), [(1, 1), (2, 1), (2, 2), (1, 0), (2, 0)], ids=["1+1", "2+1", "2+2", "colocated-1", "colocated-2"]
+    ("trainers", "rollouts"),
+    [(1, 1), (2, 1), (2, 2), (1, 0), (2, 0)],
+    ids=["1+1", "2+1", "2+2", "colocated-1", "colocated-2"],
 )
 def test_schedule_equals_the_single_process_loop_over_five_steps(
     tmp_path: Path, trainers: int, rollouts: int, double: bool

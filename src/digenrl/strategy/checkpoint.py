@@ -2,7 +2,7 @@
 
     checkpoints/step-000010/policy.safetensors   the trained parameters, by their names in the transformer
                             state.pt             optimizer, loops, callbacks, RNG (tensors and plain values only)
-                            manifest.json        size and xxh3 of both files; without it the directory is no checkpoint
+                            manifest.json        size and xxh3 of both files, and its own digest; written last
     checkpoints/last -> step-000010
 
 Files are written under a temporary name, flushed to disk, read back and compared, then renamed; `last` moves
@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 POLICY = "policy.safetensors"
 STATE = "state.pt"
 MANIFEST = "manifest.json"
+_ASIDE = ".old-"
 PREFIX = "policy.transformer."
 """Where the LightningModule's state dict holds the transformer."""
 
@@ -66,19 +67,20 @@ class DirectoryCheckpointIO(CheckpointIO):
             save_file(policy, temporary / POLICY)
             torch.save(rest, temporary / STATE)
             files = {name: _describe(temporary / name) for name in (POLICY, STATE)}
-            (temporary / MANIFEST).write_text(json.dumps({"epoch": rest.get("epoch"), "files": files}, indent=2))
+            (temporary / MANIFEST).write_text(_manifest({"epoch": rest.get("epoch"), "files": files}))
             for name in (POLICY, STATE, MANIFEST):
                 _flush(temporary / name)
             verify(temporary)
-            shutil.rmtree(target, ignore_errors=True)
+            if target.exists():  # a resumed run reaches a step again: set aside, so that a crash finds one of the two
+                target.rename(target.with_name(f"{_ASIDE}{target.name}"))
             temporary.rename(target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         _point(target.with_name("last"), target.name)
-        for old in sorted(target.parent.glob("step-*"))[: -self._keep]:
-            if old != target:
-                shutil.rmtree(old)
+        outdated = [old for old in sorted(target.parent.glob("step-*"))[: -self._keep] if old != target]
+        for directory in [*outdated, *target.parent.glob(f"{_ASIDE}*")]:
+            shutil.rmtree(directory)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read and verify one checkpoint. Tensors and plain values only: nothing in it can execute.
@@ -104,11 +106,19 @@ def verify(directory: Path) -> None:
         CheckpointError: no manifest (the write never finished), a missing file, or other bytes than were written.
     """
     try:
-        files = json.loads((directory / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
+        text = (directory / MANIFEST).read_text()
+        facts = {key: value for key, value in json.loads(text).items() if key != "xxh3"}
+        files = facts["files"]
+        intact = text == _manifest(facts)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{directory} is not a complete checkpoint: {MANIFEST} cannot be read ({error})."
         ) from error
+    if not intact:
+        raise CheckpointError(
+            f"{directory / MANIFEST} is damaged: it does not give its own digest. "
+            "Resume from an older checkpoint of the run, or restore the file."
+        )
     for name, written in files.items():
         found = _describe(directory / name) if (directory / name).is_file() else None
         if found != written:
@@ -124,7 +134,8 @@ def newest_valid(checkpoints: Path) -> Path:
     Raises:
         CheckpointError: there is none; the message tells what is wrong with each.
     """
-    found = sorted(checkpoints.glob("step-*"), reverse=True)
+    aside = sorted(checkpoints.glob(f"{_ASIDE}*"), reverse=True)  # there only after a crash between two renames
+    found = [*sorted(checkpoints.glob("step-*"), reverse=True), *aside]
     problems: list[str] = []
     for directory in found:
         try:
@@ -133,6 +144,12 @@ def newest_valid(checkpoints: Path) -> Path:
         except CheckpointError as error:
             problems.append(str(error))
     raise CheckpointError("\n".join([f"no valid checkpoint in {checkpoints} ({len(found)} looked at).", *problems]))
+
+
+def _manifest(facts: dict[str, Any]) -> str:
+    """The text of a manifest, which ends with the digest of its own facts."""
+    own = xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
+    return json.dumps(facts | {"xxh3": own}, indent=2)
 
 
 def _describe(path: Path) -> dict[str, Any]:
