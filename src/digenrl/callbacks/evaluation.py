@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import lightning.pytorch as pl
 import numpy as np
@@ -45,6 +45,13 @@ class Evaluates(Protocol):
     def evaluate(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, steps: int | None = None
     ) -> Scored: ...
+
+
+@runtime_checkable
+class Averages(Protocol):
+    """A LightningModule that may keep a moving average of its weights, which is then what gets evaluated."""
+
+    def averaged(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ class Evaluation(pl.Callback):
     """Samples fixed prompts with fixed noise at the start, every `every` RL steps and after the last one.
 
     Sampling is the plain ODE (`RolloutEngine.evaluate`); its noise depends on (seed, prompt, sample) alone and touches
-    no generator of the run, so that evaluating more or less often changes no weight. Prompts are spread over trainer
+    no generator of the run: evaluating more or less often changes no weight. Prompts are spread over trainer
     ranks, and every rank makes equally many forwards, as sharded weights need. Global rank zero writes one line of kind
     "eval" to metrics.jsonl, `samples/eval-<rl_step>.npz`, and `eval/...` to the loggers. Pictures are rounded to 8 bits
     before the statistics, so that these can be recomputed from the file when it holds every sample.
@@ -173,22 +180,23 @@ class Evaluation(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch == 0:
-            self._evaluate(trainer, rl_step=0)
+            self._evaluate(trainer, pl_module, rl_step=0)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         finished = trainer.current_epoch + 1
         if finished == trainer.max_epochs or (self.every and finished % self.every == 0):
-            self._evaluate(trainer, finished)
+            self._evaluate(trainer, pl_module, finished)
 
-    def _evaluate(self, trainer: pl.Trainer, rl_step: int) -> None:
+    def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
         engine = cast(Evaluates, getattr(trainer.strategy, "engine", None))
         if engine is None:
             raise TypeError(
                 f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use DisaggregatedStrategy"
             )
         with _span(trainer, rl_step):
-            local = self.sample(engine, trainer.global_rank, trainer.world_size)
+            with pl_module.averaged() if isinstance(pl_module, Averages) else nullcontext():
+                local = self.sample(engine, trainer.global_rank, trainer.world_size)
             pictures = self._gather(trainer, local)
             if not trainer.is_global_zero:
                 return

@@ -16,12 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from digenrl import config as configuration
 
 USAGE = (
     "usage: python -m digenrl.cli.evaluate run=<run directory> [step=base|last] [data=<prompt file>] [key=value ...]"
 )
 STEPS = ("base", "last")
+MIRRORS = {
+    "data.heldout": "callbacks.evaluation.heldout_prompts",
+    "sampling.eval.steps": "callbacks.evaluation.steps",
+    "sampling.guidance_scale": "model.guidance_scale",
+    "sampling.height": "model.height",
+    "sampling.width": "model.width",
+    "sampling.frames": "model.frames",
+}
+"""Keys whose value a run's config.yaml holds a second time, because interpolations are resolved there."""
 RESULT = "eval.json"
 PICTURE = "eval.png"
 
@@ -61,45 +72,55 @@ class Request:
         return cls(Path(own["run"]), step, tuple(words))
 
 
+def mirrored(request: Request) -> list[str]:
+    """The request's words, each repeated for the key that follows it in the run's configuration (see `MIRRORS`)."""
+    stored = OmegaConf.load(request.run / "config.yaml")
+    words = list(request.words)
+    for word in request.words:
+        key, _, value = word.partition("=")
+        follower = MIRRORS.get(key)
+        if follower is None:
+            continue
+        node, _, leaf = follower.rpartition(".")
+        if leaf in (OmegaConf.select(stored, node) or {}):
+            words.append(f"{follower}={value}")
+    return words
+
+
 def evaluate(request: Request) -> dict[str, Any]:
     """Sample, score and write; returns what eval.json holds.
 
     Raises:
-        ConfigError: no such run, or a change that its configuration does not allow.
+        ConfigError: a change that the run's configuration does not allow.
         NoCheckpoint: step=last, but the run has no whole checkpoint.
-        ValueError: the run's configuration has no evaluation callback.
+        ValueError: no such run, or its configuration has no evaluation callback.
     """
-    composed = configuration.load([f"resume={request.run}", *request.words])
+    if not (request.run / "config.yaml").is_file():
+        raise ValueError(f"run={request.run}: no config.yaml there; name a run directory. {USAGE}")
+    composed = configuration.load([f"resume={request.run}", *mirrored(request)])
     config = composed.config
     if "evaluation" not in (config.callbacks or {}):
         raise ValueError(f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; add one")
 
     # torch is imported only now, so that a mistyped word is refused at once.
-    from safetensors.torch import load_file
-
     from digenrl.callbacks.evaluation import Evaluation, Pictures
-    from digenrl.report.run_dir import read_run, write_json
+    from digenrl.report.run_dir import write_json
     from digenrl.rollout.engine import RolloutEngine
     from digenrl.run import sampling_spec
-    from digenrl.strategy.checkpoint import POLICY, CheckpointError, verify
+    from digenrl.strategy.checkpoint import CheckpointError, DirectoryCheckpointIO
 
-    checkpoint = composed.run_dir / "checkpoints" / "last"
+    folder = composed.run_dir / "checkpoints" / "last"
+    checkpoint: dict[str, Any] | None = None
     if request.step == "last":
         try:
-            verify(checkpoint)
+            checkpoint = DirectoryCheckpointIO().load_checkpoint(folder)
         except CheckpointError as error:
             raise NoCheckpoint(f"{error} step=base evaluates without one.") from error
     evaluation: Evaluation = configuration.instantiate(config.callbacks.evaluation)
     policy = configuration.instantiate(config.model)
     module = configuration.instantiate(config.algorithm, policy=policy)
-    engine = RolloutEngine(
-        policy,
-        configuration.instantiate(config.reward),
-        module.sde,
-        module.train_steps,
-        sampling_spec(config),
-        config.seed,
-    )
+    rewards = configuration.instantiate(config.reward)
+    engine = RolloutEngine(policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed)
     result: dict[str, Any] = {
         "run": str(composed.run_dir),
         "prompts": len(evaluation.prompts),
@@ -108,16 +129,16 @@ def evaluate(request: Request) -> dict[str, Any]:
         "seed": evaluation.seed,
     }
     pictures: dict[str, Pictures] = {"base": evaluation.sample(engine)}
-    if request.step == "last":
-        policy.load_trained_parameters(load_file(checkpoint / POLICY))
-        pictures["last"] = evaluation.sample(engine)
-        finished = read_run(composed.run_dir).steps
-        result["rl_step"] = finished[-1]["rl_step"] if finished else None
+    if checkpoint is not None:
+        result["rl_step"] = int(folder.resolve().name.removeprefix("step-"))
+        module.load_state_dict(checkpoint["state_dict"], strict=False)
+        module.on_load_checkpoint(checkpoint)
+        with module.averaged():
+            pictures["last"] = evaluation.sample(engine)
     engine.close()
     result |= {name: evaluation.measure(engine, shown) for name, shown in pictures.items()}
-    draw(
-        composed.run_dir / PICTURE, pictures["base"], pictures.get("last", pictures["base"]), result.get("rl_step") or 0
-    )
+    after = pictures.get("last", pictures["base"])
+    draw(composed.run_dir / PICTURE, pictures["base"], after, result.get("rl_step", 0))
     write_json(composed.run_dir / RESULT, result)
     return result
 

@@ -1,0 +1,105 @@
+"""`make eval`: the base model and a checkpoint from the same noise, refusals before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from digenrl import config as configuration
+from digenrl.cli.evaluate import NoCheckpoint, Request, evaluate, main
+from digenrl.strategy.checkpoint import DirectoryCheckpointIO
+
+SMALL = "callbacks.evaluation.samples_per_prompt=3"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What training leaves: config.yaml and a checkpoint whose adapter is not the initial one."""
+    directory = tmp_path_factory.mktemp("run")
+    composed = configuration.load(["experiment=digits_flowgrpo"])
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(composed.config))
+    policy = configuration.instantiate(composed.config.model)
+    module = configuration.instantiate(composed.config.algorithm, policy=policy)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.trained_parameters().values():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    checkpoint = {"epoch": 6, "state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    DirectoryCheckpointIO().save_checkpoint(checkpoint, directory / "checkpoints" / "step-000007")
+    return directory
+
+
+def test_last_compares_the_checkpoint_with_the_base_model(run_dir: Path) -> None:
+    result = evaluate(Request.from_arguments([f"run={run_dir}", SMALL]))
+    assert result["rl_step"] == 7
+    assert result["base"]["samples"] == result["last"]["samples"] == 30
+    assert result["last"]["reward"] != result["base"]["reward"]
+    assert 0.3 < result["base"]["heldout"] < 0.8
+    assert json.loads((run_dir / "eval.json").read_text())["last"]["nn_distance"] == result["last"]["nn_distance"]
+    assert (run_dir / "eval.png").stat().st_size > 1000
+
+
+def test_base_needs_no_checkpoint_and_takes_other_prompts_and_steps(run_dir: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "run"
+    bare.mkdir()
+    (bare / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("number two\nnumber five\n")
+    request = Request.from_arguments([f"run={bare}", "step=base", f"data={prompts}", "sampling.eval.steps=3", SMALL])
+    result = evaluate(request)
+    assert (result["prompts"], result["steps"], result["base"]["samples"]) == (2, 3, 6)
+    assert "last" not in result
+    with pytest.raises(NoCheckpoint, match="step=base"):
+        evaluate(Request.from_arguments([f"run={bare}"]))
+
+
+def test_a_damaged_checkpoint_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "run"
+    folder = broken / "checkpoints" / "last"
+    folder.mkdir(parents=True)
+    (broken / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    for file in (run_dir / "checkpoints" / "last").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = folder / "policy.safetensors"
+    assert load_file(weights)
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(bytes(damaged))
+    assert main([f"run={broken}", SMALL]) == 1
+    assert "damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "run=... is missing"),
+        (["run=/nowhere"], "run=/nowhere: no config.yaml there"),
+        (["run=RUN", "step=first"], "step=first: use base or last"),
+        (["RUN"], "settings are key=value"),
+        (["run=RUN", "sampling.eval.step=3"], "sampling.eval.steps"),
+        (["run=RUN", "data=absent.txt"], "absent.txt"),
+    ],
+)
+def test_bad_words_are_refused_in_words(
+    run_dir: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([argument.replace("RUN", str(run_dir)) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_a_refusal_does_not_import_torch(run_dir: Path) -> None:
+    code = (
+        "import sys; from digenrl.cli.evaluate import main; "
+        f"assert main(['run={run_dir}', 'data=absent.txt']) == 2; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
