@@ -144,3 +144,42 @@ def test_video_families_decode_to_what_the_writer_takes(tmp_path):
     policy = make("wan")
     assert policy.family in VIDEO
     assert len(media.write_samples(tmp_path, policy.decode(noise_of(policy)))) == 2
+
+
+def test_command_exports_a_run(tmp_path, capsys):
+    from digenrl import config as configuration
+    from digenrl.cli import export as command
+    from digenrl.config.run_dir import prepare_run_dir
+    from digenrl.strategy.checkpoint import PREFIX, DirectoryCheckpointIO
+
+    words = ["experiment=flux1_flowgrpo", "hardware=cpu_tiny", f"output_root={tmp_path}", "model.lora.rank=4"]
+    composed = configuration.load(words)
+    run = prepare_run_dir(composed)
+    assert command.main([f"run={run}"]) == 1
+    assert "Nothing to export" in capsys.readouterr().err
+    policy = configuration.instantiate(composed.config.model)
+    randomise_lora(policy)
+    trained = {name: value.detach().clone() for name, value in policy.trained_parameters().items()}
+    average = {name: value / 2 for name, value in trained.items()}
+    checkpoint = {
+        "epoch": 1,
+        "state_dict": {PREFIX + name: value for name, value in trained.items()},
+        "algorithm": {"ema": average},
+    }
+    DirectoryCheckpointIO().save_checkpoint(checkpoint, run / "checkpoints" / "step-000001")
+    (run / "samples").mkdir(exist_ok=True)
+    np.savez(run / "samples" / "eval-0.npz", media=np.zeros((2, 3, 8, 8), dtype=np.uint8))
+
+    assert command.main([f"run={run}"]) == 0
+    folder = run / "export"
+    assert capsys.readouterr().out.splitlines()[-1] == str(folder)
+    assert {"README.md", "samples.png", export.LORA_FILE} <= {path.name for path in folder.iterdir()}
+    stored = load_file(folder / export.LORA_FILE)
+    for name, value in trained.items():
+        assert torch.equal(stored[f"transformer.{name.replace('.default', '')}"], value)
+    assert command.main([f"run={run}", f"out={tmp_path / 'average'}", "weights=average"]) == 0
+    stored = load_file(tmp_path / "average" / export.LORA_FILE)
+    for name, value in average.items():
+        assert torch.equal(stored[f"transformer.{name.replace('.default', '')}"], value)
+    assert command.main(["run=nowhere"]) == 2
+    assert command.main([f"run={run}", "weights=best"]) == 2

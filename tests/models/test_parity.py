@@ -213,3 +213,25 @@ def test_decode_equals_the_diffusers_pipeline():
         decoded = torch.from_numpy(np.asarray(output[0]))
         ours = policy.decode(latents).movedim(-3, -1)
         assert (decoded - ours).abs().max() <= 1e-5, family
+
+
+@pytest.mark.slow
+def test_compiled_blocks_sample_and_train_like_the_others():
+    plain, compiled = make("wan"), make("wan", compile=True, gradient_checkpointing=True)
+    condition, noise, sigma = plain.encode([Prompt("a star")]), noise_of(plain, 1), torch.tensor([0.7])
+    outputs = [policy.velocity(noise, sigma, condition) for policy in (plain, compiled)]
+    assert torch.allclose(*outputs, atol=1e-5)
+    for output in outputs:
+        output.square().sum().backward()
+    for name, parameter in plain.trained_parameters().items():
+        assert torch.allclose(parameter.grad, compiled.trained_parameters()[name].grad, atol=1e-4), name
+
+
+def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refused():
+    policy, plain = make("wan", attention_backend="native"), make("wan")
+    condition, noise, sigma = plain.encode([Prompt("a star")]), noise_of(plain, 1), torch.tensor([0.7])
+    with torch.no_grad():
+        outputs = [each.velocity(noise, sigma, condition) for each in (plain, policy)]
+    assert torch.allclose(*outputs, atol=1e-5)
+    with pytest.raises(ValueError, match="warp_drive"):
+        make("wan", attention_backend="warp_drive")

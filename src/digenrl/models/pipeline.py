@@ -128,7 +128,8 @@ class DiffusersPolicy(Policy):
                 if any(name.startswith(f"{module}.") for module in self.unread):
                     parameter.requires_grad_(False)
         if compile:
-            transformer.compile_repeated_blocks(fullgraph=True)
+            for block in self.wrap_units():
+                block.compile(fullgraph=True)
         self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
         self.max_sequence_length = (
@@ -287,7 +288,7 @@ class DiffusersPolicy(Policy):
     def _compute_dtype(dtype: str, build: str) -> torch.dtype:
         if dtype == "auto":
             return torch.float32 if build == "tiny" else torch.bfloat16
-        known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+        known = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
         if dtype not in known:
             raise ValueError(f"model.dtype={dtype}: expected auto, {', '.join(known)}")
         return known[dtype]

@@ -175,7 +175,9 @@ class Policy(nn.Module, ABC):
         self.lora = lora if isinstance(lora, LoraSpec) or lora is None else LoraSpec.from_config(lora)
         self.reference_transformer: nn.Module | None = None
         if self.lora is None:
-            transformer.to(wide(self.dtype)).requires_grad_(True)
+            transformer.requires_grad_(True)
+            for parameter in transformer.parameters():
+                parameter.data = parameter.data.to(wide(self.dtype))
             if keep_reference:
                 self.reference_transformer = copy.deepcopy(transformer).requires_grad_(False)
             self.lora_layers: list[str] = []

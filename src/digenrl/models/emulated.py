@@ -1,0 +1,95 @@
+"""A policy whose network sleeps: real processes, store, transfers and optimizer steps on small tensors, in the time that a
+hardware profile says the real network would take. It is how 16 to 48 ranks are measured on a two-core machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from digenrl.models.policy import Policy
+
+LATENT = (16, 4)
+"""[N, C] of the stand-in latents."""
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds on one rank. A task is b samples."""
+
+    task_size: int
+    """b."""
+    encode: float
+    """One prompt, once."""
+    step: float
+    """One denoising step of a task."""
+    decode: float
+    """Decode (and scoring on the GPU) of a task."""
+    cell: float
+    """Forward and backward of one trained step of a task."""
+
+    def scaled(self, factor: float) -> Durations:
+        """All durations times `hardware.time_scale`."""
+        return replace(
+            self,
+            encode=self.encode * factor,
+            step=self.step * factor,
+            decode=self.decode * factor,
+            cell=self.cell * factor,
+        )
+
+
+class _Sleep(torch.autograd.Function):
+    """Identity that sleeps in its forward and in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        time.sleep(forward_s)
+        ctx.backward_s = backward_s
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradients[0], None, None
+
+
+class EmulatedPolicy(Policy):
+    """See the module docstring. A third of a trained cell's time is its forward, two thirds its backward."""
+
+    family = "emulated"
+
+    def __init__(self, durations: Durations) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            transformer = nn.Linear(LATENT[1], LATENT[1])
+        super().__init__(transformer, LATENT, keep_reference=True)
+        self._durations = durations
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        velocity: Tensor = self.network(latents)
+        share = latents.shape[0] / self._durations.task_size
+        if torch.is_grad_enabled():
+            seconds = self._durations.cell * share
+            return _Sleep.apply(velocity, seconds / 3, 2 * seconds / 3)
+        if self.network is self.transformer:  # a trained cell's time includes its reference forward
+            time.sleep(self._durations.step * share)
+        return velocity
+
+    def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        time.sleep(self._durations.encode * len(texts))
+        return {"text": torch.zeros(len(texts), 1)}
+
+    def decode(self, latents: Tensor) -> Tensor:
+        time.sleep(self._durations.decode * latents.shape[0] / self._durations.task_size)
+        return latents.float().reshape(-1, 1, 8, 8).sigmoid().repeat(1, 3, 1, 1)
+
+    def sigma_grid(self, steps: int) -> Tensor:
+        return torch.linspace(1.0, 0.0, steps + 1)
+
+    def wrap_units(self) -> list[nn.Module]:
+        return []
