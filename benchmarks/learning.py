@@ -1,0 +1,202 @@
+"""Does it learn, at what price, how surely? Whole training runs on the digits task, a table and a plot per study.
+
+    python benchmarks/learning.py [study=algorithms] [seeds=0,1,2] [steps=50] [runs=outputs/learning] [key=value ...]
+
+Studies:
+    algorithms  every algorithm at the same sample budget (experiment=digits_*);
+    kl          the KL weight of digits_flowgrpo: held-out judge against diversity;
+    async       one-step asynchrony (every group one version old) with each off-policy correction and with none,
+                against on-policy at equal RL steps, paired by seed, 2000 evaluation samples.
+
+Every run is `python -m digenrl.cli.train ...`; further key=value words go to all of them. Finished runs are kept in
+RUNS/<study>.jsonl and not repeated, so that a stopped study continues. Writes benchmarks/results/learning_<study>.md
+and .png. One run takes one to two minutes on two idle cores.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+ALGORITHMS = ("flowgrpo", "dancegrpo", "cps", "mixgrpo", "guard", "dppo", "nft")
+KL_WEIGHTS = ("0", "0.1", "0.2", "0.3", "0.5", "1.0")
+CORRECTIONS = ("uncorrected", "clipped", "decoupled", "truncated_is", "cispo", "topr")
+FACTS = (
+    "reward_first",
+    "reward_last",
+    "heldout_first",
+    "heldout_last",
+    "diversity_ratio",
+    "nn_distance_first",
+    "nn_distance_last",
+    "first_ratio_max_dev",
+    "staleness_max",
+    "wall_s",
+)
+"""What is kept of a run's summary.json."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a study's table."""
+
+    name: str
+    words: tuple[str, ...]
+    """What it adds to the command line."""
+
+
+def variants(study: str) -> list[Variant]:
+    """The rows of `study`; raises ValueError for an unknown one."""
+    if study == "algorithms":
+        return [Variant(name, (f"experiment=digits_{name}",)) for name in ALGORITHMS]
+    if study == "kl":
+        return [Variant(f"KL {kl}", ("experiment=digits_flowgrpo", f"algorithm.kl_weight={kl}")) for kl in KL_WEIGHTS]
+    if study == "async":
+        common = (
+            "experiment=digits_flowgrpo",
+            "callbacks.evaluation.samples_per_prompt=200",
+            "callbacks.evaluation.every=0",
+        )
+        stale = ("schedule.async_steps=1", "schedule.stale_fraction=1")
+        rows = [Variant("on-policy", common)]
+        return rows + [Variant(name, (*common, *stale, f"algorithm/surrogate={name}")) for name in CORRECTIONS]
+    raise ValueError(f"study={study}: use algorithms, kl or async")
+
+
+def run(variant: Variant, seed: int, steps: int, extra: Sequence[str], runs: Path) -> dict[str, Any]:
+    """Train once and return FACTS; raises RuntimeError with the end of the log when the run did not complete."""
+    words = [*variant.words, f"seed={seed}", f"max_rl_steps={steps}", f"output_root={runs}", *extra]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "digenrl.cli.train", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    summary = json.loads((Path(done.stdout.strip().splitlines()[-1]) / "summary.json").read_text())
+    return {key: summary.get(key) for key in FACTS}
+
+
+def study_rows(study: str, seeds: Sequence[int], steps: int, extra: Sequence[str], runs: Path) -> list[dict[str, Any]]:
+    """Facts of every (variant, seed) of the study, run now or found in RUNS/<study>.jsonl."""
+    runs.mkdir(parents=True, exist_ok=True)
+    log = runs / f"{study}.jsonl"
+    known = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    rows: list[dict[str, Any]] = []
+    for seed in seeds:
+        for variant in variants(study):
+            identity = {"variant": variant.name, "seed": seed, "steps": steps, "words": [*variant.words, *extra]}
+            row = next((old for old in known if identity.items() <= old.items()), None)
+            if row is None:
+                row = identity | run(variant, seed, steps, extra, runs)
+                with log.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            print(
+                f"{variant.name:<14} seed {seed}  held-out {row['heldout_first']:.3f} -> {row['heldout_last']:.3f}  "
+                f"diversity {row['diversity_ratio']:.2f}",
+                flush=True,
+            )
+            rows.append(row)
+    return rows
+
+
+def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half of its 95 % interval by Student's t; the half is NaN for a single value."""
+    from scipy.stats import t
+
+    if len(values) < 2:
+        return values[0], math.nan
+    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), half
+
+
+def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Markdown lines: a row per run, then for `async` the paired losses."""
+    yield "| variant | seed | reward A | held-out judge B | diversity ratio | distance to real | ratio dev. | wall s |"
+    yield "|---|---|---|---|---|---|---|---|"
+    order = [variant.name for variant in variants(study)]
+    for row in sorted(rows, key=lambda row: (order.index(row["variant"]), row["seed"])):
+        ratio = "none" if row["first_ratio_max_dev"] is None else f"{row['first_ratio_max_dev']:g}"
+        yield (
+            f"| {row['variant']} | {row['seed']} | {row['reward_first']:.3f} -> {row['reward_last']:.3f} "
+            f"| {row['heldout_first']:.3f} -> {row['heldout_last']:.3f} | {row['diversity_ratio']:.2f} "
+            f"| {row['nn_distance_first']:.2f} -> {row['nn_distance_last']:.2f} | {ratio} | {row['wall_s']:.0f} |"
+        )
+    if study != "async":
+        return
+    last = {(row["variant"], row["seed"]): row["heldout_last"] for row in rows}
+    yield ""
+    yield "| correction | held-out loss against on-policy, mean | 95 % interval | pairs |"
+    yield "|---|---|---|---|"
+    for name in order[1:]:
+        losses = [last["on-policy", seed] - value for (variant, seed), value in last.items() if variant == name]
+        mean, half = mean_and_half_width(losses)
+        yield f"| {name} | {mean:+.4f} | {mean - half:+.4f} .. {mean + half:+.4f} | {len(losses)} |"
+
+
+def plot(study: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Held-out judge against diversity, a colour per variant, a dot per seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for index, variant in enumerate(variants(study)):
+        dots = [(row["diversity_ratio"], row["heldout_last"]) for row in rows if row["variant"] == variant.name]
+        if dots:
+            diversity, heldout = zip(*dots, strict=True)
+            axes.scatter(diversity, heldout, label=variant.name, color=f"C{index}")
+    axes.axvspan(0.70, 1.15, color="0.93", zorder=0)
+    axes.axhline(statistics.fmean(row["heldout_first"] for row in rows), color="0.6", linewidth=1)
+    axes.set_xlabel("diversity / real digits (grey: wanted)")
+    axes.set_ylabel("held-out judge B (line: base model)")
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a study and write its table; 2 for words that do not fit."""
+    own = {"study": "algorithms", "seeds": "0,1,2", "steps": "50", "runs": str(ROOT / "outputs" / "learning")}
+    extra: list[str] = []
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator:
+            print(f"{word}: settings are key=value\n{__doc__}", file=sys.stderr)
+            return 2
+        if key in own:
+            own[key] = value
+        else:
+            extra.append(word)
+    try:
+        seeds, steps = [int(seed) for seed in own["seeds"].split(",")], int(own["steps"])
+        variants(own["study"])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    rows = study_rows(own["study"], seeds, steps, extra, Path(own["runs"]).absolute())
+    command = f"python benchmarks/learning.py {' '.join(words)}".strip()
+    lines = [
+        f"# Learning on digits: {own['study']}",
+        "",
+        f"`{command}`, {datetime.date.today()}, {os.cpu_count()} cores.",
+        "",
+    ]
+    lines += [*table(own["study"], rows), ""]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"learning_{own['study']}.md").write_text("\n".join(lines))
+    plot(own["study"], rows, RESULTS / f"learning_{own['study']}.png")
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
