@@ -1,6 +1,6 @@
 """Does it learn, at what price, how surely? Whole training runs on the digits task, a table and a plot per study.
 
-    python benchmarks/learning.py [study=algorithms] [seeds=0,1,2] [steps=50] [runs=outputs/learning] [key=value ...]
+    python benchmarks/learning.py [study=algorithms] [seeds=0,1,2] [steps=40] [runs=outputs/learning] [key=value ...]
 
 Studies:
     algorithms  every algorithm at the same sample budget (experiment=digits_*);
@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 ALGORITHMS = ("flowgrpo", "dancegrpo", "cps", "mixgrpo", "guard", "dppo", "nft")
-KL_WEIGHTS = ("0", "0.1", "0.2", "0.3", "0.5", "1.0")
+KL_WEIGHTS = ("0", "0.1", "0.25", "0.5", "1.0")
 CORRECTIONS = ("uncorrected", "clipped", "decoupled", "truncated_is", "cispo", "topr")
 FACTS = (
     "reward_first",
@@ -165,7 +165,7 @@ def plot(study: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main(words: Sequence[str]) -> int:
     """Run a study and write its table; 2 for words that do not fit."""
-    own = {"study": "algorithms", "seeds": "0,1,2", "steps": "50", "runs": str(ROOT / "outputs" / "learning")}
+    own = {"study": "algorithms", "seeds": "0,1,2", "steps": "40", "runs": str(ROOT / "outputs" / "learning")}
     extra: list[str] = []
     for word in words:
         key, separator, value = word.partition("=")
