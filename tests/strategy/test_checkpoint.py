@@ -125,7 +125,7 @@ def _disk_operations(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]
 
 
 def test_a_crash_at_any_write_or_rename_leaves_a_resumable_run(tmp_path: Path) -> None:
-    """A forked child dies by os._exit before its n-th disk operation; a valid checkpoint remains, `last` points to one."""
+    """A forked child dies by os._exit before its n-th disk operation; a valid checkpoint remains, `last` is one."""
     outcomes: list[int] = []
     for kill_at in range(1, 100):
         root = tmp_path / str(kill_at)

@@ -14,13 +14,18 @@ import hmac
 import queue
 import socket
 import threading
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 from digenrl.strategy.control import Aborted, Control
 from digenrl.strategy.wire import Buffers, Kind, Message, WireError, decode, encode
 
 _BUFFER = 4 << 20
+_CLOSE_SECONDS = 10.0
 MAX_MESSAGE_BYTES = 64 << 30
+MAX_HELLO_BYTES = 4096
+"""All that a client may send before it has shown the token."""
 
 
 class Link(Protocol):
@@ -34,7 +39,7 @@ class Link(Protocol):
         """The next message from anybody, or None after `timeout` seconds. Raises what broke a connection."""
 
     def close(self) -> None:
-        """Flush queued messages, then close."""
+        """Flush queued messages (bounded; not at all in an aborted run), then close."""
 
 
 class SocketLink:
@@ -80,12 +85,24 @@ class SocketLink:
         return item
 
     def close(self) -> None:
-        for outbox, _ in self._outboxes.values():
-            outbox.put(None)
-        for _, thread in self._outboxes.values():
-            thread.join(timeout=10.0)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for outbox, thread in self._outboxes.values():
+            ended = False
+            while thread.is_alive() and time.monotonic() < deadline and not self._aborted():
+                if not ended and not outbox.full():
+                    outbox.put(None)
+                    ended = True
+                thread.join(timeout=0.05)
         self._closing.set()
         self._listener.close()
+
+    def _aborted(self) -> bool:
+        """Whether nobody waits any more for what is still queued."""
+        try:
+            self._control.check()
+        except Aborted:
+            return True
+        return False
 
     def _sender(self, peer: int, outbox: queue.Queue[Buffers | None]) -> None:
         try:
@@ -121,18 +138,26 @@ class SocketLink:
                 buffer = buffer[received:]
 
         with sock:
+            if not self._is_ours(sock, read):
+                return
             try:
-                sock.settimeout(10.0)
-                hello = decode(read, 0)
-                if hello.kind is not Kind.HELLO or not hmac.compare_digest(str(hello.meta.get("token")), self._token):
-                    return
-                sock.settimeout(None)
                 while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
                     self._inbox.put(decode(read, MAX_MESSAGE_BYTES))
             except (OSError, EOFError, WireError) as error:
                 # A dead peer is the launcher's to judge; a broken message is ours.
                 if isinstance(error, WireError) and not self._closing.is_set():
                     self._inbox.put(error)
+
+    def _is_ours(self, sock: socket.socket, read: Callable[[memoryview], None]) -> bool:
+        """Whether the peer introduces itself with this run's token; anything else is a stranger's and ends nothing."""
+        try:
+            sock.settimeout(10.0)
+            hello = decode(read, max_bytes=0, max_meta=MAX_HELLO_BYTES)
+            sock.settimeout(None)
+        except (OSError, EOFError, WireError):
+            return False
+        token = str(hello.meta.get("token"))
+        return hello.kind is Kind.HELLO and hmac.compare_digest(token.encode(), self._token.encode())
 
 
 def _write(sock: socket.socket, buffers: Buffers) -> None:

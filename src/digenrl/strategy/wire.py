@@ -92,8 +92,9 @@ def encode(message: Message) -> Buffers:
     return buffers if names else [bytes(head)]
 
 
-def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
-    """The next message. `read` fills a buffer completely or raises; `max_bytes` bounds the sum of all tensors.
+def decode(read: Callable[[memoryview], None], max_bytes: int, max_meta: int = MAX_META_BYTES) -> Message:
+    """The next message. `read` fills a buffer completely or raises; `max_bytes` bounds the sum of all tensors, an empty
+    dimension counted as one.
 
     Raises:
         WireError: wrong magic, unknown kind or dtype, sizes over the limits, or meta that is not the agreed JSON.
@@ -105,20 +106,20 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
         return bytes(buffer)
 
     magic, kind, meta_size, count = _HEAD.unpack(take(_HEAD.size))
-    if magic != MAGIC or kind not in Kind._value2member_map_ or meta_size > MAX_META_BYTES or count > MAX_TENSORS:
+    if magic != MAGIC or kind not in Kind._value2member_map_ or meta_size > max_meta or count > MAX_TENSORS:
         raise WireError(
             f"not a digenrl message: magic {magic!r}, kind {kind}, meta {meta_size} bytes, {count} tensors."
         )
     try:
         body = json.loads(take(meta_size))
         names, meta = body["names"], body["meta"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(f"message meta is not the agreed JSON: {error}.") from error
     if not (
         isinstance(meta, dict)
         and isinstance(names, list)
-        and len(names) == count
         and all(isinstance(n, str) for n in names)
+        and len(names) == len(set(names)) == count
     ):
         raise WireError(f"message meta announces {names!r} for {count} tensors.")
     tensors: dict[str, Tensor] = {}
@@ -128,7 +129,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
         if code >= len(_DTYPES) or dims > MAX_DIMS:
             raise WireError(f"tensor {name!r}: dtype code {code}, {dims} dimensions.")
         shape: Sequence[int] = struct.unpack(f"!{dims}Q", take(8 * dims))
-        total += math.prod(shape) * _DTYPES[code].itemsize
+        total += math.prod(max(1, size) for size in shape) * _DTYPES[code].itemsize
         if total > max_bytes:
             raise WireError(
                 f"message of {total} bytes at tensor {name!r} {tuple(shape)}: the limit is {max_bytes} bytes."
