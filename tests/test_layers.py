@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "report"},
     "callbacks": {"types", "data", "report", "models", "rollout"},
 }
-"""Room -> what it may import besides itself. Rooms not listed (cli, run) are the top and may import everything."""
+"""Room -> what it may import besides itself. Rooms not listed (cli, run, emulate) are the top and may import everything."""
 
 TYPES_ONLY: dict[str, set[str]] = {"diffusion": {"models.policy"}}
 """Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point upwards."""
@@ -89,7 +89,7 @@ def test_imports_point_downwards() -> None:
 
 
 def test_every_room_has_a_rule() -> None:
-    top = {"cli", "run", "__init__"}
+    top = {"cli", "run", "emulate", "__init__"}
     unknown = {room for room, _ in rooms()} - set(MAY_IMPORT) - top
     assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import"
 

@@ -19,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from digenrl import config as configuration
 from digenrl.algorithms.dump import dump_to
 from digenrl.data import PromptData
+from digenrl.emulate import REWARD
+from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.report.run_dir import append_event
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
@@ -65,9 +67,15 @@ def schedule_spec(config: DictConfig, trained_steps: int, trainers: int) -> Sche
     )
 
 
-def fit(config: DictConfig, checkpoint: Path | None, world: World, session: Session) -> None:
-    """The life of one rank."""
-    build(config, world, session).fit(checkpoint)
+def fit(
+    config: DictConfig,
+    checkpoint: Path | None,
+    durations: Sequence[Durations],
+    world: World,
+    session: Session,
+) -> None:
+    """The life of one rank; `durations` of all ranks make it an emulated one, () a real one."""
+    build(config, world, session, emulated=durations[world.rank] if durations else None).fit(checkpoint)
 
 
 def allocation(config: DictConfig, processes: int | None = None) -> tuple[int, int]:
@@ -119,7 +127,13 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
     )
 
 
-def build(config: DictConfig, world: World, session: Session, callbacks: Sequence[pl.Callback] = ()) -> Rank:
+def build(
+    config: DictConfig,
+    world: World,
+    session: Session,
+    callbacks: Sequence[pl.Callback] = (),
+    emulated: Durations | None = None,
+) -> Rank:
     """Instantiate everything that rank `world.rank` needs.
 
     Args:
@@ -127,14 +141,15 @@ def build(config: DictConfig, world: World, session: Session, callbacks: Sequenc
         world: this process's place.
         session: how to reach the run.
         callbacks: further Lightning callbacks (tests record gradients with them).
+        emulated: how long this rank's network sleeps, in place of a real one.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else 1)
     torch.manual_seed(config.seed)
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    policy = configuration.instantiate(config.model)
-    rewards = configuration.instantiate(config.reward)
+    policy = configuration.instantiate(config.model) if emulated is None else EmulatedPolicy(emulated)
+    rewards = configuration.instantiate(config.reward if emulated is None else REWARD)
     module = configuration.instantiate(config.algorithm, policy=policy)
     module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
     engine = RolloutEngine(
@@ -161,6 +176,7 @@ def build(config: DictConfig, world: World, session: Session, callbacks: Sequenc
         data.sampler,
         last_step=config.max_rl_steps - 1,
         sharding=config.parallel.sharding,
+        split_claims=config.schedule.claims == "split",
         checkpoint_io=DirectoryCheckpointIO(),
     )
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from digenrl import config as configuration
 from digenrl.config import Composed
 
 if TYPE_CHECKING:
+    from digenrl.models.emulated import Durations
     from digenrl.strategy.attach import Place
     from digenrl.strategy.world import Session, World
 
@@ -70,7 +71,7 @@ def train(composed: Composed, run_dir: Path) -> int:
         if display is not None:
             display.close()
 
-    rank_main = partial(run.fit, settings, newest(composed, run_dir))
+    rank_main = partial(run.fit, settings, newest(composed, run_dir), sleeps(composed, trainers, rollouts))
     try:
         outcome = launch(Launch(rank_main, trainers, rollouts, run_dir, on_tick=tick, on_end=end))
     except OSError as error:  # no free port
@@ -93,7 +94,7 @@ def join(composed: Composed, place: Place) -> int:
         return run_dir
 
     def rank_main(world: World, session: Session) -> None:
-        run.fit(settings, newest(composed, session.run_dir), world, session)
+        run.fit(settings, newest(composed, session.run_dir), sleeps(composed, trainers, rollouts), world, session)
 
     try:
         run_dir, cause = attach(place, trainers, rollouts, prepare, rank_main)
@@ -104,6 +105,15 @@ def join(composed: Composed, place: Place) -> int:
         conclude(run_dir, "failed" if cause else "completed", cause, trainers, rollouts)
         print(run_dir)
     return 1 if cause else 0
+
+
+def sleeps(composed: Composed, trainers: int, rollouts: int) -> Sequence[Durations]:
+    """How long every rank's network sleeps under hardware.emulate; () when the networks are real."""
+    if not composed.config.hardware.emulate:
+        return ()
+    from digenrl.emulate import durations
+
+    return durations(composed, trainers, rollouts)
 
 
 def newest(composed: Composed, run_dir: Path) -> Path | None:

@@ -180,6 +180,7 @@ KEYS: dict[str, Rule] = {
     "data.prompts_per_batch": _whole(1, 65536),
     "data.group_size": _whole(2, 4096),
     "schedule.gap": _whole(0),
+    "schedule.claims": Choice(("shared", "split")),
     "schedule.order": Choice(("canonical", "arrival")),
     "schedule.tsp.batch": _whole(1, None, "auto", "all"),
     "schedule.tsp.shard": Flag(),

@@ -67,6 +67,7 @@ class DisaggregatedStrategy(DDPStrategy):
         last_step: index of the final RL step (max_rl_steps - 1).
         sharding: how trainers hold the model: ddp (replicas), hsdp or fsdp.
         trainers_per_node: extent of a shard group under hsdp.
+        split_claims: divide every queue equally beforehand instead of claiming (what published colocated loops do).
     """
 
     strategy_name = "disaggregated"
@@ -81,6 +82,7 @@ class DisaggregatedStrategy(DDPStrategy):
         last_step: int,
         sharding: str = "ddp",
         trainers_per_node: int = 1,
+        split_claims: bool = False,
         checkpoint_io: Any = None,
     ) -> None:
         super().__init__(
@@ -89,7 +91,7 @@ class DisaggregatedStrategy(DDPStrategy):
             timeout=timedelta(seconds=session.timeout_s),
         )
         self.world, self.session, self.spec, self.engine = world, session, spec, engine
-        self.sharding, self._per_node = sharding, trainers_per_node
+        self.sharding, self._per_node, self._split_claims = sharding, trainers_per_node, split_claims
         self._sampler, self._last_step = sampler, last_step
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
@@ -175,7 +177,13 @@ class DisaggregatedStrategy(DDPStrategy):
             self.control,
             self.link,
             self.spans,
+            split_over=self._generators if self._split_claims else None,
         )
+
+    @property
+    def _generators(self) -> range:
+        """Ranks that generate by trade."""
+        return self.world.rollout_ranks if self.world.rollouts else range(self.world.trainers)
 
     def setup_environment(self) -> None:
         super().setup_environment()

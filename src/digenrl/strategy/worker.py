@@ -37,6 +37,7 @@ class TaskRunner:
         place: the Strategy's `place_timesteps`: fragment -> which trainer rank trains which cells.
         rank: this launch rank.
         trainers: number of trainer ranks.
+        split_over: divide every queue equally among these ranks; None = claim, so that faster ranks take more.
     """
 
     def __init__(
@@ -51,7 +52,11 @@ class TaskRunner:
         control: Control,
         link: Link,
         spans: SpanLog,
+        split_over: range | None = None,
     ) -> None:
+        self._split_over = split_over
+        self._taken: dict[int, int] = {}
+        """version -> tasks that this rank took of its own part of a divided queue."""
         self._spec, self._plan, self._place = spec, plan, place
         self._rank, self._trainers = rank, trainers
         self._engine, self._sampler, self._control, self._link, self._spans = engine, sampler, control, link, spans
@@ -61,13 +66,27 @@ class TaskRunner:
 
     def claim(self, version: int) -> Task | None:
         """The next task of the version's queue, or None when all are claimed."""
-        tasks = self._plan(version)
-        number = self._control.claim(f"v{version}")
+        tasks = self._queue(version)
+        if self._split_over is None:
+            number = self._control.claim(f"v{version}")
+        else:
+            number = self._taken.get(version, 0)
+            self._taken[version] = number + 1
         return tasks[number] if number < len(tasks) else None
 
     def remaining(self, version: int) -> int:
         """Unclaimed tasks of the version's queue."""
-        return max(0, len(self._plan(version)) - self._control.claimed(f"v{version}"))
+        shared = self._split_over is None
+        claimed = self._control.claimed(f"v{version}") if shared else self._taken.get(version, 0)
+        return max(0, len(self._queue(version)) - claimed)
+
+    def _queue(self, version: int) -> tuple[Task, ...]:
+        """The whole queue, or this rank's part of a divided one."""
+        tasks = self._plan(version)
+        if self._split_over is None:
+            return tasks
+        part, parts = self._rank - self._split_over.start, len(self._split_over)
+        return tasks[part * len(tasks) // parts : (part + 1) * len(tasks) // parts]
 
     def run(self, task: Task, stage: str = "generate", interrupt: Interrupt | None = None) -> None:
         """Generate one task and ship it, unless `interrupt` names another rank to finish it."""
