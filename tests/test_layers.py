@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "report"},
     "callbacks": {"types", "data", "report", "models", "rollout"},
 }
-"""Room -> what it may import besides itself. Rooms not listed (cli, run, emulate) are the top and may import everything."""
+"""Room -> what it may import besides itself. Rooms not listed are the top and may import everything."""
 
 TYPES_ONLY: dict[str, set[str]] = {"diffusion": {"models.policy"}}
 """Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point upwards."""

@@ -69,7 +69,7 @@ class CellBlock:
     condition: dict[str, Tensor]
     """Conditioning of the one prompt, leading dimension 1; expanded to rows by view."""
     final: Tensor | None = None
-    """[b, *L]: the sample's clean latent (forward-process methods: NFT, DPO); None when the algorithm has no use for it."""
+    """[b, *L]: the samples' clean latents (forward-process methods: NFT, DPO); None when nobody uses them."""
     means: Tensor | None = None
     """[b, K, *L] fp32: rollout means (GRPO-Guard, Flow-DPPO); None when unused."""
     weight: float = 1.0
@@ -93,7 +93,7 @@ class TrainBatch:
     reward_weights: dict[str, float]
     """name -> weight in the optimised sum; a reward absent here is only logged."""
     denominator: float
-    """Cells of the whole optimizer update over all ranks. The loss is a *sum* over this micro-batch's cells divided by it."""
+    """Cells of the whole optimizer update over all ranks; the loss is a *sum* over the micro-batch's cells / this."""
     update: int
     """Index of the optimizer update within the logical batch, 0..updates_per_batch-1."""
     version: int
@@ -143,7 +143,7 @@ class Trajectory:
 def move(value: _T, device: torch.device | str, non_blocking: bool = False) -> _T:
     """`value` with every tensor inside dataclasses, dicts and tuples on `device`."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=non_blocking)
+        return value.to(device, non_blocking=non_blocking)  # type: ignore[return-value]
     if isinstance(value, dict):
         return {key: move(item, device, non_blocking) for key, item in value.items()}  # type: ignore[return-value]
     if isinstance(value, tuple):

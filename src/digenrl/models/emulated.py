@@ -1,5 +1,5 @@
-"""A policy whose network sleeps: real processes, store, transfers and optimizer steps on small tensors, in the time that
-a hardware profile says the real network would take. So 16 to 48 ranks are measured on a two-core machine."""
+"""A policy whose network sleeps: real processes, store, transfers and optimizer steps on small tensors, in the time
+that a hardware profile says the real network would take. So 16 to 48 ranks are measured on a two-core machine."""
 
 from __future__ import annotations
 

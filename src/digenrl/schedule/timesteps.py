@@ -31,7 +31,8 @@ class Block:
 def fragment_blocks(spec: ScheduleSpec, groups: tuple[int, ...]) -> tuple[Block, ...]:
     """Every block of a fragment, group-first."""
     step_ranges = [
-        tuple(range(i, min(i + spec.tsp_batch, spec.trained_steps))) for i in range(0, spec.trained_steps, spec.tsp_batch)
+        tuple(range(i, min(i + spec.tsp_batch, spec.trained_steps)))
+        for i in range(0, spec.trained_steps, spec.tsp_batch)
     ]
     return tuple(
         Block(group, part, steps) for group in groups for part in range(spec.tasks_per_group) for steps in step_ranges
@@ -54,7 +55,7 @@ def place(spec: ScheduleSpec, trainers: int, groups: tuple[int, ...]) -> tuple[t
     """placement[rank][micro_batch] = blocks; an empty tuple is a micro-batch that only joins collectives."""
     shares = spec.shares or (1.0,) * trainers
     if len(shares) != trainers:
-        raise ValueError(f"schedule.shares has {len(shares)} entries for {trainers} trainers: give one per trainer rank.")
+        raise ValueError(f"schedule.shares has {len(shares)} entries for {trainers} trainers: give one per rank.")
     blocks = fragment_blocks(spec, groups)
     unit = 1 if spec.tsp_shard else spec.blocks_per_task
     units = [blocks[i : i + unit] for i in range(0, len(blocks), unit)]
