@@ -55,16 +55,18 @@ def test_i6_nothing_is_lent_while_a_fragment_is_ready(state: LendingState) -> No
 
 
 def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
-    state = LendingState((0.0, 0.0), (10.0, 10.0), 8, (4, 4), (0.0, 0.0), (1.0, 1.0), 5.0, 2, 0.1)
+    state = LendingState((0.0, 0.0), (10.0, 10.0), 8, (4, 4), (0.0, 0.0), (1.0, 1.0), 5.0, 2, switch_seconds=0.1)
     assert search(state).lend > 0
     assert search(state).gain > 0
     costly = replace(state, switch_seconds=100.0)
-    assert search(costly) == Decision(0, 41.0, 41.0, search(costly).nodes)  # 4 rounds of 2 tasks, then the last fragment
+    assert search(costly) == Decision(
+        0, 41.0, 41.0, search(costly).nodes
+    )  # 4 rounds of 2 tasks, then the last fragment
 
 
 def test_search_takes_milliseconds() -> None:
     free = tuple(0.1 * i for i in range(24))
-    state = LendingState(free, (3.0,) * 24, 288, (6,) * 48, (0.0,) * 48, (0.7,) * 48, 4.0, 8, 0.05)
+    state = LendingState(free, (3.0,) * 24, 288, (6,) * 48, (0.0,) * 48, (0.7,) * 48, 4.0, 8, switch_seconds=0.05)
     best = min(_timed(state) for _ in range(5))
     assert best < 0.05
 

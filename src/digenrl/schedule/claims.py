@@ -66,10 +66,21 @@ def hands_over(
     return any(remaining * idle + move_seconds < remaining * step_seconds for idle in idle_step_seconds)
 
 
+def yields(own: int, step_seconds: float, running: Sequence[tuple[int, float]]) -> bool:
+    """Levelling, nothing waiting: whether a slow rank gives up its task for a faster rank to exchange with its own.
+
+    Args:
+        own: remaining steps of the slow rank's task.
+        step_seconds: of the slow rank.
+        running: (remaining steps, seconds per step) of the tasks that other ranks run.
+    """
+    return any(seconds < step_seconds and own > left + max(1, left // 3) for left, seconds in running)
+
+
 def swaps(own: int, waiting: Sequence[int], ranks: int) -> int | None:
     """Levelling of the tail (hand-off, one fragment = the whole batch): which waiting task to run instead of one's own.
 
-    With at most `ranks` tasks waiting, a rank at a denoising-step boundary changes to the longest of them when that
+    In the tail (at most `ranks` tasks not begun, and each rank's own suspended at most once), a rank at a denoising-step boundary changes to the longest of them when that
     is longer than its own by a third: all tasks then end together, and no rank is above total work / total speed by
     more than a denoising step (highest-level-first is optimal for preemptive chains on uniform machines: Horvath, Lam,
     Sethi, "A level algorithm for preemptive scheduling", J. ACM 24 (1977)). The proportional threshold keeps the number
@@ -83,7 +94,7 @@ def swaps(own: int, waiting: Sequence[int], ranks: int) -> int | None:
     Returns:
         Position in `waiting`, or None to go on.
     """
-    if not waiting or len(waiting) > ranks:
+    if not waiting or len(waiting) > 2 * ranks:
         return None
     longest = max(range(len(waiting)), key=lambda i: (waiting[i], -i))
     return longest if waiting[longest] > own + own // 3 else None

@@ -226,7 +226,14 @@ class _Engine:
         if action in ("go", "finish"):
             return
         self.gen.suspend(worker, self.now)
-        if action == "swap":
+        if action == "yield":  # the faster rank takes the task at its next boundary, and this one gets its
+            worker.available = True
+            unit_state = self.unit_of.get(worker.rank.rank)
+            if unit_state is not None:
+                unit_state.state, unit_state.since = "idle", self.now
+            else:
+                self.gen.idle(worker, self.now, "tail")
+        elif action == "swap":
             self._free(worker)
             self._wake()
         else:
@@ -234,7 +241,7 @@ class _Engine:
             self._free(worker)
 
     def _could_take(self, idle: Worker, owner: Worker) -> bool:
-        return idle.idle_since is not None and not idle.dead and not idle.busy and idle.held == owner.held
+        return idle.available and not idle.dead and not idle.busy and idle.held == owner.held
 
     def _on_finish(self, payload: tuple[int, int]) -> None:
         worker = self.gen.workers[payload[0]]
@@ -243,7 +250,7 @@ class _Engine:
         task = self.gen.finish(worker, self.now)
         self._post(self.now + self.cluster.deliver_seconds, "deliver", (task.step, task.group))
         self._free(worker)
-        if any(w.idle_since is not None and w.idle_cause == "tail" for w in self.gen.generators):
+        if any(w.available and not w.dead for w in self.gen.generators):
             self._wake()
 
     def _free(self, worker: Worker) -> None:
@@ -345,6 +352,8 @@ class _Engine:
         self._waited(unit, unit.since)
         unit.pending.remove(fragment)
         unit.state, unit.loan = "train", 0
+        for rank in unit.ranks:
+            self.gen.workers[rank].available = False
         begin = self.now
         if unit.lent and not self.gen.colocated:
             begin += 2 * self.cluster.switch_seconds

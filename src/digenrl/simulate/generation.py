@@ -1,7 +1,7 @@
 """The generating side of the virtual run: who claims which task, and when a task moves.
 
-Every decision is taken by `digenrl.schedule`: `queue` orders, `ClaimBook` owns; `declines`, `hands_over` and `swaps`
-choose.
+Every decision is taken by `digenrl.schedule`: `queue` orders, `ClaimBook` owns; `declines`, `hands_over`, `swaps` and
+`yields` choose.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from digenrl.schedule import ScheduleSpec, Task, queue
-from digenrl.schedule.claims import Claim, ClaimBook, declines, hands_over, swaps
+from digenrl.schedule.claims import Claim, ClaimBook, declines, hands_over, swaps, yields
 from digenrl.simulate.cluster import Cluster, Rank
 
 
@@ -32,10 +32,14 @@ class Worker:
     """When the present task will be finished, undisturbed."""
     step_time: float = 0.0
     finish_time: float = 0.0
+    next_boundary: float = 0.0
+    """When the denoising step under way ends (hand-off only)."""
     token: int = 0
     """Events of an older token are void."""
     idle_since: float | None = None
     idle_cause: str = "startup"
+    available: bool = False
+    """It found nothing to claim and does nothing else: a task may be handed over to it."""
     dead: bool = False
     encoded: set[tuple[int, int]] = field(default_factory=set)
     generated: int = 0
@@ -106,6 +110,7 @@ class Generation:
     def offer(self, worker: Worker, versions: tuple[int, ...], now: float) -> str | None:
         """Let a free worker claim from the first of `versions` that has work. None when it did, else why not."""
         cause = "weights"
+        worker.available = True
         for version in versions:
             book = self.book(version, worker)
             if not book.unclaimed:
@@ -121,7 +126,12 @@ class Generation:
         return cause
 
     def _levelling(self, book: ClaimBook) -> bool:
-        return self.spec.handoff and self.spec.gap == 0 and book.unclaimed <= len(self.generators)
+        return self.spec.handoff and self.spec.gap == 0 and self._fresh(book) <= len(self.generators)
+
+    @staticmethod
+    def _fresh(book: ClaimBook) -> int:
+        """Tasks that nobody has begun."""
+        return len(book.tasks) - book.next_position
 
     def _waiting(self, book: ClaimBook) -> tuple[list[int], list[int]]:
         """Positions that wait (of unclaimed ones only the next: they are equal), and their remaining steps."""
@@ -153,6 +163,7 @@ class Generation:
 
     def _start(self, worker: Worker, book: ClaimBook, claim: Claim, version: int, now: float) -> None:
         task = book.tasks[claim.position]
+        worker.available = False
         self.end_idle(worker, now)
         self.issued.add((task.step, task.group))
         rank, factor = worker.rank, self._factor(worker.rank.rank)
@@ -176,12 +187,14 @@ class Generation:
         worker.free_at = begin + remaining * worker.step_time + worker.finish_time
         worker.token += 1
         if self.spec.handoff and remaining:
-            self._post(begin + worker.step_time, "boundary", (rank.rank, worker.token))
+            worker.next_boundary = begin + worker.step_time
+            self._post(worker.next_boundary, "boundary", (rank.rank, worker.token))
         else:
             self._post(worker.free_at, "finish", (rank.rank, worker.token))
 
     def boundary(self, worker: Worker, now: float, wanted: bool, idle: list[Worker]) -> str:
-        """A denoising step of `worker` ended. Returns what follows: go, finish, give (to an idle rank), swap or stop.
+        """A denoising step of `worker` ended. Returns what follows: go, finish, give (to an idle rank), swap,
+        yield (for a faster rank to exchange) or stop.
 
         Args:
             wanted: a lending trainer whose fragment is ready.
@@ -201,8 +214,26 @@ class Generation:
             remaining = self._waiting(worker.book)[1]
             if swaps(worker.remaining, remaining, len(self.generators)) is not None:
                 return "swap"
-        self._post(now + worker.step_time, "boundary", (worker.rank.rank, worker.token))
+            others = [w for w in self.generators if w.busy and w is not worker and w.book is worker.book]
+            running = [(w.remaining, w.step_time) for w in others if w.remaining]
+            if not remaining and yields(worker.remaining, worker.step_time, running):
+                return "yield"
+            if self._leaves_step(worker, others, sum(remaining), now):
+                return "yield"
+        worker.next_boundary = now + worker.step_time
+        self._post(worker.next_boundary, "boundary", (worker.rank.rank, worker.token))
         return "go"
+
+    def _leaves_step(self, worker: Worker, others: list[Worker], waiting: int, now: float) -> bool:
+        """The decline rule for single steps: the others end all that is left before `worker` ended its next step."""
+        if not others or worker.book is None or worker.book.next_position < len(worker.book.tasks):
+            return False
+        alive = [w for w in self.generators if not w.dead]
+        left = waiting + worker.remaining + sum(max(0, w.remaining - 1) for w in others)
+        free = {w.rank.rank: w.next_boundary for w in others}
+        return declines(
+            worker.rank.rank, now, {w.rank.rank: w.step_time or w.rank.step_seconds for w in alive}, free, left
+        )
 
     def suspend(self, worker: Worker, now: float) -> None:
         """Hand the task of `worker` back at a denoising-step boundary."""
