@@ -23,7 +23,7 @@ def overrides(outcome: Outcome) -> list[str]:
         f"schedule.tsp.shard={str(candidate.tsp_shard).lower()}",
         f"schedule.tag={str(candidate.tag).lower()}",
         f"schedule.handoff={str(candidate.handoff).lower()}",
-        f"schedule.shares={'measured' if candidate.shares else 'equal'}",
+        f"schedule.shares={_shares(outcome)}",
         f"schedule.async_steps={candidate.async_steps}",
         f"schedule.stale_fraction={candidate.stale_fraction:g}",
     ]
@@ -35,6 +35,12 @@ def overrides(outcome: Outcome) -> list[str]:
             others = [pool.name for pool in hardware.pools if pool.name != first.name]
             words += [f"hardware.pools.{name}.role=rollout" for name in others]
     return words
+
+
+def _shares(outcome: Outcome) -> str:
+    """Relative speeds of the trainer ranks, the slowest = 1; or `equal`."""
+    shares = outcome.bench.spec(outcome.candidate).shares
+    return f"[{','.join(f'{share / min(shares):.3g}' for share in shares)}]" if shares else "equal"
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
