@@ -80,11 +80,12 @@ def yields(own: int, step_seconds: float, running: Sequence[tuple[int, float]]) 
 def swaps(own: int, waiting: Sequence[int], ranks: int) -> int | None:
     """Levelling of the tail (hand-off, one fragment = the whole batch): which waiting task to run instead of one's own.
 
-    In the tail (at most `ranks` tasks not begun, and each rank's own suspended at most once), a rank at a denoising-step boundary changes to the longest of them when that
-    is longer than its own by a third: all tasks then end together, and no rank is above total work / total speed by
-    more than a denoising step (highest-level-first is optimal for preemptive chains on uniform machines: Horvath, Lam,
-    Sethi, "A level algorithm for preemptive scheduling", J. ACM 24 (1977)). The proportional threshold keeps the number
-    of moves logarithmic in the steps. Not for pipelined fragments: there the order of groups matters, not the makespan.
+    In the tail (at most `ranks` tasks not begun) a rank at a denoising-step boundary changes to the longest of them
+    when that is longer than its own by a third: all tasks then end together, and generation ends about one denoising
+    step of each rank above total work / total speed (highest-level-first is optimal for preemptive chains on uniform machines:
+    Horvath, Lam, Sethi, "A level algorithm for preemptive scheduling", J. ACM 24 (1977)). The proportional threshold
+    keeps the number of moves logarithmic in the steps. Not for pipelined fragments: there the order of groups matters,
+    not the makespan.
 
     Args:
         own: remaining steps of the rank's own task.

@@ -25,7 +25,7 @@ class DeadlockError(RuntimeError):
     """No event is left and the run is not finished."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Unit:
     """Trainer ranks that act together."""
 
@@ -221,7 +221,7 @@ class _Engine:
         unit = self.unit_of.get(worker.rank.rank)
         lending = unit is not None and not self.gen.colocated
         wanted = lending and self._ready(unit) is not None
-        idle = [w for w in self.gen.generators if self._could_take(w, worker)]
+        idle = [w for w in self.gen.generators if w.available and self._could_take(w, worker)]
         action = self.gen.boundary(worker, self.now, wanted, idle)
         if action in ("go", "finish"):
             return
@@ -241,7 +241,7 @@ class _Engine:
             self._free(worker)
 
     def _could_take(self, idle: Worker, owner: Worker) -> bool:
-        return idle.available and not idle.dead and not idle.busy and idle.held == owner.held
+        return not idle.dead and not idle.busy and idle.held == owner.held
 
     def _on_finish(self, payload: tuple[int, int]) -> None:
         worker = self.gen.workers[payload[0]]

@@ -15,7 +15,7 @@ from digenrl.schedule.claims import Claim, ClaimBook, declines, hands_over, swap
 from digenrl.simulate.cluster import Cluster, Rank
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """A rank as a generator of samples."""
 

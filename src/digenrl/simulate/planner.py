@@ -36,28 +36,25 @@ class Plan:
         return next((outcome for outcome in self.outcomes if tests[kind](outcome.candidate)), None)
 
 
-def make_plan(bench: Bench, fine: int = 1, rounds: int = 2) -> Plan:
+def make_plan(bench: Bench, fine: int = 2, rounds: int = 3) -> Plan:
     """Search for the fastest way to run `bench`.
 
     Args:
-        fine: candidates of each kind whose neighbourhood is searched,
-        rounds: this many times.
+        fine: candidates of each kind whose neighbourhood is searched first; then the best one's,
+        rounds: this many times in all.
 
     Raises:
         PlanError: no candidate fits; says what is missing where.
     """
     bound_s = bench.bound()
     seen: dict[Candidate, Outcome] = {}
-    reasons: list[str] = []
     finalists: dict[Candidate, Outcome] = {}
 
     def tried(candidates: Iterable[Candidate]) -> list[Outcome]:
         found = []
         for candidate in candidates:
             if candidate not in seen:
-                misfits = bench.misfits(candidate)
-                if misfits:
-                    reasons.extend(misfits)
+                if bench.misfits(candidate):
                     continue
                 seen[candidate] = evaluate(bench, candidate, bound_s)
             found.append(seen[candidate])
@@ -65,20 +62,32 @@ def make_plan(bench: Bench, fine: int = 1, rounds: int = 2) -> Plan:
 
     for coarse in (_colocated(bench), _disaggregated(bench, 0), _disaggregated(bench, 1)):
         best = tried(coarse)
-        for _ in range(rounds):
-            around = [near for outcome in best[:fine] for near in _neighbours(bench, outcome.candidate)]
+        for number in range(rounds):
+            centres = best[: 1 if number else fine]
+            around = [near for outcome in centres for near in _neighbours(bench, outcome.candidate)]
             better = tried([*(outcome.candidate for outcome in best), *around])
             improved = bool(better) and better[0].step_s < best[0].step_s * 0.999
             best = better
             if not improved:
                 break
-        for outcome in best[:4]:
+        for outcome in best[:6]:
             finalists[outcome.candidate] = evaluate(bench, outcome.candidate, bound_s, exact=True)
     if not seen:
-        detail = "; ".join(sorted(set(reasons))[:6])
-        raise PlanError(f"nothing fits: {detail}. Use more or larger GPUs, LoRA, a smaller resolution or fewer frames.")
+        raise PlanError(
+            f"nothing fits: {'; '.join(_shortfalls(bench))}. Use more or larger GPUs, LoRA, a smaller resolution or "
+            "fewer frames."
+        )
     ranked = tuple(sorted(finalists.values(), key=lambda outcome: outcome.step_s))
     return Plan(bench, bound_s, ranked, len(seen))
+
+
+def _shortfalls(bench: Bench) -> list[str]:
+    """Why even the smallest candidates do not fit: colocated, and half of the GPUs in either role."""
+    gpus, size = bench.hardware.gpus, task_sizes(bench)[0]
+    trials = [Candidate(gpus, 0, "fsdp", None, size)]
+    if gpus > 1:
+        trials.append(Candidate(gpus // 2, gpus - gpus // 2, "fsdp", None, size))
+    return sorted({reason for trial in trials if _allowed(bench, trial) for reason in bench.misfits(trial)})
 
 
 def fitted(bench: Bench, candidate: Candidate) -> Candidate | None:
@@ -149,6 +158,7 @@ def _disaggregated(bench: Bench, async_steps: int) -> Iterator[Candidate]:
             task_size=sizes[len(sizes) // 2],
             async_steps=async_steps,
             tag=async_steps == 0,
+            handoff=async_steps == 0,
             shares=_unequal(bench),
         )
         yield from _allocations(bench, base)
@@ -159,7 +169,10 @@ def _allocations(bench: Bench, base: Candidate) -> Iterator[Candidate]:
     gpus = bench.hardware.gpus
     balance = _balance(bench, base)
     offsets = (-0.05, 0.03, 0.12) if base.async_steps == 0 else (-0.05, 0.0, 0.05)
-    for trainers in sorted({min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}):
+    numbers = {min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}
+    if base.first is not None:
+        numbers.add(bench.hardware.pool(base.first).count)  # whole pools
+    for trainers in sorted(numbers):
         trial = replace(base, trainers=trainers, rollouts=gpus - trainers)
         if not _allowed(bench, trial):
             continue
@@ -173,7 +186,9 @@ def _balance(bench: Bench, base: Candidate) -> float:
     pools = sorted(bench.hardware.pools, key=lambda pool: pool.name != base.first)
     stages = ("encode", "generate", "decode", "score")
     making = {p.name: sum(units[stage] * (seconds[stage][p.name] or 0.0) for stage in stages) for p in pools}
-    trainer = fitted(bench, replace(base, trainers=bench.hardware.gpus - 1, rollouts=1))
+    half = bench.hardware.gpus // 2
+    typical = replace(base, trainers=half, rollouts=bench.hardware.gpus - half)
+    trainer = fitted(bench, typical) if _allowed(bench, typical) else None
     recompute = 1.0
     if trainer is not None and trainer.checkpointing:
         recompute = bench.costs.cell_flops(True) / bench.costs.cell_flops(False)
