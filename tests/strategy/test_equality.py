@@ -1,7 +1,9 @@
 """Every schedule computes what a single process computes: same samples, same gradients, same weights.
 
 With one trainer in canonical order everything is bit-equal. With several, sums are taken in another order, so gradients
-and weights agree to rounding; samples are then bit-equal as long as the weights are (the first RL step).
+and weights agree to rounding; samples are then bit-equal as long as the weights are (the first RL step). FSDP puts its
+own nodes into the autograd graph, which changes the order in which an activation with several consumers collects its
+gradient: with all weights trained, that is rounding too.
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ def reference_of(config: DictConfig, block_steps: int = 1) -> Record:
     return _REFERENCES[identity]
 
 
-def assert_equal_runs(found: Record, wanted: Record, trainers: int, double: bool, weight_bound: float | None) -> None:
-    """Gradients at each optimizer step, samples, weights; exactly equal with one trainer."""
+def assert_equal_runs(found: Record, wanted: Record, exact: bool, double: bool, weight_bound: float | None) -> None:
+    """Gradients at each optimizer step, samples, weights; `exact`: bit-equal weights and samples of all steps."""
     bound = 1e-12 if double else 1e-5
     assert len(found.gradients) == len(wanted.gradients)
     for update, (mine, theirs) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
         assert relative(mine, theirs) <= bound, f"gradient of update {update}"
-    assert_same_cells(found, wanted, steps=None if trainers == 1 else [0])
+    assert_same_cells(found, wanted, steps=None if exact else [0])
     for key, cell in wanted.cells.items():
         mine = found.cells[key]
         assert len(found.trained_by[key]) == 1, key
         assert mine.version == cell.version, key
         torch.testing.assert_close(mine.latents, cell.latents, rtol=0, atol=1e-9 if double else 1e-3)
-    if trainers == 1:
+    if exact:
         assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
     elif weight_bound is not None:
         assert relative(found.weights, wanted.weights) <= weight_bound
@@ -74,7 +76,7 @@ def test_schedule_equals_the_single_process_loop_over_five_steps(
     words += ["algorithm.optimizer.eps=1e-3", "algorithm.max_grad_norm=1.0", *(FP64 if double else ())]
     config = configured(*words)
     found = completed(run_cluster(tmp_path, trainers, rollouts, config))
-    assert_equal_runs(found, reference_of(config), trainers, double, weight_bound=None)
+    assert_equal_runs(found, reference_of(config), trainers == 1, double, weight_bound=None)
 
 
 LIGHT = (*SGD, "algorithm.kl_weight=0", r"model.lora.targets=[attn\.to_q,proj_out]", "max_rl_steps=2")
@@ -141,7 +143,8 @@ def check(run_dir: Path, case: Case, *overrides: str) -> None:
     ]
     config = configured(*words)
     found = completed(run_cluster(run_dir, trainers, rollouts, config))
-    assert_equal_runs(found, reference_of(config, block), trainers, double, weight_bound=1e-12 if double else 1e-6)
+    exact = trainers == 1 and (case["sharding"] == "ddp" or case["tune"] == "lora")
+    assert_equal_runs(found, reference_of(config, block), exact, double, weight_bound=1e-12 if double else 1e-6)
 
 
 PAIRWISE = pairwise()
@@ -182,4 +185,4 @@ def test_one_step_asynchrony_equals_its_reference(
     wanted = reference_of(config)
     stale = {(key[0], key[1]) for key, cell in wanted.cells.items() if cell.version == key[0] - 1}
     assert {group for _, group in stale} == {0, 1}, "ceil(0.3 x 4) = ceil(0.5 x 4) = 2 groups"
-    assert_equal_runs(found, wanted, trainers, double=True, weight_bound=1e-12)
+    assert_equal_runs(found, wanted, trainers == 1, double=True, weight_bound=1e-12)

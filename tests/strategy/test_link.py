@@ -155,6 +155,18 @@ def test_a_peer_that_is_gone_is_reported(controls: list[Control], links: list[So
         received(links[0])
 
 
+def test_after_the_end_of_the_run_a_peer_that_is_gone_is_nobodys_problem(
+    controls: list[Control], links: list[SocketLink]
+) -> None:
+    """Trainers leave first; what a rollout was still sending for the next step is not missed."""
+    with socket.create_server((HOST, 0)) as closed:
+        controls[0].set("address/8", f"{HOST}:{closed.getsockname()[1]}")
+    controls[0].set("done", "1")
+    for number in range(10):  # more than the queue holds
+        links[0].send(8, cells(number))
+    assert links[0].receive(0.5) is None
+
+
 def test_claims_are_unique_and_dense(controls: list[Control]) -> None:
     taken: list[int] = []
 

@@ -17,7 +17,7 @@ SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.e
     [
         (1, 1, ("schedule.gap=1",)),
         (1, 1, ("schedule.async_steps=1", "schedule.gap=1", "schedule.tag=true")),
-        (1, 0, ("algorithm.updates_per_batch=2", "algorithm/ema=default")),
+        (1, 0, ("algorithm.updates_per_batch=2", "+algorithm/ema=default")),
     ],
     ids=["sync", "async", "colocated-two-updates-ema"],
 )

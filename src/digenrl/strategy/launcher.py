@@ -141,17 +141,18 @@ def _watch(spec: Launch, ranks: dict[int, BaseProcess], control: Control, signal
     def fail(cause: str) -> None:
         nonlocal deadline
         if outcome.status != "failed":
-            outcome.status, outcome.exit_code = "failed", 1
+            outcome.status, outcome.cause, outcome.exit_code = "failed", cause, 1
             control.abort(cause)
-            outcome.cause = control.get("abort") or cause
             deadline = min(deadline, time.monotonic() + ABORT_GRACE_S)
 
     while alive := {rank: process for rank, process in ranks.items() if process.exitcode is None}:
         connection.wait([process.sentinel for process in alive.values()], timeout=0.2)
+        dead = {rank: process.exitcode for rank, process in alive.items() if process.exitcode}
+        if dead:  # a rank killed by a signal could not speak; what its peers said about lost connections comes second
+            rank, code = min(dead.items(), key=lambda item: (item[1] >= 0, item[0]))
+            fail(_death(rank, spec, code) if code < 0 else control.get("abort") or _death(rank, spec, code))
         for rank, process in alive.items():
-            if process.exitcode not in (None, 0):
-                fail(control.get("abort") or _death(rank, spec, process.exitcode))
-            elif process.exitcode is None and _is_stopped(process.pid):
+            if process.exitcode is None and _is_stopped(process.pid):
                 if time.monotonic() - stopped_since.setdefault(rank, time.monotonic()) > STOPPED_LIMIT_S:
                     fail(f"{_name(rank, spec)} stopped responding (process {process.pid} is suspended)")
             else:

@@ -36,7 +36,8 @@ class Link(Protocol):
         link from now on: do not write to them."""
 
     def receive(self, timeout: float) -> Message | None:
-        """The next message from anybody, or None after `timeout` seconds. Raises what broke a connection."""
+        """The next message from anybody, or None after `timeout` seconds. Raises what broke a connection, except after
+        the end of the run."""
 
     def close(self) -> None:
         """Flush queued messages (bounded; not at all in an aborted run), then close."""
@@ -73,6 +74,8 @@ class SocketLink:
             except queue.Full:
                 self._control.check()
                 if not thread.is_alive():
+                    if self._finished():
+                        return None
                     raise ConnectionError(f"rank {self._rank} can no longer send to rank {peer}.") from None
 
     def receive(self, timeout: float) -> Message | None:
@@ -96,6 +99,13 @@ class SocketLink:
         self._closing.set()
         self._listener.close()
 
+    def _finished(self) -> bool:
+        """Whether the trainers have ended the run: what is still under way to them is not missed."""
+        try:
+            return self._control.get("done") is not None
+        except RuntimeError:  # the store is gone too
+            return False
+
     def _aborted(self) -> bool:
         """Whether nobody waits any more for what is still queued."""
         try:
@@ -116,7 +126,7 @@ class SocketLink:
                 while (buffers := outbox.get()) is not None:
                     _write(sock, buffers)
         except (OSError, Aborted) as error:
-            if not self._closing.is_set():
+            if not self._closing.is_set() and not self._finished():
                 self._inbox.put(ConnectionError(f"rank {self._rank} lost its link to rank {peer}: {error}"))
 
     def _accept(self) -> None:

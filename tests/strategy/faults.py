@@ -1,0 +1,117 @@
+"""Faults on order: a callback that makes one rank die, stop or raise when it reaches a named point for the n-th time.
+
+In a configuration: `+callbacks.fault={_target_: tests.strategy.faults.Fault, point: reward, rank: 1, action: kill}`
+with `allow_targets=[tests]`. Callbacks are built on every rank before it joins the run, so every point can be met.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from digenrl.algorithms.base import PolicyModule
+from digenrl.rewards.suite import RewardSuite
+from digenrl.rollout.engine import RolloutEngine
+from digenrl.strategy import gradients
+from digenrl.strategy.control import Control
+from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.strategy.link import SocketLink
+from digenrl.types import Prompt
+from reward_models.digit_judge import DigitJudge
+
+POINTS: dict[str, tuple[Any, str]] = {
+    "claim": (Control, "claim"),
+    "denoise": (RolloutEngine, "advance"),
+    "reward": (RewardSuite, "score"),
+    "send": (SocketLink, "send"),
+    "receive": (SocketLink, "receive"),
+    "accumulate": (PolicyModule, "training_step"),
+    "reduce": (gradients, "average"),
+    "publish": (DisaggregatedStrategy, "publish"),
+}
+"""Besides these: `before_join` and `after_join`, around the moment when a rank joins the control store."""
+
+
+class InjectedError(RuntimeError):
+    """Raised on order."""
+
+
+class Fault(pl.Callback):
+    """Args:
+    point: a key of `POINTS`, before_join or after_join.
+    rank: launch rank that it happens to.
+    action: kill (SIGKILL), stop (SIGSTOP), raise, or kill-launcher.
+    call: at the how-manieth passage.
+    """
+
+    def __init__(self, point: str, rank: int, action: str, call: int = 1) -> None:
+        self._rank, self._action, self._left = rank, action, call
+        self._here: int | None = None
+        self._lock = threading.Lock()
+        join = DisaggregatedStrategy.setup_distributed
+
+        def joining(strategy: DisaggregatedStrategy) -> None:
+            self._here = strategy.world.rank
+            if point == "before_join":
+                self._strike()
+            join(strategy)
+            if point == "after_join":
+                self._strike()
+
+        DisaggregatedStrategy.setup_distributed = joining  # type: ignore[method-assign]
+        if point not in ("before_join", "after_join"):
+            owner, name = POINTS[point]
+            setattr(owner, name, self._guarded(getattr(owner, name)))
+
+    def _guarded(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if original.__name__ != "receive":
+                self._strike()
+            result = original(*args, **kwargs)
+            if original.__name__ == "receive" and result is not None:
+                self._strike()
+            return result
+
+        return guarded
+
+    def _strike(self) -> None:
+        with self._lock:
+            if self._here != self._rank or self._left == 0:
+                return
+            self._left -= 1
+            if self._left:
+                return
+        if self._action == "raise":
+            raise InjectedError("injected fault")
+        if self._action == "kill-launcher":
+            os.kill(os.getppid(), signal.SIGKILL)
+            threading.Event().wait(60.0)
+        os.kill(os.getpid(), signal.SIGKILL if self._action == "kill" else signal.SIGSTOP)
+
+
+class Broken(DigitJudge):
+    """A scorer with a bug."""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        raise InjectedError("the scorer has a bug")
+
+
+class Forgetful(DigitJudge):
+    """A scorer that has no score for one sample of one prompt."""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        scores = super().__call__(media, prompts)
+        forgotten = torch.tensor([prompt.text.endswith(FORGOTTEN) for prompt in prompts])
+        return torch.where(forgotten, torch.full_like(scores, torch.nan), scores)
+
+
+FORGOTTEN = "three"
