@@ -1,0 +1,204 @@
+"""The nine published experiments, each on its tiny build: one trainer and one rollout rank, from launch to export.
+
+Everything is the experiment's own except what `hardware=cpu_tiny` shrinks. Evaluation is left out to save time. A model
+with random weights writes no text, so where reading is rewarded every sample scores 0 and nothing can be learnt: there
+the size of the JPEG file is rewarded as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from omegaconf import DictConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from digenrl import config as configuration
+from digenrl import run
+from digenrl.cli.export import read_weights
+from digenrl.models.export import LORA_FILE, PIPELINES, export_policy
+from digenrl.models.policy import Policy
+from digenrl.strategy.launcher import Launch, Outcome, launch
+from digenrl.strategy.world import Session, World
+from digenrl.types import Prompt
+from tests.strategy.cluster import logs
+
+EXPERIMENTS = (
+    "wan21_flowgrpo",
+    "wan21_dancegrpo",
+    "hunyuanvideo_dancegrpo",
+    "flux1_flowgrpo",
+    "flux1_dancegrpo",
+    "flux1_mixgrpo",
+    "qwen_image_flowgrpo",
+    "qwen_image_nft",
+    "sd35_flowgrpo",
+)
+STEPS = 3
+WORDS = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", f"max_rl_steps={STEPS}")
+SECOND_REWARD = "+reward.rewards.jpeg_size={weight: 1.0, scorer: {_target_: reward_models.jpeg_size.JpegSize}}"
+RATIO_BOUND = 1e-5
+"""fp32, should the trainer's kernels round differently from the rollout's (design, section 5)."""
+
+
+class Probe(pl.Callback):
+    """Writes the weights before training, and the largest gradient of every trained parameter per update."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._gradients: list[dict[str, float | None]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        initial = {name: value.detach().clone() for name, value in _trained(pl_module).items()}
+        save_file(initial, self._directory / "initial.safetensors")
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        gradients = {name: value.grad for name, value in _trained(pl_module).items()}
+        self._gradients.append({name: None if g is None else float(g.abs().max()) for name, g in gradients.items()})
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        (self._directory / "gradients.json").write_text(json.dumps(self._gradients))
+
+
+def _trained(module: Any) -> dict[str, torch.nn.Parameter]:
+    trained: dict[str, torch.nn.Parameter] = module.policy.trained_parameters()
+    return trained
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run of one experiment."""
+
+    config: DictConfig
+    outcome: Outcome
+    directory: Path
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]
+
+    @property
+    def initial(self) -> dict[str, Tensor]:
+        return load_file(self.directory / "initial.safetensors")
+
+    @property
+    def final(self) -> dict[str, Tensor]:
+        return read_weights(self.directory / "checkpoints" / "last", "trained")
+
+
+def composed(experiment: str) -> DictConfig:
+    config = configuration.load([f"experiment={experiment}", *WORDS]).config
+    if "ocr" in config.reward.rewards:
+        config = configuration.load([f"experiment={experiment}", *WORDS, SECOND_REWARD]).config
+    return config
+
+
+def execute(experiment: str, directory: Path) -> tuple[Run, Policy]:
+    """Run the experiment in forked ranks; also the policy that every rank builds, untrained."""
+    torch.set_num_threads(1)
+    config = composed(experiment)
+    for reward in config.reward.rewards.values():  # loaded once here, not once in every rank
+        importlib.import_module(reward.scorer._target_.rpartition(".")[0])
+    policy: Policy = configuration.instantiate(config.model)
+
+    def rank_main(world: World, session: Session) -> None:
+        callbacks = [Probe(directory)] if world.rank == 0 else []
+        run.build(config, world, session, callbacks=callbacks).fit()
+
+    outcome = launch(Launch(rank_main, *run.allocation(config), directory))
+    return Run(config, outcome, directory), policy
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) -> None:
+    finished, policy = execute(experiment, tmp_path)
+    assert run.allocation(finished.config) == (1, 1)
+    assert finished.outcome.status == "completed", f"{finished.outcome.cause}\n{logs(tmp_path)}"
+    steps = [row for row in finished.rows("metrics.jsonl") if row["kind"] == "step"]
+    assert [row["rl_step"] for row in steps] == list(range(1, STEPS + 1))
+    assert all(row["zero_variance_groups"] == 0 for row in steps), "a constant reward teaches nothing"
+    check_ratio(finished, steps[0])
+    check_gradients(finished)
+    check_weights(finished)
+    check_versions(finished)
+    check_frozen(policy)
+    check_export(finished, policy)
+
+
+def check_ratio(finished: Run, first: dict[str, Any]) -> None:
+    """Replay reproduced the rollout's log-probs before the first update; NFT has none."""
+    if finished.config.algorithm._target_.endswith(".NFT"):
+        assert first.get("first_ratio_max_dev") is None
+    else:
+        assert 0.0 <= first["first_ratio_max_dev"] <= RATIO_BOUND
+
+
+def check_gradients(finished: Run) -> None:
+    """From the second update on (a LoRA's A sees none while B is 0) every trained parameter has a gradient."""
+    gradients: list[dict[str, float | None]] = json.loads((finished.directory / "gradients.json").read_text())
+    assert len(gradients) == STEPS * finished.config.algorithm.updates_per_batch
+    for number, update in enumerate(gradients):
+        assert not [name for name, largest in update.items() if largest is None], f"update {number}"
+    assert set(gradients[0]) == set(finished.initial)
+    without = [name for name in gradients[0] if not any(update[name] for update in gradients[1:])]
+    assert not without, f"{len(without)} of {len(gradients[0])} trained parameters never had a gradient: {without[:9]}"
+
+
+def check_weights(finished: Run) -> None:
+    initial, final = finished.initial, finished.final
+    assert initial.keys() == final.keys()
+    assert all(value.isfinite().all() for value in final.values())
+    same = [name for name, value in initial.items() if torch.equal(value, final[name])]
+    assert not same, f"{len(same)} of {len(initial)} trained parameters did not change: {same[:9]}"
+
+
+def check_versions(finished: Run) -> None:
+    """The rollout adopted every version that a trainer published, with the publisher's digest."""
+    published = {e["version"]: e["digest"] for e in finished.rows("events.jsonl") if e["kind"] == "publish"}
+    adopted = {s["version"]: s["digest"] for s in finished.rows("spans/rank-001.jsonl") if s["stage"] == "adopt"}
+    assert sorted(published) == list(range(STEPS + 1))
+    assert adopted.items() <= published.items()
+    assert set(range(STEPS)) <= set(adopted), "the last version may come when the run is over, the others may not"
+    assert len(set(published.values())) >= 2
+
+
+def check_frozen(policy: Policy) -> None:
+    """Full fine-tuning trains everything except the listed text branch of the last block, whose output nobody reads."""
+    if policy.lora is None:
+        blocks = getattr(policy.transformer, policy.block_lists[0])  # type: ignore[attr-defined]
+        unread = tuple(f"{policy.block_lists[0]}.{len(blocks) - 1}.{name}." for name in policy.unread)  # type: ignore[attr-defined]
+        frozen = {name for name, _ in policy.transformer.named_parameters()} - set(policy.trained_parameters())
+        assert all(name.startswith(unread) for name in frozen), sorted(frozen)
+
+
+def check_export(finished: Run, policy: Policy) -> None:
+    """A plain diffusers transformer with the exported weights computes what the trained policy computes, bit for bit."""
+    import diffusers
+
+    policy.load_trained_parameters(finished.final)
+    folder = finished.directory / "export"
+    export_policy(policy, folder)
+    kind: Any = type(policy.transformer)
+    if policy.lora is None:
+        plain = kind.from_pretrained(folder, subfolder="transformer")
+    else:
+        plain = kind.from_pretrained(policy.path, subfolder="transformer")
+        pipeline = getattr(diffusers, PIPELINES[kind.__name__])
+        state, metadata = pipeline.lora_state_dict(folder, weight_name=LORA_FILE, return_lora_metadata=True)
+        plain.load_lora_adapter(state, metadata=metadata, prefix="transformer")
+    noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
+    condition, sigma = policy.encode([Prompt("a red circle")]), torch.tensor([0.6])
+    policy.eval()
+    with torch.no_grad():
+        ours = policy.velocity(noise, sigma, condition)
+        policy.transformer = plain.eval()
+        theirs = policy.velocity(noise, sigma, condition)
+    assert torch.equal(ours, theirs)
