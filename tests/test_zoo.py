@@ -180,7 +180,7 @@ def check_frozen(policy: Policy) -> None:
 
 
 def check_export(finished: Run, policy: Policy) -> None:
-    """A plain diffusers transformer with the exported weights computes what the trained policy computes, bit for bit."""
+    """A plain diffusers transformer with the exported weights computes what the policy computes, bit for bit."""
     import diffusers
 
     policy.load_trained_parameters(finished.final)
