@@ -1,4 +1,4 @@
-"""Time-step parallelism: K trained steps of a sample in one forward and backward, against the per-step loop of the peers.
+"""Time-step parallelism: K trained steps of a sample in one forward and backward, against a per-step loop.
 
     python benchmarks/tsp.py [experiment=flux1_flowgrpo] [samples=8] [repeats=7]
 
