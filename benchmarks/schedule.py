@@ -1,10 +1,10 @@
 """What each mechanism of the schedule buys, simulated: testbeds x models, every schedule at its best allocation.
 
 `python benchmarks/schedule.py [--testbeds testbed_a,...] [--models ...]` prints the table and keeps it, dated, with a
-plot, in benchmarks/results/. All GPUs are counted. `colocated naive` is an equal split, one denoising step per forward,
-weights sharded over all GPUs (what published loops do); `colocated` is the best colocated run that the planner finds.
-Disaggregated rows search allocation, sharding, task size and K for themselves, so that a mechanism is not credited
-with a better split.
+plot, in benchmarks/results/. All GPUs are counted. `colocated naive` is what published loops do: an equal split, one
+denoising step per forward, the published task size, the fastest of ddp, hsdp and fsdp that fits. `colocated` is the
+best colocated run that the planner finds. Disaggregated rows search allocation, sharding, task size and K for
+themselves, so that a mechanism is not credited with a better split.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class Row:
     outcome: Outcome | None
 
 
-def bench_of(experiment: str, hardware: str) -> Bench:
-    """The published workload of `experiment` on `hardware`."""
+def bench_of(experiment: str, hardware: str) -> tuple[Bench, int]:
+    """The published workload of `experiment` on `hardware`, and its task size."""
     composed = configuration.load([f"experiment={experiment}", f"hardware={hardware}"], "plan")
     node: Any = OmegaConf.to_container(composed.config.hardware)
-    return Bench(workload(composed), parse_hardware(node))
+    return Bench(workload(composed), parse_hardware(node)), int(composed.config.sampling.task_size)
 
 
-def naive_colocated(bench: Bench) -> Candidate | None:
-    """Equal split, one step per forward, weights sharded over all GPUs, recomputation where memory asks for it."""
-    size = task_sizes(bench)[0]
-    base = Candidate(
-        bench.hardware.gpus, 0, "fsdp", None, size, gap=0, tsp_shard=False, static_claims=True, tsp_batch=1
-    )
-    trials = (replace(base, checkpointing=checkpointing) for checkpointing in (False, True))
-    return next((trial for trial in trials if not bench.misfits(trial)), None)
+def naive_colocated(bench: Bench, task_size: int) -> Iterator[Candidate]:
+    """Equal split, one step per forward, the experiment's own task size, held in every way that fits."""
+    for sharding in ("ddp", "hsdp", "fsdp"):
+        base = Candidate(
+            bench.hardware.gpus, 0, sharding, None, task_size, gap=0, tsp_shard=False, static_claims=True, tsp_batch=1
+        )
+        trials = (replace(base, checkpointing=checkpointing) for checkpointing in (False, True))
+        yield from [trial for trial in trials if not bench.misfits(trial)][:1]
 
 
 def disaggregated(bench: Bench, mechanism: dict[str, Any]) -> Iterator[Candidate]:
@@ -92,11 +92,11 @@ def refined(bench: Bench, best: Outcome) -> Iterator[Candidate]:
             yield replace(best.candidate, trainers=trainers, rollouts=gpus - trainers)
 
 
-def rows_of(bench: Bench) -> tuple[float, list[Row]]:
+def rows_of(bench: Bench, task_size: int) -> tuple[float, list[Row]]:
     """The bound and one row per schedule."""
     bound_s = bench.bound()
-    naive = naive_colocated(bench)
-    rows = [Row("colocated naive", evaluate(bench, naive, bound_s, exact=True) if naive else None)]
+    naive = [evaluate(bench, candidate, bound_s, exact=True) for candidate in naive_colocated(bench, task_size)]
+    rows = [Row("colocated naive", min(naive, key=lambda outcome: outcome.step_s, default=None))]
     rows.append(Row("colocated", make_plan(bench).best("colocated")))
     for name, mechanism in MECHANISMS.items():
         coarse = [evaluate(bench, candidate, bound_s) for candidate in disaggregated(bench, mechanism)]
@@ -171,7 +171,7 @@ def main() -> None:
     results: dict[tuple[str, str], list[Row]] = {}
     for hardware in arguments.testbeds.split(","):
         for experiment in arguments.models.split(","):
-            bound_s, rows = rows_of(bench_of(experiment, hardware))
+            bound_s, rows = rows_of(*bench_of(experiment, hardware))
             results[experiment, hardware] = rows
             lines = list(lines_of(experiment, hardware, bound_s, rows))
             print("\n".join(lines), flush=True)

@@ -33,6 +33,7 @@ def makespan(seconds: list[float], tasks: int) -> float:
     return max(free.values())
 
 
+@settings(deadline=None)
 @given(SPEEDS, st.integers(1, 60))
 def test_decline_makespan(seconds: list[float], tasks: int) -> None:
     bound = tasks / sum(1.0 / s for s in seconds)
@@ -84,6 +85,7 @@ def test_a_task_that_kills_its_owners_is_named() -> None:
         claims.owner_died(1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["claim", "done", "die", "suspend"]), max_size=80), st.integers(2, 5))
 def test_no_task_is_lost_or_doubled(actions: list[str], ranks: int) -> None:
     claims = book(8, max_attempts=10**6)

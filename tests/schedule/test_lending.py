@@ -43,6 +43,7 @@ def test_never_worse_than_not_lending(state: LendingState, k_max: int, depth: in
         assert decision.lend == 0
 
 
+@settings(deadline=None)
 @given(states())
 def test_i6_nothing_is_lent_while_a_fragment_is_ready(state: LendingState) -> None:
     ready = replace(
@@ -77,6 +78,7 @@ def _timed(state: LendingState) -> float:
     return time.perf_counter() - begin
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 5)), min_size=1, max_size=5), st.integers(0, 30))
 def test_accepted_claims_are_the_earliest_finishing_ones(ranks: list[tuple[float, float]], tasks: int) -> None:
     free, seconds = tuple(f for f, _ in ranks), tuple(s for _, s in ranks)

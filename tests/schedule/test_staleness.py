@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, group_version
 from digenrl.schedule.staleness import AccountingError, Ledger, StalenessError, check_staleness
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 1))
 def test_i9_versions_outside_the_bound_raise(version: int, trainer: int, steps: int) -> None:
     if 0 <= trainer - version <= steps:
@@ -19,6 +20,7 @@ def test_i9_versions_outside_the_bound_raise(version: int, trainer: int, steps: 
             check_staleness(version, trainer, steps)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(0, 9), st.floats(0, 1), st.integers(0, 1))
 def test_i8_the_rule_never_breaks_i9(prompts: int, step: int, fraction: float, steps: int) -> None:
     spec = ScheduleSpec(prompts, 2, 1, 4, 3, async_steps=steps, stale_fraction=fraction)
@@ -26,6 +28,7 @@ def test_i8_the_rule_never_breaks_i9(prompts: int, step: int, fraction: float, s
         check_staleness(group_version(spec, step, group), step, steps)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["train", "drop", "keep"])), max_size=30))
 def test_i10_identity(events: list[tuple[int, str]]) -> None:
     ledger = Ledger()

@@ -100,6 +100,7 @@ def test_i2_i10_a_rollout_death_loses_nothing(spec: ScheduleSpec, cluster: Clust
     check(spec, cluster, 2, Disturbance(failures=((when, victim),), detect_seconds=1.0))
 
 
+@settings(deadline=None)
 @given(specs(), st.integers(1, 5))
 def test_i3_equal_micro_batches_on_every_rank(spec: ScheduleSpec, trainers: int) -> None:
     for update in range(spec.updates_per_batch):

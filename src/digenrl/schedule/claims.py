@@ -82,10 +82,10 @@ def swaps(own: int, waiting: Sequence[int], ranks: int) -> int | None:
 
     In the tail (at most `ranks` tasks not begun) a rank at a denoising-step boundary changes to the longest of them
     when that is longer than its own by a third: all tasks then end together, and generation ends about one denoising
-    step of each rank above total work / total speed (highest-level-first is optimal for preemptive chains on uniform machines:
-    Horvath, Lam, Sethi, "A level algorithm for preemptive scheduling", J. ACM 24 (1977)). The proportional threshold
-    keeps the number of moves logarithmic in the steps. Not for pipelined fragments: there the order of groups matters,
-    not the makespan.
+    step of each rank above total work / total speed. Highest-level-first is optimal for preemptive chains on uniform
+    machines (Horvath, Lam, Sethi, "A level algorithm for preemptive scheduling", J. ACM 24 (1977)). The proportional
+    threshold keeps the number of moves logarithmic in the steps. Not for pipelined fragments: there the order of groups
+    matters, not the makespan.
 
     Args:
         own: remaining steps of the rank's own task.

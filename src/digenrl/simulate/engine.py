@@ -9,65 +9,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from digenrl.schedule import ScheduleSpec, fragments, next_fragment, place
-from digenrl.schedule.lending import Decision, LendingMonitor, LendingState, search
+from digenrl.schedule import ScheduleSpec, fragments, next_fragment
+from digenrl.schedule.lending import Decision, LendingMonitor, search
 from digenrl.schedule.order import group_version
 from digenrl.schedule.staleness import Ledger, check_staleness
 from digenrl.schedule.trace import Span
+from digenrl.simulate.bubble import lending_state
 from digenrl.simulate.cluster import Cluster, Disturbance
 from digenrl.simulate.generation import Generation, Worker
+from digenrl.simulate.records import Simulated, Unit
+from digenrl.simulate.training import train_seconds
 
 
 class DeadlockError(RuntimeError):
     """No event is left and the run is not finished."""
-
-
-@dataclass(eq=False)
-class Unit:
-    """Trainer ranks that act together."""
-
-    ranks: tuple[int, ...]
-    pending: list[tuple[int, ...]] = field(default_factory=list)
-    state: str = "idle"
-    """idle | train | lend | barrier"""
-    since: float = 0.0
-    """Start of the present wait."""
-    loan: int = 0
-    """Tasks that it may still claim in the present loan."""
-    lent: bool = False
-    """It generates or has just generated (a switch is due before it trains)."""
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """What a virtual run did."""
-
-    step_ends: tuple[float, ...]
-    """Virtual second at which each RL step was published."""
-    spans: tuple[Span, ...]
-    seconds: Mapping[tuple[str, str, str], float]
-    """(role, stage, cause or "") -> seconds summed over ranks, without the first step where there are more."""
-    made: tuple[tuple[int, int, int, int], ...]
-    """(step, task, rank, version) of every finished task."""
-    trained: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """(step, rank, groups) of every trained fragment part."""
-    staleness_max: int
-    moves: int
-    """Tasks that changed rank."""
-    ledger: Ledger
-    decisions: tuple[tuple[float, Decision], ...]
-    """(time, decision) of every search."""
-    messages: tuple[str, ...]
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds per RL step, without the first (which has no predecessor to overlap with)."""
-        if len(self.step_ends) == 1:
-            return self.step_ends[0]
-        return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
 
 
 def simulate(
@@ -370,20 +327,10 @@ class _Engine:
         self._post(end, "trained", unit)
 
     def fragment_seconds(self, fragment: tuple[int, ...], unit: Unit) -> tuple[float, ...]:
-        """Seconds of training `fragment` on each rank of `unit`; collectives hold sharded ranks together."""
+        """Seconds of training `fragment` on each rank of `unit`."""
         key = (fragment, unit.ranks[0])
         if key not in self._fragment_seconds:
-            placement = place(self.spec, len(self.cluster.trainers), fragment)
-            rows = []
-            for rank in unit.ranks:
-                cell = self.cluster.trainers[rank].cell_seconds
-                rows.append([cell * sum(len(b.steps) for b in micro) for micro in placement[rank]])
-            common = self.cluster.micro_batch_seconds
-            if self.cluster.lockstep:
-                whole = sum(max(column) + common for column in zip(*rows, strict=True))
-                self._fragment_seconds[key] = (whole,) * len(unit.ranks)
-            else:
-                self._fragment_seconds[key] = tuple(sum(row) + common * len(row) for row in rows)
+            self._fragment_seconds[key] = train_seconds(self.spec, self.cluster, fragment, unit.ranks)
         return self._fragment_seconds[key]
 
     def _on_trained(self, unit: Unit) -> None:
@@ -394,10 +341,8 @@ class _Engine:
         """Every unit has trained its part: reduce, step, and publish after the last update of the batch."""
         for unit in self.units:
             self._waited(unit, unit.since, "straggler")
-        groups = range(
-            self.updates_done * self.spec.groups_per_update, (self.updates_done + 1) * self.spec.groups_per_update
-        )
-        for group in groups:
+        size = self.spec.groups_per_update
+        for group in range(self.updates_done * size, (self.updates_done + 1) * size):
             self.ledger.issue(self.version, group, self.spec.group_size)
             self.ledger.train(self.version, group)
         end = self.now + self.cluster.reduce_seconds + self.cluster.optimizer_seconds
@@ -440,7 +385,18 @@ class _Engine:
         lender = self.gen.workers[units[0].ranks[0]] if units else None
         if lender is None or self.gen.left(self.version, lender) == 0:
             return
-        state = self._lending_state(units, lender)
+        later = range(self.updates_done + 1, self.spec.updates_per_batch)
+        open_fragments = [*units[0].pending, *(f for update in later for f in fragments(self.spec, update))]
+        state = lending_state(
+            self.gen,
+            self.version,
+            self.now,
+            lender,
+            sum(len(unit.ranks) for unit in units),
+            [(f, sum(max(self.fragment_seconds(f, u)) for u in units) / len(units)) for f in open_fragments],
+            set(self.completed.get(self.version, [])),
+            self.done_tasks,
+        )
         decision = search(state, self.k_max, self.depth)
         self.decisions.append((self.now, decision))
         if decision.lend and not self.step_decisions:  # the step's first loan sees all of the gain and all of the error
@@ -448,43 +404,6 @@ class _Engine:
         for unit in units:
             if decision.lend and self._generate(unit):
                 unit.loan = decision.lend - 1
-
-    def _lending_state(self, units: list[Unit], lender: Worker) -> LendingState:
-        busy_lenders = [w for w in self.gen.members if w.rank.role == "trainer" and w.busy]
-        makers = [w for w in self.gen.generators if not w.dead] + busy_lenders
-        inflight: dict[int, float] = {}
-        started: dict[int, int] = {}
-        for worker in self.gen.workers:
-            if worker.task is not None and worker.task.step == self.version and not worker.dead:
-                group = worker.task.group
-                inflight[group] = max(inflight.get(group, 0.0), worker.free_at - self.now)
-                started[group] = started.get(group, 0) + 1
-        complete = set(self.completed.get(self.version, []))
-        tasks, ready, train = [], [], []
-        later = [f for u in range(self.updates_done + 1, self.spec.updates_per_batch) for f in fragments(self.spec, u)]
-        for fragment in [*units[0].pending, *later]:
-            open_groups = [group for group in fragment if group not in complete]
-            waiting = 0
-            for group in open_groups:
-                done = self.done_tasks.get((self.version, group), 0)
-                waiting += self.spec.tasks_per_group - done - started.get(group, 0)
-            tasks.append(max(0, waiting))
-            ready.append(max((inflight.get(group, 0.0) for group in open_groups), default=0.0))
-            train.append(sum(max(self.fragment_seconds(fragment, unit)) for unit in units) / len(units))
-        steps = self.spec.denoise_steps
-        return LendingState(
-            tuple(max(0.0, w.free_at - self.now) if w.busy else 0.0 for w in makers),
-            tuple(w.rank.task_seconds(steps) for w in makers),
-            sum(tasks),
-            tuple(tasks),
-            tuple(ready),
-            tuple(train),
-            lender.rank.task_seconds(steps) + lender.rank.encode_seconds,
-            sum(len(unit.ranks) for unit in units),
-            len(self.cluster.trainers),
-            self.cluster.switch_seconds,
-            lender.rank.step_seconds if self.spec.handoff else None,
-        )
 
 
 _EVENTS = ("boundary", "finish", "deliver", "fail", "notice", "visible", "trained", "update", "bubble")

@@ -40,8 +40,8 @@ def make_plan(bench: Bench, fine: int = 2, rounds: int = 3) -> Plan:
     """Search for the fastest way to run `bench`.
 
     Args:
-        fine: candidates of each kind whose neighbourhood is searched first; then the best one's,
-        rounds: this many times in all.
+        fine: candidates of each kind whose neighbourhood is searched,
+        rounds: this many times.
 
     Raises:
         PlanError: no candidate fits; says what is missing where.
@@ -62,15 +62,14 @@ def make_plan(bench: Bench, fine: int = 2, rounds: int = 3) -> Plan:
 
     for coarse in (_colocated(bench), _disaggregated(bench, 0), _disaggregated(bench, 1)):
         best = tried(coarse)
-        for number in range(rounds):
-            centres = best[: 1 if number else fine]
-            around = [near for outcome in centres for near in _neighbours(bench, outcome.candidate)]
+        for _ in range(rounds):
+            around = [near for outcome in best[:fine] for near in _neighbours(bench, outcome.candidate)]
             better = tried([*(outcome.candidate for outcome in best), *around])
             improved = bool(better) and better[0].step_s < best[0].step_s * 0.999
             best = better
             if not improved:
                 break
-        for outcome in best[:6]:
+        for outcome in best[:5]:
             finalists[outcome.candidate] = evaluate(bench, outcome.candidate, bound_s, exact=True)
     if not seen:
         raise PlanError(
