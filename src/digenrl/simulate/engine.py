@@ -114,12 +114,11 @@ class _Engine:
         for worker in self.gen.generators:
             if worker.rank.role == "rollout":
                 self._next_task(worker)
-        handlers = {name: getattr(self, f"_on_{name}") for name in _EVENTS}
         while len(self.step_ends) < self.steps:
             if not self._events:
                 raise DeadlockError(self._situation())
             self.now, _, _, kind, payload = heapq.heappop(self._events)
-            handlers[kind](payload)
+            getattr(self, f"_on_{kind}")(payload)
         for worker in self.gen.workers:  # what is under way counts up to here
             if worker.claim is not None and not worker.dead:
                 self.gen.record(worker, self.now)
@@ -139,11 +138,9 @@ class _Engine:
         )
 
     def _situation(self) -> str:
-        units = {unit.state for unit in self.units}
-        return (
-            f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {sorted(units)}, "
-            f"{len(self.completed.get(self.version, []))} of {self.spec.prompts} groups complete."
-        )
+        units, groups = sorted({unit.state for unit in self.units}), len(self.completed.get(self.version, []))
+        where = f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {units}, "
+        return f"{where}{groups} of {self.spec.prompts} groups complete."
 
     # ---- generation
 
@@ -178,7 +175,7 @@ class _Engine:
         unit = self.unit_of.get(worker.rank.rank)
         lending = unit is not None and not self.gen.colocated
         wanted = lending and self._ready(unit) is not None
-        idle = [w for w in self.gen.generators if w.available and self._could_take(w, worker)]
+        idle = [w for w in self.gen.generators if w.available and not (w.dead or w.busy) and w.held == worker.held]
         action = self.gen.boundary(worker, self.now, wanted, idle)
         if action in ("go", "finish"):
             return
@@ -196,9 +193,6 @@ class _Engine:
         else:
             self._wake()
             self._free(worker)
-
-    def _could_take(self, idle: Worker, owner: Worker) -> bool:
-        return not idle.dead and not idle.busy and idle.held == owner.held
 
     def _on_finish(self, payload: tuple[int, int]) -> None:
         worker = self.gen.workers[payload[0]]
@@ -404,6 +398,3 @@ class _Engine:
         for unit in units:
             if decision.lend and self._generate(unit):
                 unit.loan = decision.lend - 1
-
-
-_EVENTS = ("boundary", "finish", "deliver", "fail", "notice", "visible", "trained", "update", "bubble")
