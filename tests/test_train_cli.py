@@ -136,7 +136,7 @@ def assert_failed(train: Train, cause: str) -> None:
     """The command fails, names the rank and the way on, and nothing of it is left."""
     limit = time.monotonic() + PATIENCE_S
     ranks: dict[int, psutil.Process] = {}
-    first_gone: float | None = None
+    first_gone, last_seen = None, 0.0
     while train.process.poll() is None:
         assert time.monotonic() < limit, f"hangs: {train.stderr}"
         alive = {process.pid: process for process in train.ranks()}
@@ -144,9 +144,11 @@ def assert_failed(train: Train, cause: str) -> None:
         states = [_state(process) for process in ranks.values()]
         if first_gone is None and any(state in ("gone", "zombie", "stopped") for state in states):
             first_gone = time.monotonic()
-        if first_gone is not None and all(state in ("gone", "zombie") for state in states):
-            assert time.monotonic() - first_gone < GONE_WITHIN_S
+        if not all(state in ("gone", "zombie") for state in states):
+            last_seen = time.monotonic()
         time.sleep(0.05)
+    assert first_gone is not None, "no rank was seen to fail"
+    assert last_seen - first_gone < GONE_WITHIN_S
     assert train.process.returncode not in (0, None)
     _, alive_ = psutil.wait_procs(list(ranks.values()), timeout=GONE_WITHIN_S)
     assert not alive_, f"left behind: {alive_}"

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -153,6 +154,19 @@ class Cluster:
     outcome: Outcome
     record: Record
     run_dir: Path
+
+    def events(self) -> list[dict[str, Any]]:
+        """Rows of events.jsonl."""
+        return _rows(self.run_dir / "events.jsonl")
+
+    def spans(self, stage: str | None = None) -> list[dict[str, Any]]:
+        """Spans of all ranks, or those of one stage."""
+        rows = [row for path in sorted((self.run_dir / "spans").glob("*.jsonl")) for row in _rows(path)]
+        return [row for row in rows if stage is None or row["stage"] == stage]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 Callbacks = Callable[[World], Sequence[pl.Callback]]

@@ -26,7 +26,7 @@ class Reference:
 
     Args:
         config: the same configuration that the cluster gets; its `schedule` is not read, except async_steps and
-            stale_fraction.
+            stale_fraction. A group with a missing reward is dropped.
         block_steps: trained steps of one forward (K). 1 = the per-step loop.
     """
 
@@ -130,6 +130,8 @@ class Reference:
         for update in range(config.algorithm.updates_per_batch):
             self.optimizer.zero_grad(set_to_none=True)
             for group in range(update * per_update, (update + 1) * per_update):
+                if rewards[group].isnan().any():  # dropped: no gradient, and the denominator stays the batch's own
+                    continue
                 advantages = _advantages(rewards[group])
                 for block in blocks[group]:
                     rows = slice(block.first_sample, block.first_sample + block.samples)

@@ -27,12 +27,13 @@ class StalenessError(RuntimeError):
 
 def owned_positions(spec: ScheduleSpec, place: Place, rank: int, group: int, part: int) -> tuple[int, ...]:
     """Which of a task's trained steps (positions 0..S-1) trainer `rank` needs: those that it trains, and the first ones
-    of the fragment where the rank has a micro-batch without cells and fills it with a zero-weight block."""
+    of the fragment where the rank has fewer blocks than another and may have to fill up with zero-weight ones."""
     fragment = next(f for f in fragments(spec, update_of(spec, group)) if group in f)
-    micro_batches = place(fragment)[rank]
-    mine = {p for blocks in micro_batches for b in blocks if (b.group, b.part) == (group, part) for p in b.steps}
+    placement = place(fragment)
+    mine = {p for blocks in placement[rank] for b in blocks if (b.group, b.part) == (group, part) for p in b.steps}
     filler = _filler(spec, fragment)
-    if (group, part) == (filler.group, filler.part) and any(not blocks for blocks in micro_batches):
+    fills = any(len(own) < width for own, width in zip(placement[rank], _widths(placement), strict=True))
+    if fills and (group, part) == (filler.group, filler.part):
         mine.update(filler.steps)
     return tuple(sorted(mine))
 
@@ -104,12 +105,22 @@ class StepBoard:
 
     I4: a group is handed out only when every task of it has arrived with rewards; a group with a missing optimised
     reward is dropped on every rank alike (all ranks see all rewards), and its cells train with weight zero.
+
+    Args:
+        lockstep: the model is sharded, so every forward is a collective: all ranks run as many of them, and one with
+            fewer blocks in a micro-batch fills up with zero-weight ones.
     """
 
     def __init__(
-        self, spec: ScheduleSpec, place: Place, rank: int, step: int, reward_weights: Mapping[str, float]
+        self,
+        spec: ScheduleSpec,
+        place: Place,
+        rank: int,
+        step: int,
+        reward_weights: Mapping[str, float],
+        lockstep: bool = False,
     ) -> None:
-        self._spec, self._place, self._rank, self.step = spec, place, rank, step
+        self._spec, self._place, self._rank, self.step, self._lockstep = spec, place, rank, step, lockstep
         self._weights = dict(reward_weights)
         self._parts: dict[tuple[int, int], Part] = {}
         self.rewards: dict[str, Tensor] = {}
@@ -148,16 +159,22 @@ class StepBoard:
 
     def batches(self, fragment: tuple[int, ...]) -> list[TrainBatch]:
         """This rank's micro-batches of a complete fragment."""
-        return [self._batch(fragment, blocks) for blocks in self._place(fragment)[self._rank]]
+        placement = self._place(fragment)
+        return [
+            self._batch(fragment, blocks, width if self._lockstep else 1)
+            for blocks, width in zip(placement[self._rank], _widths(placement), strict=True)
+        ]
 
     def versions(self, fragment: tuple[int, ...]) -> set[int]:
         """Weight versions that generated the fragment."""
         return {part.meta["version"] for (group, _), part in self._parts.items() if group in fragment}
 
-    def _batch(self, fragment: tuple[int, ...], blocks: tuple[Block, ...]) -> TrainBatch:
+    def _batch(self, fragment: tuple[int, ...], blocks: tuple[Block, ...], at_least: int) -> TrainBatch:
         cells = [self._cells(block, 0.0 if block.group in self.dropped else 1.0) for block in blocks]
+        if len(cells) < at_least:
+            cells += [self._cells(_filler(self._spec, fragment), 0.0)] * (at_least - len(cells))
         return TrainBatch(
-            blocks=tuple(cells or [self._cells(_filler(self._spec, fragment), 0.0)]),
+            blocks=tuple(cells),
             rewards={name: table.clone() for name, table in self.rewards.items()},
             reward_weights=self._weights,
             denominator=float(self._spec.cells_per_update),
@@ -167,6 +184,11 @@ class StepBoard:
 
     def _cells(self, block: Block, weight: float) -> CellBlock:
         return replace(self._parts[block.group, block.part].block(block.steps), weight=weight)
+
+
+def _widths(placement: Placement) -> list[int]:
+    """The largest number of blocks that any rank has in each micro-batch."""
+    return [max(len(blocks) for blocks in ranks) for ranks in zip(*placement, strict=True)]
 
 
 def _filler(spec: ScheduleSpec, fragment: tuple[int, ...]) -> Block:

@@ -132,7 +132,7 @@ def _report(world: World, session: Session, error: BaseException) -> None:
 def _watch(spec: Launch, ranks: dict[int, BaseProcess], control: Control, signals: _Signals) -> Outcome:
     """Wait for the ranks; turn deaths, hangs and signals into one outcome with one cause."""
     outcome = Outcome()
-    deadline = float("inf")
+    deadline, killed = float("inf"), False
     stopped_since: dict[int, float] = {}
 
     def states() -> dict[int, str]:
@@ -145,26 +145,29 @@ def _watch(spec: Launch, ranks: dict[int, BaseProcess], control: Control, signal
             control.abort(cause)
             deadline = min(deadline, time.monotonic() + ABORT_GRACE_S)
 
-    while alive := {rank: process for rank, process in ranks.items() if process.exitcode is None}:
-        connection.wait([process.sentinel for process in alive.values()], timeout=0.2)
-        dead = {rank: process.exitcode for rank, process in alive.items() if process.exitcode}
-        if dead:  # a rank killed by a signal could not speak; what its peers said about lost connections comes second
+    while True:
+        codes = {rank: process.exitcode for rank, process in ranks.items()}
+        dead = {rank: code for rank, code in codes.items() if code}
+        if dead and not killed:  # a rank killed by a signal could not speak: its peers' lost connections come second
             rank, code = min(dead.items(), key=lambda item: (item[1] >= 0, item[0]))
             fail(_death(rank, spec, code) if code < 0 else control.get("abort") or _death(rank, spec, code))
+        alive = {rank: ranks[rank] for rank, code in codes.items() if code is None}
+        if not alive:
+            return outcome
         for rank, process in alive.items():
-            if process.exitcode is None and _is_stopped(process.pid):
-                if time.monotonic() - stopped_since.setdefault(rank, time.monotonic()) > STOPPED_LIMIT_S:
-                    fail(f"{_name(rank, spec)} stopped responding (process {process.pid} is suspended)")
-            else:
+            if not _is_stopped(process.pid):
                 stopped_since.pop(rank, None)
+            elif time.monotonic() - stopped_since.setdefault(rank, time.monotonic()) > STOPPED_LIMIT_S:
+                fail(f"{_name(rank, spec)} stopped responding (process {process.pid} is suspended)")
         if signals.count and outcome.status == "completed":
             outcome.status, outcome.cause, outcome.exit_code = "stopped", f"signal {signals.name}", 128 + signals.number
             control.set("stop", "1")
             deadline = time.monotonic() + spec.stop_grace_s
         if time.monotonic() > deadline or signals.count > 1:
+            killed = True
             _kill(ranks)
         spec.on_tick(states)
-    return outcome
+        connection.wait([process.sentinel for process in alive.values()], timeout=0.2)
 
 
 def _death(rank: int, spec: Launch, code: int) -> str:

@@ -1,0 +1,327 @@
+"""The design's invariants, one test each, by name. I2 and I3 with unequal shares and dropped groups: test_scaling."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl import run
+from digenrl.rollout.engine import Generation, RolloutEngine
+from digenrl.schedule import ScheduleSpec, Task, group_tasks, group_version, place
+from digenrl.strategy import worker
+from digenrl.strategy.cells import Part, StalenessError, StepBoard, owned_positions, pack
+from digenrl.strategy.checkpoint import DirectoryCheckpointIO, newest_valid
+from digenrl.strategy.handoff import pack_state, unpack_state
+from digenrl.strategy.stream import FragmentStream
+from digenrl.strategy.wire import Message, WireError, decode, encode
+from digenrl.strategy.worker import RolloutWorker
+from digenrl.strategy.world import Session, World
+from digenrl.types import Prompt, Trajectory
+from tests.strategy.cluster import (
+    FP64,
+    Record,
+    assert_same_cells,
+    completed,
+    configured,
+    relative,
+    run_cluster,
+)
+from tests.strategy.reference import Reference, reference
+from tests.strategy.test_equality import LIGHT, reference_of
+from tests.strategy.test_wire import reader
+
+
+def test_I1_the_same_seeds_give_the_same_samples_in_every_mode(tmp_path: Path) -> None:
+    """Colocated, 1+1 and 1+2 with everything on; and another seed gives others."""
+    modes: list[tuple[int, int, tuple[str, ...]]] = [
+        (1, 0, ("schedule=colocated", "schedule.tsp.batch=1")),
+        (1, 1, ("schedule=sync",)),
+        (1, 2, ("schedule=full", "schedule.tsp.batch=1", "schedule.async_steps=0")),
+    ]
+    records: list[Record] = []
+    for number, (trainers, rollouts, words) in enumerate(modes):
+        records.append(completed(run_cluster(tmp_path / str(number), trainers, rollouts, configured(*LIGHT, *words))))
+    for record in records[1:]:
+        assert_same_cells(record, records[0])
+        assert all(relative(a, b) == 0.0 for a, b in zip(record.gradients, records[0].gradients, strict=True))
+    other = reference(configured(*LIGHT, "seed=1", "max_rl_steps=1"))
+    assert not any(torch.equal(other.cells[key].latents, records[0].cells[key].latents) for key in other.cells)
+
+
+def test_I2_I3_order_and_size_of_fragments_do_not_change_the_gradient(tmp_path: Path) -> None:
+    """Fragments of three and one group, trained as they arrive, over two updates: every cell once, same gradient."""
+    words = ("schedule.gap=3", "schedule.order=arrival", "data.prompts_per_batch=8", "algorithm.updates_per_batch=2")
+    config = configured(*LIGHT, *FP64, *words, "sampling.steps=3", "max_rl_steps=1")
+    found, wanted = completed(run_cluster(tmp_path, 2, 2, config)), reference(config)
+    assert len(found.gradients) == 2
+    for mine, theirs in zip(found.gradients, wanted.gradients, strict=True):
+        assert relative(mine, theirs) <= 1e-12
+    assert found.trained_by.keys() == wanted.cells.keys()
+    assert all(len(ranks) == 1 for ranks in found.trained_by.values())
+
+
+SPEC = ScheduleSpec(prompts=2, group_size=4, task_size=2, denoise_steps=4, trained_steps=3, gap=1)
+
+
+def placed(fragment: tuple[int, ...]) -> Any:
+    return place(SPEC, 1, fragment)
+
+
+def part(task: Task, rewards: Tensor | None = None) -> Part:
+    """What a trainer receives of a task."""
+    trajectory = Trajectory(
+        step=task.step,
+        index=task.index,
+        group=task.group,
+        uid=1,
+        first_sample=task.first_sample,
+        version=task.version,
+        steps=torch.arange(3),
+        sigmas=torch.linspace(1, 0, 5),
+        latents=torch.randn(2, 3, 5),
+        next_latents=torch.randn(2, 3, 5),
+        log_probs=torch.randn(2, 3),
+        rewards={"r": torch.rand(2) if rewards is None else rewards, "logged": torch.full((2,), torch.nan)},
+        condition={"text": torch.randn(1, 2)},
+    )
+    positions = owned_positions(SPEC, placed, 0, task.group, task.first_sample // 2)
+    data = b"".join(bytes(buffer) for buffer in encode(pack(trajectory, positions, 1, 0.1)))
+    return Part(decode(reader(data), 1 << 20))
+
+
+def test_I4_an_incomplete_or_unscored_group_never_reaches_the_loss() -> None:
+    board = StepBoard(SPEC, placed, 0, step=0, reward_weights={"r": 1.0})
+    first, second = group_tasks(SPEC, 0, 0)
+    board.add(part(first))
+    board.add(part(first))  # the same task again completes nothing
+    assert not board.is_complete((0,))
+    with pytest.raises(KeyError):
+        board.batches((0,))
+    board.add(part(second))
+    assert board.is_complete((0,))
+    assert board.dropped == [], "a missing reward of weight 0 drops nothing"
+    assert {block.weight for batch in board.batches((0,)) for block in batch.blocks} == {1.0}
+    assert all(batch.rewards["r"][1].isnan().all() for batch in board.batches((0,))), "group 1 is not there yet"
+    third, fourth = group_tasks(SPEC, 0, 1)
+    board.add(part(third, torch.tensor([0.5, torch.nan])))
+    board.add(part(fourth))
+    assert board.dropped == [1]
+    batches = board.batches((1,))
+    assert len(batches) == len(board.batches((0,))), "a dropped group keeps the number of collectives"
+    assert {block.weight for batch in batches for block in batch.blocks} == {0.0}
+    assert {batch.denominator for batch in batches} == {2 * 4 * 3.0}
+
+
+def test_I5_steps_in_one_forward_give_the_gradient_of_the_per_step_loop(tmp_path: Path) -> None:
+    config = configured(*LIGHT, *FP64, "schedule.tsp.batch=all", "schedule.tsp.shard=true", "algorithm.kl_weight=0.1")
+    found, wanted = completed(run_cluster(tmp_path, 2, 1, config)), reference(config, block_steps=1)
+    for mine, theirs in zip(found.gradients, wanted.gradients, strict=True):
+        assert relative(mine, theirs) <= 1e-12
+
+
+@pytest.mark.parametrize("corrupted", [False, True], ids=["as-stored", "one-corrupted"])
+def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(tmp_path: Path, corrupted: bool) -> None:
+    """One stored log-prob changed by 1e-3 on its way moves `first_ratio_max_dev` by 1e-3; else it is exactly 0."""
+
+    def corrupt(rank: run.Rank, world: World) -> None:
+        original = worker.pack
+
+        def pack_one_wrong(trajectory: Trajectory, *args: Any) -> Message:
+            if corrupted and (trajectory.step, trajectory.index) == (0, 3):
+                trajectory = replace(trajectory, log_probs=trajectory.log_probs.clone())
+                trajectory.log_probs[1, 2] += 1e-3
+            return original(trajectory, *args)
+
+        worker.pack = pack_one_wrong
+
+    config = configured(*LIGHT, "max_rl_steps=1", "algorithm.ratio_bound=1.0")
+    completed(run_cluster(tmp_path, 1, 1, config, after_build=corrupt))
+    saved = DirectoryCheckpointIO().load_checkpoint(newest_valid(tmp_path / "checkpoints"))
+    deviation = saved["algorithm"]["first_ratio_max_dev"]
+    assert deviation == pytest.approx(1e-3, rel=0.01) if corrupted else deviation == 0.0
+
+
+def slow_rollouts(rank: run.Rank, world: World, seconds: float = 0.02) -> None:
+    """Give trainers bubbles to fill."""
+    if not world.is_trainer:
+        advance = rank.strategy.engine.advance
+
+        def slower(generation: Generation) -> Generation:
+            time.sleep(seconds)
+            return advance(generation)
+
+        rank.strategy.engine.advance = slower  # type: ignore[method-assign]
+
+
+def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: Path) -> None:
+    """A trainer that always lends when it may, with half of an update accumulated: nothing of its own moves, no lent
+    work starts while a fragment is ready, none after the first update of a batch, and the run equals its reference."""
+
+    def lend_always(rank: run.Rank, world: World) -> None:
+        slow_rollouts(rank, world)
+        if not world.is_trainer:
+            return
+        strategy, lend = rank.strategy, FragmentStream._lend
+        strategy.on_bubble = lambda board, pending: 1  # type: ignore[method-assign]
+
+        def watched(stream: FragmentStream, board: StepBoard, pending: list[tuple[int, ...]], task: Task) -> None:
+            assert strategy.cut_fragment(pending, board) is None, "lent although a fragment was ready"
+            assert strategy.updates_done == 0, "lent with weights that nobody has published"
+            before = _own_state(rank)
+            lend(stream, board, pending, task)
+            after = _own_state(rank)
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            accumulated = any(name.startswith("grad/") for name in before)
+            (tmp_path / f"lent-{task.step}-{task.index}").write_text("open" if accumulated else "before")
+
+        FragmentStream._lend = watched  # type: ignore[method-assign]
+
+    words = ("schedule.gap=1", "schedule.tag=true", "algorithm.updates_per_batch=2", "algorithm.optimizer.momentum=0.9")
+    config = configured(*LIGHT, *[f"+{w}" if "momentum" in w else w for w in words], "data.prompts_per_batch=6")
+    found = completed(run_cluster(tmp_path, 1, 1, config, after_build=lend_always))
+    wanted = reference(config)
+    assert_same_cells(found, wanted)
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
+    lent = [file.read_text() for file in tmp_path.glob("lent-*")]
+    assert "open" in lent, f"no task was lent inside an open update: {lent}"
+
+
+def _own_state(rank: run.Rank) -> dict[str, Tensor]:
+    """Everything of a trainer that lending must not touch."""
+    parameters = rank.module.policy.trained_parameters()  # type: ignore[union-attr, operator]
+    state = {f"weight/{name}": p.detach().clone() for name, p in parameters.items()}
+    state |= {f"grad/{name}": p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    for number, slots in enumerate(rank.trainer.optimizers[0].state.values()):
+        state |= {f"slot/{number}/{name}": v.clone() for name, v in slots.items() if isinstance(v, Tensor)}
+    state["rng/torch"] = torch.get_rng_state()
+    state["rng/python"] = torch.tensor([hash(random.getstate()) & 0xFFFFFFFF])
+    return state
+
+
+def test_I7_I8_I9_I10_versions_follow_the_rule_and_nothing_is_lost(tmp_path: Path) -> None:
+    """One-step asynchrony: one version per trajectory and group, the one fixed by (step, group); staleness <= 1."""
+    words = ("schedule=full", "schedule.tsp.batch=1", "max_rl_steps=4", "schedule.stale_fraction=0.5")
+    config = configured(*LIGHT, *FP64, *words, "sampling.steps=3")
+    cluster = run_cluster(tmp_path, 1, 2, config, after_build=slow_rollouts)
+    found = completed(cluster)
+    spec = run.schedule_spec(config, 2, 1)
+    versions: dict[tuple[int, int], set[int]] = {}
+    for (step, group, _, _), cell in found.cells.items():
+        versions.setdefault((step, group), set()).add(cell.version)
+    assert all(version == {group_version(spec, *key)} for key, version in versions.items())
+    assert {step - version for (step, _), (version,) in versions.items()} == {0, 1}
+    finished = [row for row in cluster.spans() if row["stage"] in ("generate", "lend") and "handed_to" not in row]
+    issued = sum(row["samples"] for row in finished)
+    trained = len({key[:3] for key in found.cells})
+    assert issued == trained == 4 * 16, "issued = trained + dropped + in flight, with none dropped or in flight"
+    assert_same_cells(found, reference_of(config))
+
+
+@pytest.mark.parametrize("wrong", [-2, -1, 1])
+def test_I9_a_group_of_another_version_raises(wrong: int) -> None:
+    spec = replace(SPEC, async_steps=1, stale_fraction=0.5)
+    board = StepBoard(spec, placed, 0, step=5, reward_weights={"r": 1.0})
+    fresh, stale = group_tasks(spec, 5, 1)[0], group_tasks(spec, 5, 0)[0]
+    assert (fresh.version, stale.version) == (5, 4)
+    board.add(part(fresh))
+    board.add(part(stale))
+    other = group_tasks(spec, 5, 1)[1]
+    with pytest.raises(StalenessError, match=rf"version {5 + wrong}, the schedule fixed version 5"):
+        board.add(part(replace(other, version=5 + wrong)))
+
+
+@pytest.fixture(scope="module")
+def engine() -> RolloutEngine:
+    config = configured(*LIGHT)
+    parts = Reference(config)
+    module = run.configuration.instantiate(config.algorithm, policy=parts.policy)
+    return RolloutEngine(
+        parts.policy, parts.rewards, module.sde, module.train_steps, run.sampling_spec(config), config.seed
+    )
+
+
+PROMPT = Prompt("number seven", target="7")
+TASK = Task(step=2, index=1, group=0, first_sample=2, samples=2, version=2)
+
+
+def generated(engine: RolloutEngine, between: Callable[[Generation], Generation] = lambda g: g) -> Generation:
+    generation = engine.begin(TASK, PROMPT)
+    while engine.steps_left(generation):
+        generation = between(engine.advance(generation))
+    return generation
+
+
+def assert_equal_states(a: Generation, b: Generation) -> None:
+    for name in ("kept_latents", "kept_next_latents", "kept_log_probs"):
+        assert all(torch.equal(x, y) for x, y in zip(getattr(a.state, name), getattr(b.state, name), strict=True))
+    assert torch.equal(a.state.latents, b.state.latents)
+
+
+def test_I11_a_sample_depends_on_its_key_alone(engine: RolloutEngine) -> None:
+    """Not on global generators, nor on what was generated before."""
+    torch.manual_seed(1)
+    one = generated(engine)
+    torch.manual_seed(2)
+    random.seed(3)
+    engine.advance(engine.begin(replace(TASK, step=7, first_sample=0), PROMPT))
+    state = torch.get_rng_state()
+    two = generated(engine)
+    assert_equal_states(one, two)
+    assert torch.equal(torch.get_rng_state(), state), "sampling drew from the global generator"
+    other = engine.begin(replace(TASK, first_sample=0), PROMPT)
+    assert not torch.equal(other.state.latents, engine.begin(TASK, PROMPT).state.latents)
+
+
+def test_I12_a_trajectory_suspended_at_every_step_is_the_same(engine: RolloutEngine) -> None:
+    """Through the wire format after each denoising step."""
+
+    def travel(generation: Generation) -> Generation:
+        data = b"".join(bytes(buffer) for buffer in encode(pack_state(generation.task, generation.state)))
+        task, state = unpack_state(decode(reader(data), 1 << 20), torch.device("cpu"))
+        assert task == TASK
+        return Generation(task, PROMPT, state)
+
+    assert_equal_states(generated(engine), generated(engine, travel))
+    message = pack_state(TASK, engine.begin(TASK, PROMPT).state)
+    with pytest.raises(WireError, match="lacks or garbles"):
+        unpack_state(replace(message, meta={"task": {"step": 1}}), torch.device("cpu"))
+
+
+def test_I12_a_run_that_hands_every_task_on_at_every_step_equals_the_reference(tmp_path: Path) -> None:
+    def always_to_the_other(rank: run.Rank, world: World) -> None:
+        other = {1: 2, 2: 1}.get(world.rank)
+        RolloutWorker._faster_idle_peer = lambda self, task, left: other  # type: ignore[method-assign]
+
+    config = configured(*LIGHT, "schedule.handoff=true", "schedule.gap=1")
+    cluster = run_cluster(tmp_path, 1, 2, config, after_build=always_to_the_other)
+    assert_same_cells(completed(cluster), reference_of(config))
+    handed = [row for row in cluster.spans("generate") if "handed_to" in row]
+    assert len(handed) == 2 * 8 * 3, "each of 8 tasks in 2 steps moves after each of its first 3 denoising steps"
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_nothing_between_ranks_is_pickled(tmp_path: Path, sharding: str) -> None:
+    """A whole run, checkpoint included, with every way to load a pickle broken in every rank."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("something was unpickled")
+
+    def break_pickle(world: World, session: Session) -> None:
+        pickle.loads = pickle.load = refuse
+
+    words = ("schedule=full", "schedule.async_steps=0", f"parallel.sharding={sharding}")
+    config = configured(*LIGHT, *words, "callbacks.checkpoint.every=1")
+    completed(run_cluster(tmp_path, 2, 2, config, before=break_pickle))
+    completed(
+        run_cluster(tmp_path, 2, 2, configured(*LIGHT, *words, "max_rl_steps=3"), resume=True, before=break_pickle)
+    )
