@@ -160,19 +160,25 @@ def _disaggregated(bench: Bench, async_steps: int) -> Iterator[Candidate]:
             handoff=async_steps == 0,
             shares=_unequal(bench),
         )
-        yield from _allocations(bench, base)
+        found = list(_allocations(bench, base, _around_balance(bench, base)))
+        if not found:  # memory decides, not the balance
+            every = {max(1, gpus * eighth // 8) for eighth in range(1, 8)}
+            found = list(_allocations(bench, replace(base, task_size=sizes[0]), every))
+        yield from found
 
 
-def _allocations(bench: Bench, base: Candidate) -> Iterator[Candidate]:
-    """`base` with the numbers of trainers around the balance of generation and training."""
-    gpus = bench.hardware.gpus
-    balance = _balance(bench, base)
+def _around_balance(bench: Bench, base: Candidate) -> set[int]:
+    """Numbers of trainers around the balance of generation and training, and whole pools."""
+    gpus, balance = bench.hardware.gpus, _balance(bench, base)
     offsets = (-0.05, 0.03, 0.12) if base.async_steps == 0 else (-0.05, 0.0, 0.05)
     numbers = {min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}
-    if base.first is not None:
-        numbers.add(bench.hardware.pool(base.first).count)  # whole pools
+    return numbers if base.first is None else numbers | {bench.hardware.pool(base.first).count}
+
+
+def _allocations(bench: Bench, base: Candidate, numbers: set[int]) -> Iterator[Candidate]:
+    """`base` with each number of trainers, in the ways that the profile's roles and memory allow."""
     for trainers in sorted(numbers):
-        trial = replace(base, trainers=trainers, rollouts=gpus - trainers)
+        trial = replace(base, trainers=trainers, rollouts=bench.hardware.gpus - trainers)
         if not _allowed(bench, trial):
             continue
         held = list(_held(bench, trial))
