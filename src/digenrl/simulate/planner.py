@@ -112,9 +112,10 @@ def step_batches(bench: Bench, candidate: Candidate) -> list[int]:
 
 
 def task_sizes(bench: Bench) -> list[int]:
-    """Divisors of the group size up to 8, the largest four."""
+    """Divisors of the group size up to 8: one sample, and the largest three."""
     group = bench.work.group_size
-    return [size for size in range(1, min(8, group) + 1) if group % size == 0][-4:]
+    sizes = [size for size in range(1, min(8, group) + 1) if group % size == 0]
+    return sorted({1, *sizes[-3:]})
 
 
 def _unequal(bench: Bench) -> bool:
@@ -217,6 +218,9 @@ def _neighbours(bench: Bench, candidate: Candidate) -> Iterator[Candidate]:
         yield replace(candidate, tsp_batch=size)
     if candidate.rollouts == 0:
         yield replace(candidate, gap=0, handoff=not candidate.handoff)
+        yield replace(candidate, tsp_shard=not candidate.tsp_shard)
+        if _unequal(bench):
+            yield replace(candidate, shares=not candidate.shares)
         return
     for trainers in (candidate.trainers - 2, candidate.trainers - 1, candidate.trainers + 1, candidate.trainers + 2):
         near = replace(candidate, trainers=trainers, rollouts=gpus - trainers)
