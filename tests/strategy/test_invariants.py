@@ -319,9 +319,7 @@ def test_nothing_between_ranks_is_pickled(tmp_path: Path, sharding: str) -> None
     def break_pickle(world: World, session: Session) -> None:
         pickle.loads = pickle.load = refuse
 
-    words = ("schedule=full", "schedule.async_steps=0", f"parallel.sharding={sharding}")
-    config = configured(*LIGHT, *words, "callbacks.checkpoint.every=1")
+    words = ("algorithm.kl_weight=0", "schedule=full", "schedule.async_steps=0", f"parallel.sharding={sharding}")
+    config = configured(*words, "callbacks.checkpoint.every=1")
     completed(run_cluster(tmp_path, 2, 2, config, before=break_pickle))
-    completed(
-        run_cluster(tmp_path, 2, 2, configured(*LIGHT, *words, "max_rl_steps=3"), resume=True, before=break_pickle)
-    )
+    completed(run_cluster(tmp_path, 2, 2, configured(*words, "max_rl_steps=3"), resume=True, before=break_pickle))

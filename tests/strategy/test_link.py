@@ -16,7 +16,8 @@ import torch
 from digenrl.strategy.control import Aborted, Control, host_store, join_store
 from digenrl.strategy.link import MAX_HELLO_BYTES, SocketLink
 from digenrl.strategy.weights import WeightsError, adopt, digest, table, weights_message
-from digenrl.strategy.wire import MAGIC, Kind, Message, WireError, encode
+from digenrl.strategy.wire import MAGIC, Kind, Message, WireError, decode, encode
+from tests.strategy.test_wire import reader
 
 HOST = "127.0.0.1"
 
@@ -222,6 +223,23 @@ def test_a_digest_mismatch_raises_and_leaves_the_weights_alone() -> None:
     with pytest.raises(WeightsError, match=f"version 3 arrived with digest .* sent as {announced}"):
         adopt(own, weights_message(3, sent, announced))
     assert torch.equal(own["a"], torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("flipped", [None, 3], ids=["intact", "one-bit-on-the-way"])
+def test_the_digest_is_of_the_bytes_that_arrived(flipped: int | None) -> None:
+    """It is taken while the message is read; tensors larger than a piece, and empty ones, included."""
+    sent = {"a": torch.randn(700_000), "b": torch.zeros(0, 3), "c": torch.randn(5)}
+    data = bytearray(_bytes(weights_message(1, sent, digest(sent.values()))))
+    if flipped is not None:
+        data[-flipped] ^= 1
+    message = decode(reader(bytes(data)), 1 << 24)
+    own = {name: torch.zeros_like(tensor) for name, tensor in sent.items()}
+    if flipped is None:
+        assert message.digest == adopt(own, message) == digest(sent.values())
+        assert all(torch.equal(own[name], sent[name]) for name in sent)
+    else:
+        with pytest.raises(WeightsError, match="arrived with digest"):
+            adopt(own, message)
 
 
 @pytest.mark.parametrize(

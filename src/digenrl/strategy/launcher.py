@@ -26,6 +26,8 @@ from digenrl.strategy.control import Aborted, Control, host_store, join_store
 from digenrl.strategy.world import Session, World
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""Parameters of glibc's mallopt(3)."""
 ABORT_GRACE_S = 4.0
 """Time that ranks get to leave by themselves after a failure, before SIGKILL."""
 STOPPED_LIMIT_S = 3.0
@@ -98,6 +100,7 @@ def _child(
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died between fork and prctl
         os._exit(1)
+    keep_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stdout.flush()
@@ -118,6 +121,16 @@ def _child(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # interpreter shutdown would wait for threads that wait for peers
+
+
+def keep_memory() -> None:
+    """Let glibc keep freed memory: weights and trajectories of many MB come and go in every step, and faulting their
+    pages in again takes as long as sending them (benchmarks/publish.py). Other C libraries decide for themselves."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc takes
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        library.mallopt(_M_ARENA_MAX, 1)  # a thread's own arena would give its pages back all the same
 
 
 def _report(world: World, session: Session, error: BaseException) -> None:

@@ -142,7 +142,7 @@ class SocketLink:
 
         def read(buffer: memoryview) -> None:
             while buffer:
-                received = sock.recv_into(buffer)
+                received = sock.recv_into(buffer, 0, socket.MSG_WAITALL)
                 if received == 0:
                     raise EOFError("the peer closed the connection in the middle of a message")
                 buffer = buffer[received:]

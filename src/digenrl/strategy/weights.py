@@ -65,7 +65,7 @@ def adopt(parameters: Mapping[str, Tensor], message: Message) -> str:
             f"weights of version {version} do not fit this rank: names or shapes differ, for example {missing}. "
             "All ranks must build the model from the same configuration."
         )
-    received = digest(message.tensors.values())
+    received = message.digest or digest(message.tensors.values())
     if received != announced:
         raise WeightsError(f"weights of version {version} arrived with digest {received}, sent as {announced}.")
     for name, parameter in parameters.items():

@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 MAGIC = b"DGRL"
@@ -33,6 +34,7 @@ _DTYPES: tuple[torch.dtype, ...] = (
     torch.bool,
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_PIECE = 1 << 20
 MAX_META_BYTES = 16 << 20
 MAX_TENSORS = 4096
 MAX_DIMS = 8
@@ -58,6 +60,8 @@ class Message:
     kind: Kind
     meta: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    digest: str | None = None
+    """xxh3 over all tensor bytes of a received WEIGHTS message, taken while each piece was still in the cache."""
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -122,6 +126,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int, max_meta: int = M
         and len(names) == len(set(names)) == count
     ):
         raise WireError(f"message meta announces {names!r} for {count} tensors.")
+    hasher = xxhash.xxh3_64() if kind == Kind.WEIGHTS else None
     tensors: dict[str, Tensor] = {}
     total = 0
     for name in names:
@@ -135,7 +140,10 @@ def decode(read: Callable[[memoryview], None], max_bytes: int, max_meta: int = M
                 f"message of {total} bytes at tensor {name!r} {tuple(shape)}: the limit is {max_bytes} bytes."
             )
         tensor = torch.empty(tuple(shape), dtype=_DTYPES[code])
-        if tensor.numel():
-            read(tensor_bytes(tensor))
+        raw = tensor_bytes(tensor)
+        for start in range(0, len(raw), _PIECE):
+            read(raw[start : start + _PIECE])
+            if hasher is not None:
+                hasher.update(raw[start : start + _PIECE])
         tensors[name] = tensor
-    return Message(Kind(kind), meta, tensors)
+    return Message(Kind(kind), meta, tensors, hasher.hexdigest() if hasher is not None else None)
