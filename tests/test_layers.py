@@ -89,7 +89,7 @@ def test_imports_point_downwards() -> None:
 
 
 def test_every_room_has_a_rule() -> None:
-    top = {"cli", "run", "emulate", "__init__"}
+    top = {"cli", "run", "emulate", "preflight", "__init__"}
     unknown = {room for room, _ in rooms()} - set(MAY_IMPORT) - top
     assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import"
 

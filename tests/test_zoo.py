@@ -25,6 +25,7 @@ from digenrl import run
 from digenrl.cli.export import read_weights
 from digenrl.models.export import LORA_FILE, PIPELINES, export_policy
 from digenrl.models.policy import Policy
+from digenrl.preflight import allocation
 from digenrl.strategy.launcher import Launch, Outcome, launch
 from digenrl.strategy.world import Session, World
 from digenrl.types import Prompt
@@ -113,14 +114,14 @@ def execute(experiment: str, directory: Path) -> tuple[Run, Policy]:
         callbacks = [Probe(directory)] if world.rank == 0 else []
         run.build(config, world, session, callbacks=callbacks).fit()
 
-    outcome = launch(Launch(rank_main, *run.allocation(config), directory))
+    outcome = launch(Launch(rank_main, *allocation(config), directory))
     return Run(config, outcome, directory), policy
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) -> None:
     finished, policy = execute(experiment, tmp_path)
-    assert run.allocation(finished.config) == (1, 1)
+    assert allocation(finished.config) == (1, 1)
     assert finished.outcome.status == "completed", f"{finished.outcome.cause}\n{logs(tmp_path)}"
     steps = [row for row in finished.rows("metrics.jsonl") if row["kind"] == "step"]
     assert [row["rl_step"] for row in steps] == list(range(1, STEPS + 1))

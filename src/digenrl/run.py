@@ -78,26 +78,6 @@ def fit(
     build(config, world, session, emulated=durations[world.rank] if durations else None).fit(checkpoint)
 
 
-def allocation(config: DictConfig, processes: int | None = None) -> tuple[int, int]:
-    """(trainers, rollouts) with every `auto` resolved: from the number of `processes` when somebody else started them,
-    else from the hardware profile's pools. A pool's role says what its devices do; devices without a role are shared
-    evenly, and on processors one of each is the default."""
-    trainers, rollouts = config.allocation.trainers, config.allocation.rollouts
-    if processes is not None:
-        if trainers == "auto":
-            trainers = processes - rollouts if isinstance(rollouts, int) else max(1, processes // 2)
-        return int(trainers), int(processes - trainers if rollouts == "auto" else rollouts)
-    counts = {"trainer": 0, "rollout": 0, "auto": 0}
-    for pool in config.hardware.pools.values():
-        counts[pool.get("role", "auto")] += pool.count if pool.gpu != "cpu" else 2
-    if trainers == "auto":
-        room = counts["trainer"] + counts["auto"]
-        trainers = max(1, room - (rollouts if isinstance(rollouts, int) else (counts["auto"] + 1) // 2))
-    if rollouts == "auto":
-        rollouts = max(1, counts["rollout"] + counts["auto"] - max(0, trainers - counts["trainer"]))
-    return int(trainers), int(rollouts)
-
-
 def describe(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
     """The lines that precede a run: what runs where, with what schedule."""
     data, schedule = config.data, config.schedule

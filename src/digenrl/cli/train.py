@@ -34,10 +34,17 @@ def main(words: list[str]) -> int:
     # Several ranks share the cores: one thread each, and none that spins while it waits. Read when torch loads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from digenrl.preflight import allocation, settled
     from digenrl.strategy.attach import find_place
     from digenrl.strategy.checkpoint import CheckpointError
 
-    if (place := find_place()) is not None:
+    place = find_place()
+    try:
+        composed = settled(composed, *allocation(composed.config, None if place is None else place.size))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return configuration.EXIT_CODE
+    if place is not None:
         return join(composed, place)
     run_dir = configuration.prepare_run_dir_or_exit(composed)
     for note in composed.notes:
@@ -58,8 +65,8 @@ def train(composed: Composed, run_dir: Path) -> int:
     from digenrl.strategy.launcher import Launch, Outcome, launch
 
     settings = composed.config
-    trainers, rollouts = run.allocation(settings)
-    announce(composed, run_dir, trainers, rollouts)
+    trainers, rollouts = settings.allocation.trainers, settings.allocation.rollouts
+    announce(composed, run_dir)
     display: Display | None = None
 
     def tick(states: Callable[[], dict[int, str]]) -> None:
@@ -86,11 +93,11 @@ def join(composed: Composed, place: Place) -> int:
     from digenrl.strategy.attach import attach
 
     settings = composed.config
-    trainers, rollouts = run.allocation(settings, place.size)
+    trainers, rollouts = settings.allocation.trainers, settings.allocation.rollouts
 
     def prepare() -> Path:
         run_dir = configuration.prepare_run_dir_or_exit(composed)
-        announce(composed, run_dir, trainers, rollouts)
+        announce(composed, run_dir)
         return run_dir
 
     def rank_main(world: World, session: Session) -> None:
@@ -123,15 +130,17 @@ def newest(composed: Composed, run_dir: Path) -> Path | None:
     return newest_valid(run_dir / "checkpoints") if composed.resumed else None
 
 
-def announce(composed: Composed, run_dir: Path, trainers: int, rollouts: int) -> None:
+def announce(composed: Composed, run_dir: Path) -> None:
     """Record the launch, and say what is going to run."""
     from digenrl import run
+    from digenrl.preflight import memory_lines
     from digenrl.report.run_dir import LAUNCH, append_event
 
+    trainers, rollouts = composed.config.allocation.trainers, composed.config.allocation.rollouts
     world = {"trainer": trainers, "rollout": rollouts}
     append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides)})
     lines = run.describe(composed.config, trainers, rollouts, run_dir, newest(composed, run_dir))
-    print("\n".join(lines), file=sys.stderr)
+    print("\n".join([*lines, *memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
 
 
 def conclude(run_dir: Path, status: str, cause: str | None, trainers: int, rollouts: int) -> None:
