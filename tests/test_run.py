@@ -1,0 +1,54 @@
+"""From a configuration to the parts of a rank: the pure translations, and one rank assembled."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from digenrl import run
+from digenrl.strategy.world import Session, World
+from tests.strategy.cluster import configured
+
+
+def test_the_schedule_is_the_configurations() -> None:
+    config = configured(
+        "schedule=full", "schedule.tsp.batch=2", "schedule.shares=[3,1]", "schedule.stale_fraction=0.25", "seed=3"
+    )
+    spec = run.schedule_spec(config, 3, 2)
+    assert (spec.prompts, spec.group_size, spec.task_size) == (4, 4, 2)
+    assert (spec.denoise_steps, spec.trained_steps, spec.updates_per_batch) == (4, 3, 1)
+    assert (spec.gap, spec.tsp_batch, spec.tsp_shard, spec.tag, spec.handoff) == (1, 2, True, True, True)
+    assert (spec.shares, spec.async_steps, spec.stale_fraction) == ((3.0, 1.0), 1, 0.25)
+
+
+def test_a_block_never_holds_more_steps_than_are_trained() -> None:
+    assert run.schedule_spec(configured("schedule.tsp.batch=all"), 3, 1).tsp_batch == 3
+    assert run.schedule_spec(configured("schedule.tsp.batch=50"), 3, 1).tsp_batch == 3
+    assert run.schedule_spec(configured("schedule.shares=equal"), 3, 1).shares == ()
+
+
+def test_sampling_settings_become_the_engines() -> None:
+    spec = run.sampling_spec(configured("sampling.storage_dtype=float64", "sampling.same_noise=true"))
+    assert (spec.steps, spec.storage_dtype, spec.same_noise, spec.eval_steps) == (4, torch.float64, True, 4)
+
+
+def test_a_rank_is_assembled_from_the_configuration_alone(tmp_path: Path) -> None:
+    config = configured("max_rl_steps=7", "schedule.gap=1", "data.prompts_per_batch=2", "callbacks.checkpoint.every=3")
+    session = Session("127.0.0.1", 0, "none", "token", tmp_path, time.time())
+    rank = run.build(config, World(0, 1, 1), session)
+    assert rank.trainer.max_epochs == 7
+    assert rank.strategy.world.role == "trainer"
+    assert rank.trainer.accumulate_grad_batches == rank.strategy.micro_batches_per_update == 2 * 2 * 3
+    assert rank.strategy.engine.policy is rank.module.policy
+    assert {type(callback).__name__ for callback in rank.trainer.callbacks} >= {"Recorder", "Checkpoint"}  # type: ignore[attr-defined]
+    assert not (tmp_path / "checkpoints").exists()
+    rank.strategy.engine.close()
+
+
+def test_plain_resolves_everything() -> None:
+    plain = run.plain(configured("sampling.height=8"))
+    assert plain["model"]["height"] == 8
+    assert not OmegaConf.is_config(plain["model"])
