@@ -157,4 +157,8 @@ def conclude(run_dir: Path, status: str, cause: str | None, trainers: int, rollo
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before the launcher took the signals over, or after it gave them back
+        print("interrupted; no rank was running", file=sys.stderr)
+        sys.exit(130)
