@@ -207,7 +207,13 @@ def test_no_rank_outlives_a_killed_launcher(running: Any) -> None:
     assert train.finish() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, id="sigterm", marks=pytest.mark.slow),
+    ],
+)
 def test_a_stop_request_ends_the_run_cleanly_with_a_checkpoint(running: Any, number: int) -> None:
     train = running(*SMALL, "max_rl_steps=1000", "callbacks.checkpoint.every=1000")
     train.wait_for_step(2)
