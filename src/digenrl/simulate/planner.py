@@ -36,17 +36,19 @@ class Plan:
         return next((outcome for outcome in self.outcomes if tests[kind](outcome.candidate)), None)
 
 
-def make_plan(bench: Bench, fine: int = 2, rounds: int = 3) -> Plan:
+def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
     """Search for the fastest way to run `bench`.
 
     Args:
-        fine: candidates of each kind whose neighbourhood is searched,
+        fine: candidates of each kind whose neighbourhood is searched (default: 2; 1 for steps of many samples, which
+            take longer to simulate),
         rounds: this many times.
 
     Raises:
         PlanError: no candidate fits; says what is missing where.
     """
     bound_s = bench.bound()
+    fine = fine or (1 if bench.work.samples > 600 else 2)
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
