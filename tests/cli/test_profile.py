@@ -66,7 +66,7 @@ def test_a_published_experiment_is_measured_on_its_tiny_build_and_the_planner_re
     text = Path(capsys.readouterr().out.splitlines()[-1]).read_text()
     given = yaml.safe_load(text)["seconds"]
     composed = configuration.load(
-        [*words, f"hardware.seconds={yaml.safe_dump(given, default_flow_style=True).strip()}"]
+        [*words, f"hardware.seconds={yaml.safe_dump(given, default_flow_style=True, width=1000).strip()}"]
     )
     bench = Bench(workload(composed), parse_hardware(composed.config.hardware))
     seconds = bench.seconds_per_unit()

@@ -1,0 +1,74 @@
+"""`hardware.emulate=true`: sixteen real processes whose networks sleep, held against the simulator's prediction."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import psutil
+import torch
+
+from digenrl import config as configuration
+from digenrl import run
+from digenrl.cli.plan import workload
+from digenrl.emulate import durations
+from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.engine import simulate
+from digenrl.simulate.hardware import parse_hardware
+from digenrl.strategy.launcher import Launch, launch
+from tests.strategy.cluster import logs
+
+TRAINERS, ROLLOUTS = 4, 12
+SCALE = 0.07
+WORDS = (
+    "experiment=wan21_flowgrpo",
+    "model=wan21_1_3b",
+    "hardware=testbed_c",
+    "hardware.emulate=true",
+    f"hardware.time_scale={SCALE}",
+    "schedule=gap_tsp",
+    "data.prompts_per_batch=4",
+    "data.group_size=4",
+    "sampling.steps=10",
+    f"allocation.trainers={TRAINERS}",
+    f"allocation.rollouts={ROLLOUTS}",
+    "max_rl_steps=2",
+    "logger=none",
+    "~callbacks.evaluation",
+)
+NOISE = 4.0
+"""Sixteen processes on two busy cores: `benchmarks/` measures the difference, this shows that no stage is missing."""
+
+
+def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    composed = configuration.load(WORDS)
+    config = composed.config
+    sleeps = durations(composed, TRAINERS, ROLLOUTS)
+    assert len(sleeps) == TRAINERS + ROLLOUTS
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    began = time.monotonic()
+    outcome = launch(Launch(partial(run.fit, config, None, sleeps), TRAINERS, ROLLOUTS, tmp_path))
+    wall = time.monotonic() - began
+    assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+    assert len(list((tmp_path / "spans").glob("rank-*.jsonl"))) == TRAINERS + ROLLOUTS
+
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["rl_step"] for row in steps] == [1, 2]
+    measured = median(row["step_s"] for row in steps)
+    bench = Bench(workload(composed), parse_hardware(config.hardware))
+    candidate = Candidate(
+        TRAINERS, ROLLOUTS, task_size=config.sampling.task_size, tsp_batch=bench.work.trained_steps, gap=1
+    )
+    predicted = SCALE * simulate(bench.spec(candidate), bench.cluster(candidate)).step_s
+    print(
+        f"16 emulated ranks on {os.cpu_count()} cores: step {measured:.2f} s, predicted {predicted:.2f} s, "
+        f"{wall:.1f} s in all"
+    )
+    assert predicted / 1.1 < measured < NOISE * predicted
