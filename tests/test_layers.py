@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"schedule"},
     "display": {"report"},
     "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "report"},
-    "callbacks": {"types", "data", "report", "models", "rollout"},
+    "callbacks": {"types", "data", "report", "models", "rewards", "rollout"},
 }
 """Room -> what it may import besides itself. Rooms not listed are the top and may import everything."""
 

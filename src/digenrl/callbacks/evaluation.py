@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from digenrl.data import PromptSet
-from digenrl.report.run_dir import METRICS, SAMPLES, append_jsonl
+from digenrl.report.run_dir import METRICS, SAMPLES, append_event, append_jsonl
+from digenrl.rewards.alarms import of_evaluations
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
@@ -176,6 +178,7 @@ class Evaluation(pl.Callback):
         self.heldout_reward, self.statistics = heldout_reward, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
         self._configured = run_dir
+        self._first: NDArray[np.uint8] | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -204,8 +207,19 @@ class Evaluation(pl.Callback):
         run_dir = Path(self._configured or trainer.default_root_dir)
         save_pictures(run_dir / SAMPLES / f"eval-{rl_step}.npz", pictures, self.saved_per_prompt)
         append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
+        self._raise_alarms(run_dir, rl_step, pictures, engine.reward_weights)
         for logger in trainer.loggers:
             logger.log_metrics({f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step)
+
+    def _raise_alarms(self, run_dir: Path, rl_step: int, pictures: Pictures, weights: Mapping[str, float]) -> None:
+        """Compare with this process's first evaluation, and write what is suspicious to events.jsonl."""
+        media = pictures.media.numpy()
+        if self._first is None:
+            self._first = media
+            return
+        scores = {name: pictures.rewards[name].numpy() for name in weights}
+        for alarm in of_evaluations(self._first, media, scores, [prompt.text for prompt in pictures.prompts]):
+            append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
 
     def sample(self, engine: Evaluates, rank: int = 0, ranks: int = 1) -> Pictures:
         """Rank `rank`'s share of the pictures; with one rank all of them, in the order of the prompts."""

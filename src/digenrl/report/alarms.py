@@ -27,6 +27,7 @@ def alarms(summary: Mapping[str, Any]) -> list[str]:
     if is_number(summary["staleness_max"]) and summary["staleness_max"] > 1:
         found.append(f"Weights {summary['staleness_max']} versions old were trained on; at most 1 is allowed.")
     found += _learning(summary)
+    found += summary.get("alarms", [])
     dropped = summary["dropped"]
     if dropped:
         found.append("Samples were dropped: " + ", ".join(f"{count} ({why})" for why, count in dropped.items()) + ".")

@@ -14,7 +14,7 @@ from digenrl.schedule.trace import bubbles
 
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `warnings`.
+    """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `alarms`, `warnings`.
 
     A figure that the files do not hold is null. `reward_first` and `reward_last` are the batch means of the first and
     the last RL step, `heldout_*` those of the first and the last evaluation; seconds in `bubble` are summed over ranks.
@@ -42,10 +42,17 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "bubble": {role: dict(sorted(causes.items())) for role, causes in sorted(bubbles(run.spans).items())},
         "predicted_step_s": _median(run, "predicted_step_s"),
         "dropped": dropped(run),
+        "alarms": suspicions(run),
         "restarts": len(run.events_of("restart")) + max(0, len(run.attempts()) - 1),
         "world": world(run),
         "warnings": [*run.warnings, *warnings],
     }
+
+
+def suspicions(run: Run) -> list[str]:
+    """Messages of the alarms that the last evaluation raised (reward hacking, collapsed rewards)."""
+    last = run.evals[-1]["rl_step"] if run.evals else None
+    return [str(event["message"]) for event in run.events_of("alarm") if event.get("rl_step") == last]
 
 
 def experiment(run: Run) -> str:

@@ -18,6 +18,7 @@ from digenrl.diffusion import denoise, keys
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan, StepSelection
 from digenrl.models.policy import Policy
+from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.schedule import Task
@@ -210,8 +211,15 @@ class RolloutEngine:
             again = self._rewards.score(media[rows], [prompts[int(row)] for row in rows])
             for name, values in again.items():
                 scores[name][rows] = torch.where(torch.isnan(scores[name][rows]), values, scores[name][rows])
-        self._rewards.check_missing()
         return scores
+
+    def reward_trouble(self) -> str | None:
+        """Why the run should stop: more samples than `reward.max_missing_share` allows have no score; else None."""
+        try:
+            self._rewards.check_missing()
+        except RewardError as error:
+            return str(error)
+        return None
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """TAG: should idle trainers generate? The bubble-triggered search (BTS), its monitor, and the costs it works with.
 
 State at an idle point of the trainers: when each rollout rank is free, when the trainers are, tasks left, fragments to
-train. Branch: wait for the next fragment, or lend k rounds of tasks first. Bound below by the work that remains; incumbent =
-never lend; memoised on quantised time; a limited depth, with fixed policies behind it, keeps it to milliseconds.
+train. Branch: wait for the next fragment, or lend k rounds of tasks first. Bound below by the work that remains;
+incumbent = never lend; memoised on quantised time; a limited depth, with fixed policies behind it, keeps it to
+milliseconds.
 
 Model: rollout ranks accept tasks by the decline rule (`claims.declines`), so that their finishing times are the sorted
 union of {free_i + j seconds_i}, which lending does not change: it only renumbers the claims behind it. A fragment is

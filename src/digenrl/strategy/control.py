@@ -80,9 +80,14 @@ class Control:
         if self.get("abort") is None:
             self.set("abort", cause)
 
+    def request_stop(self, cause: str) -> None:
+        """Ask for a clean stop after the step in progress; the first cause is the one that counts."""
+        if self.get("stop") is None:
+            self.set("stop", cause)
+
     @property
     def stopping(self) -> bool:
-        """Whether the launcher asked for a clean stop (Ctrl-C, SIGTERM)."""
+        """Whether somebody asked for a clean stop (Ctrl-C, SIGTERM, too many missing rewards)."""
         return self.get("stop") is not None
 
 

@@ -30,6 +30,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt(3)."""
 ABORT_GRACE_S = 4.0
 """Time that ranks get to leave by themselves after a failure, before SIGKILL."""
+EXIT_STOPPED = 75
+"""Exit code of a run that asked to stop itself (EX_TEMPFAIL: fix the cause, then resume)."""
 STOPPED_LIMIT_S = 3.0
 """A rank in process state T (SIGSTOP) for this long counts as dead."""
 
@@ -166,6 +168,8 @@ def _watch(spec: Launch, ranks: dict[int, BaseProcess], control: Control, signal
             fail(_death(rank, spec, code) if code < 0 else control.get("abort") or _death(rank, spec, code))
         alive = {rank: ranks[rank] for rank, code in codes.items() if code is None}
         if not alive:
+            if outcome.status == "completed" and (cause := control.get("stop")) is not None:
+                return Outcome("stopped", cause, EXIT_STOPPED)
             return outcome
         for rank, process in alive.items():
             if not _is_stopped(process.pid):

@@ -151,6 +151,8 @@ class TaskRunner:
                 for rank in range(self._trainers):
                     positions = owned_positions(self._spec, self._place, rank, task.group, part)
                     self._link.send(rank, pack(trajectory, positions, self._rank, seconds))
+            if (trouble := self._engine.reward_trouble()) is not None:
+                self._control.request_stop(trouble)  # the step in progress is finished and saved before the run stops
             shipped.set_result(None)
         except BaseException as error:  # raised again by `settle`, in the thread that can act on it
             shipped.set_exception(error)
