@@ -214,7 +214,8 @@ class PolicyModule(pl.LightningModule):
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Right after the optimizer, so that a publication that follows sees what `after_update` did."""
-        assert self._suspect is not None
+        if self._suspect is None:  # torch's own dummy step, which creates the state that a checkpoint fills
+            return
         batch, _ = self._suspect
         self._suspect = None
         self.after_update(batch, changed=self._skips_in_a_row == 0)

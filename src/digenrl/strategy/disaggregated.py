@@ -377,6 +377,8 @@ class DisaggregatedStrategy(DDPStrategy):
         return shard.full_optimizer_state(self.engine.policy, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if not self.world.is_trainer:  # rollouts adopt what is published
+            return None
         if self.sharding == "ddp":
             return super().load_optimizer_state_dict(checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -84,5 +84,7 @@ def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, A
 
 
 def load_full_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """The inverse of `full_optimizer_state`; every rank passes the whole state."""
+    """The inverse of `full_optimizer_state`; every rank passes the whole state. Plain SGD has none to restore."""
+    if not state.get("state"):
+        return
     set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))

@@ -47,7 +47,14 @@ class FragmentStream:
         if step not in self._boards:
             strategy = self._strategy
             weights = strategy.engine.reward_weights
-            self._boards[step] = StepBoard(strategy.spec, strategy.place_timesteps, strategy.world.rank, step, weights)
+            self._boards[step] = StepBoard(
+                strategy.spec,
+                strategy.place_timesteps,
+                strategy.world.rank,
+                step,
+                weights,
+                lockstep=strategy.sharding != "ddp",
+            )
         return self._boards[step]
 
     def _wait(self, board: StepBoard, pending: list[tuple[int, ...]]) -> tuple[int, ...]:

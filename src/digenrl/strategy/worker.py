@@ -191,7 +191,7 @@ class RolloutWorker:
             self._version = int(message.meta["version"])
             with self._spans.span("adopt", version=self._version) as facts:
                 facts["digest"] = adopt(self._parameters, message)
-            while self._work_once():
+            while self._control.get("done") is None and self._work_once():
                 self._control.check()
             cause = "weights"
 
