@@ -37,6 +37,8 @@ def rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     for job in jobs:
         row: dict[str, Any] = {"job": job.number, **job.varied}
         row.update({key: job.summary.get(key) for key in COLUMNS})
+        bubbles = job.summary.get("bubble") or {}
+        row["bubble_s"] = round(sum(seconds for causes in bubbles.values() for seconds in causes.values()), 3)
         row.update(status=job.status, cause=job.cause, run=str(job.run_dir))
         if row["wall_s"] is None:
             row["wall_s"] = round(job.wall_s, 3)

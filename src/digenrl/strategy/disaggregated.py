@@ -221,6 +221,12 @@ class DisaggregatedStrategy(DDPStrategy):
         """Whether this trainer holds exactly the published version, and may generate with it."""
         return self.updates_done == 0 and (self.world.rollouts == 0 or self.spec.tag)
 
+    def owes_generation(self, pending: Sequence[tuple[int, ...]]) -> bool:
+        """Whether tasks must be generated before the fragment at hand is trained: it is the last before an optimizer
+        step that is not the batch's last, and afterwards colocated ranks no longer hold the published version."""
+        leaves_version = self.updates_done < self.spec.updates_per_batch - 1 and len(pending) == 1
+        return self.world.rollouts == 0 and leaves_version and self.runner.remaining(self.version) > 0
+
     @property
     def lockstep(self) -> bool:
         """Whether trainers must decide together: sharded forwards are collectives, and this one may generate."""

@@ -85,7 +85,9 @@ class Lender:
         )
         decision = search(state)
         self.predicted_end = now + decision.predicted_step_s
-        if decision.lend:
+        if (
+            decision.lend and not self._open
+        ):  # later loans of a step have little left to gain, and would drown the first
             self._open.append(Prediction(decision, now))
         return decision.lend
 

@@ -75,7 +75,7 @@ class FragmentStream:
             while self._receive(0.0):
                 pass
             fragment = strategy.cut_fragment(pending, board)
-            if fragment is not None:
+            if fragment is not None and not strategy.owes_generation(pending):
                 end_wait()
                 return fragment
             if strategy.may_lend and (task := strategy.lend(board, pending)) is not None:
@@ -115,7 +115,7 @@ class FragmentStream:
                 while self._receive(0.0):
                     pass
                 fragment = strategy.cut_fragment(pending, board)
-                if fragment is not None:
+                if fragment is not None and not strategy.owes_generation(pending):
                     return pending.index(fragment)
                 if strategy.may_lend and strategy.wants_loan(board, pending):
                     return -1
