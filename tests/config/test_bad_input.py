@@ -15,9 +15,9 @@ Case = tuple[Sequence[str], Sequence[str]]
 NAMES: dict[str, Case] = {
     "unknown experiment": (
         ["experiment=digits_flowgrp"],
-        ["experiment = digits_flowgrp", "no such experiment", "nearest: digits_flowgrpo", "Available: digits_"],
+        ["experiment = digits_flowgrp", "no such experiment", "nearest: digits_flowgrpo", "Available: ablation_"],
     ),
-    "experiment far from any": (["experiment=zzz"], ["experiment = zzz", "Available: digits_"]),
+    "experiment far from any": (["experiment=zzz"], ["experiment = zzz", "Available: ablation_"]),
     "experiment as a path": (["experiment=../train"], ["experiment = ../train", "no such experiment"]),
     "unknown model": (["model=digts"], ["model = digts", "nearest: digits"]),
     "unknown hardware": (["hardware=cpus"], ["hardware = cpus", "nearest: cpu"]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from digenrl.schedule import ScheduleSpec, fragments, next_fragment
@@ -55,6 +56,8 @@ class _Engine:
         k_max: int,
         depth: int,
     ) -> None:
+        # Tasks change hands between rollout ranks, or from a lending trainer to one: colocated ranks keep theirs.
+        spec = replace(spec, handoff=spec.handoff and bool(cluster.rollouts))
         self.spec, self.cluster, self.steps, self.disturbance = spec, cluster, steps, disturbance
         self.trace, self.k_max, self.depth = trace, k_max, depth
         self._random = disturbance.generator()

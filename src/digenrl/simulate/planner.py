@@ -140,9 +140,7 @@ def _colocated(bench: Bench) -> Iterator[Candidate]:
     gpus, sizes = bench.hardware.gpus, task_sizes(bench)
     for size in dict.fromkeys((sizes[0], sizes[-1])):
         for gap in (0, 1):
-            yield from _held(
-                bench, Candidate(gpus, 0, task_size=size, gap=gap, handoff=gap == 0, shares=_unequal(bench))
-            )
+            yield from _held(bench, Candidate(gpus, 0, task_size=size, gap=gap, shares=_unequal(bench)))
 
 
 def _disaggregated(bench: Bench, async_steps: int) -> Iterator[Candidate]:
@@ -219,7 +217,7 @@ def _neighbours(bench: Bench, candidate: Candidate) -> Iterator[Candidate]:
     for size in step_batches(bench, candidate):
         yield replace(candidate, tsp_batch=size)
     if candidate.rollouts == 0:
-        yield replace(candidate, gap=0, handoff=not candidate.handoff)
+        yield replace(candidate, gap=0)
         yield replace(candidate, tsp_shard=not candidate.tsp_shard)
         if _unequal(bench):
             yield replace(candidate, shares=not candidate.shares)
