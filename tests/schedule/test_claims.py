@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +56,7 @@ def test_handoff_makespan(steps: list[float], extra: int, denoise: int) -> None:
     spec = ScheduleSpec(
         prompts=tasks // 2, group_size=2, task_size=1, denoise_steps=denoise, trained_steps=1, handoff=True
     )
-    ranks = [Rank(i, "trainer", "p", seconds) for i, seconds in enumerate(steps)]
+    ranks = [Rank(0, "trainer", "p", math.inf), *(Rank(1 + i, "rollout", "p", s) for i, s in enumerate(steps))]
     result = simulate(spec, Cluster(tuple(ranks)), steps=1, trace=True)
     end = max(span.end for span in result.spans if span.stage == "generate")
     bound = tasks * denoise / sum(1.0 / s for s in steps)
