@@ -1,8 +1,7 @@
 """Discrete-event engine: the schedule of `digenrl.schedule`, run in virtual time.
 
-What is simulated is durations. What is decided (order of tasks, claims, fragments, placement, lending, staleness) is
-the same code that the runtime runs. Trainers act as *units*: one per rank when the model is replicated, one of all
-ranks when it is sharded (collectives keep them in step).
+Durations are simulated; what is decided (order, claims, fragments, placement, lending, staleness) is the runtime's code.
+Trainers act as *units*: one per rank when the model is replicated, one of all ranks when it is sharded.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class _Engine:
         k_max: int,
         depth: int,
     ) -> None:
-        # Tasks change hands between rollout ranks, or from a lending trainer to one: colocated ranks keep theirs.
-        spec = replace(spec, handoff=spec.handoff and bool(cluster.rollouts))
+        spec = replace(spec, handoff=spec.handoff and bool(cluster.rollouts))  # colocated ranks keep their tasks
         self.spec, self.cluster, self.steps, self.disturbance = spec, cluster, steps, disturbance
         self.trace, self.k_max, self.depth = trace, k_max, depth
         self._random = disturbance.generator()
