@@ -82,6 +82,7 @@ def test_schedule_equals_the_single_process_loop_over_five_steps(
 LIGHT = (*SGD, "algorithm.kl_weight=0", r"model.lora.targets=[attn\.to_q,proj_out]", "max_rl_steps=2")
 """Two updates of a small LoRA: the matrix is about schedules."""
 
+
 def test_colocated_ranks_generate_all_groups_before_the_first_of_two_updates(tmp_path: Path) -> None:
     """After the first optimizer step nobody holds the published version any more, so nothing may be left to make."""
     config = configured(*LIGHT, "schedule=colocated", "schedule.tsp.batch=1", "algorithm.updates_per_batch=2")

@@ -72,9 +72,7 @@ class ScheduleSpec:
         require(self.gap >= 0, f"schedule.gap = {self.gap}: use 0 (whole batch) or a number of groups.")
         require(self.tsp_batch >= 1, f"schedule.tsp.batch = {self.tsp_batch}: use at least 1.")
         require(self.async_steps in (0, 1), f"schedule.async_steps = {self.async_steps}: use 0 or 1.")
-        require(
-            0.0 <= self.stale_fraction <= 1.0, f"schedule.stale_fraction = {self.stale_fraction}: use 0 .. 1."
-        )
+        require(0.0 <= self.stale_fraction <= 1.0, f"schedule.stale_fraction = {self.stale_fraction}: use 0 .. 1.")
         require(
             all(s >= 0 and math.isfinite(s) for s in self.shares) and (not self.shares or sum(self.shares) > 0),
             f"schedule.shares = {self.shares}: use non-negative numbers, at least one above 0.",

@@ -1,6 +1,6 @@
 """Discrete-event engine: the schedule of `digenrl.schedule`, run in virtual time.
 
-Durations are simulated; what is decided (order, claims, fragments, placement, lending, staleness) is the runtime's code.
+Durations are simulated; what decides (order, claims, fragments, placement, lending, staleness) is the runtime's code.
 Trainers act as *units*: one per rank when the model is replicated, one of all ranks when it is sharded.
 """
 
@@ -60,8 +60,7 @@ class _Engine:
         self.trace, self.k_max, self.depth = trace, k_max, depth
         self._random = disturbance.generator()
         self._events: list[tuple[float, int, int, str, Any]] = []
-        self._sequence = 0
-        self.now = 0.0
+        self._sequence, self.now = 0, 0.0
         self.spans: list[Span] = []
         self.seconds: dict[tuple[str, str, str], float] = {}
         self._roles = {rank.rank: rank.role for rank in cluster.ranks}
