@@ -86,10 +86,10 @@ pretrain: $(STAMP)  ## Train the digits base model and its judges again, into th
 bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios
 	@for file in $(BENCHES); do echo "== $$file" && $(PY) $$file $(ARGS) || exit 1; done
 
-# The second half kills and suspends processes and holds the clock to it, so nothing runs beside it.
+# The second half starts sixteen ranks, or kills processes and holds the clock to it: nothing runs beside it.
 test: $(STAMP)  ## The default tests: at most ten minutes on two cores
-	@$(PY) -m pytest -q -n 2 --ignore tests/test_train_cli.py $(ARGS)
-	@$(PY) -m pytest -q tests/test_train_cli.py
+	@$(PY) -m pytest -q -n 2 --ignore tests/test_train_cli.py --ignore tests/test_emulate.py $(ARGS)
+	@$(PY) -m pytest -q tests/test_emulate.py tests/test_train_cli.py
 
 test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
 	@$(PY) -m pytest -q -m "not cluster" $(ARGS)

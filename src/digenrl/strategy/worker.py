@@ -15,6 +15,7 @@ from torch import Tensor
 from digenrl.data import PromptSampler
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task
+from digenrl.schedule.claims import hands_over
 from digenrl.strategy.cells import Place, owned_positions, pack
 from digenrl.strategy.control import Control
 from digenrl.strategy.handoff import pack_state, unpack_state
@@ -252,13 +253,14 @@ class RolloutWorker:
         """
         if task.step != self._version or self._runner.remaining(self._version):
             return None
-        own = self._runner.step_seconds * (steps_left - 1)
+        own = self._runner.step_seconds
         for peer in self._peers:
             note = self._control.get(f"idle/{peer}") if peer != self._rank else None
             if not note:
                 continue
             version, number, seconds = note.split(":")
-            if int(version) != self._version or float(seconds) * steps_left >= own:
+            # The move is taken to cost one of our own steps, so the heir must save more than that.
+            if int(version) != self._version or not hands_over(steps_left, own, [float(seconds)], move_seconds=own):
                 continue
             if self._control.claim(f"take/{peer}/{number}") == 0:
                 return peer
