@@ -7,18 +7,22 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from digenrl import run
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, group_tasks, group_version, place
+from digenrl.schedule.staleness import StalenessError
 from digenrl.strategy import worker
-from digenrl.strategy.cells import Part, StalenessError, StepBoard, owned_positions, pack
+from digenrl.strategy.cells import Part, StepBoard, owned_positions, pack
 from digenrl.strategy.checkpoint import DirectoryCheckpointIO, newest_valid
 from digenrl.strategy.handoff import pack_state, unpack_state
 from digenrl.strategy.stream import FragmentStream
@@ -163,15 +167,35 @@ def slow_rollouts(rank: run.Rank, world: World, seconds: float = 0.02) -> None:
 
 
 def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: Path) -> None:
-    """A trainer that always lends when it may, with half of an update accumulated: nothing of its own moves, no lent
-    work starts while a fragment is ready, none after the first update of a batch, and the run equals its reference."""
+    """A trainer that lends once before a step's first fragment, and whenever it may after it: nothing of its own moves,
+    no lent work starts while a fragment is ready, none after the first update of a batch, and the run equals its
+    reference. The rollout rank holds back the later groups of a step until the trainer has lent in an open update."""
+
+    def hold_back(rank: run.Rank) -> None:
+        advance = rank.strategy.engine.advance
+
+        def patient(generation: Generation) -> Generation:
+            deadline = time.monotonic() + 100.0
+            while generation.task.group and not (tmp_path / f"open-{generation.task.step}").exists():
+                assert time.monotonic() < deadline, "the trainer did not lend inside an open update"
+                time.sleep(0.01)
+            return advance(generation)
+
+        rank.strategy.engine.advance = patient  # type: ignore[method-assign]
 
     def lend_always(rank: run.Rank, world: World) -> None:
-        slow_rollouts(rank, world)
         if not world.is_trainer:
-            return
+            return hold_back(rank)
         strategy, lend = rank.strategy, FragmentStream._lend
-        strategy.on_bubble = lambda board, pending: 1  # type: ignore[method-assign]
+        early: set[int] = set()
+
+        def one_then_always(board: StepBoard, pending: list[tuple[int, ...]]) -> int:
+            if 0 not in board.completed and board.step in early:
+                return 0
+            early.add(board.step)
+            return 1
+
+        strategy.on_bubble = one_then_always  # type: ignore[method-assign, assignment]
 
         def watched(stream: FragmentStream, board: StepBoard, pending: list[tuple[int, ...]], task: Task) -> None:
             assert strategy.cut_fragment(pending, board) is None, "lent although a fragment was ready"
@@ -182,7 +206,7 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
             assert before.keys() == after.keys()
             assert all(torch.equal(before[name], after[name]) for name in before)
             accumulated = any(name.startswith("grad/") for name in before)
-            (tmp_path / f"lent-{task.step}-{task.index}").write_text("open" if accumulated else "before")
+            (tmp_path / f"{'open' if accumulated else 'before'}-{board.step}").touch()
 
         FragmentStream._lend = watched  # type: ignore[method-assign]
 
@@ -192,8 +216,7 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
     wanted = reference(config)
     assert_same_cells(found, wanted)
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
-    lent = [file.read_text() for file in tmp_path.glob("lent-*")]
-    assert "open" in lent, f"no task was lent inside an open update: {lent}"
+    assert sorted(file.name for file in tmp_path.glob("open-*")) == ["open-0", "open-1"]
 
 
 def _own_state(rank: run.Rank) -> dict[str, Tensor]:
@@ -310,16 +333,34 @@ def test_I12_a_run_that_hands_every_task_on_at_every_step_equals_the_reference(t
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_nothing_between_ranks_is_pickled(tmp_path: Path, sharding: str) -> None:
-    """A whole run, checkpoint included, with every way to load a pickle broken in every rank."""
+def test_nothing_between_roles_is_pickled(tmp_path: Path, sharding: str) -> None:
+    """A whole run, checkpoint and resume included, with every way to load a pickle broken in every rank. Only trainers
+    keep the one by which Lightning tells its other ranks a path, inside their own process group."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("something was unpickled")
 
     def break_pickle(world: World, session: Session) -> None:
-        pickle.loads = pickle.load = refuse
+        pickle.loads = pickle.load = pickle.Unpickler = refuse  # type: ignore[assignment, misc]
+        ForkingPickler.loads = refuse  # bound at import, like the next
+        if not world.is_trainer:
+            distributed_c10d._unpickler = refuse
+            tensor, size = distributed_c10d._object_to_tensor("anything", torch.device("cpu"), None)
+            with pytest.raises(AssertionError, match="unpickled"):
+                distributed_c10d._tensor_to_object(tensor, size, None)
 
-    words = ("algorithm.kl_weight=0", "schedule=full", "schedule.async_steps=0", f"parallel.sharding={sharding}")
-    config = configured(*words, "callbacks.checkpoint.every=1")
-    completed(run_cluster(tmp_path, 2, 2, config, before=break_pickle))
-    completed(run_cluster(tmp_path, 2, 2, configured(*words, "max_rl_steps=3"), resume=True, before=break_pickle))
+    def own_group_alone(rank: run.Rank, world: World) -> None:
+        setup = rank.strategy.setup_distributed
+
+        def checked() -> None:
+            setup()
+            assert dist.get_world_size() == (2 if world.is_trainer else 1), "a process group with another role"
+
+        rank.strategy.setup_distributed = checked  # type: ignore[method-assign]
+
+    def run_it(*words: str, resume: bool = False) -> None:
+        config = configured("algorithm.kl_weight=0", "schedule=full", f"parallel.sharding={sharding}", *words)
+        completed(run_cluster(tmp_path, 2, 2, config, resume, before=break_pickle, after_build=own_group_alone))
+
+    run_it("callbacks.checkpoint.every=1")
+    run_it("max_rl_steps=3", resume=True)

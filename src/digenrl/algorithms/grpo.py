@@ -110,10 +110,6 @@ class GRPO(PolicyModule):
                 f"{type(self.surrogate).__name__} needs rollout means and the block has none: keep_means=True"
             )
         staleness = batch.version - block.version
-        if live and staleness not in (0, 1):
-            raise ValueError(
-                f"block of version {block.version} in a batch of version {batch.version}: staleness must be 0 or 1 (I9)"
-            )
         proximal = self._proximal(block, batch)
         reference = None
         if self.kl_weight > 0:

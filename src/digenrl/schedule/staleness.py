@@ -8,7 +8,6 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -81,34 +80,22 @@ class Ledger:
         """Samples issued and not yet accounted for."""
         return sum(self.open.values())
 
-    def check(self) -> None:
-        """Raises AccountingError unless issued = trained + dropped + in flight (I10)."""
+    def check(self, before: int = 0) -> None:
+        """Raises AccountingError unless issued = trained + dropped + in flight (I10), and every group of a step earlier
+        than `before` has left."""
         total = self.trained + sum(self.dropped.values()) + self.in_flight
         if total != self.issued:
             raise AccountingError(
                 f"issued {self.issued} samples, but trained {self.trained} + dropped {self.dropped} "
                 f"+ in flight {self.in_flight} = {total}."
             )
-
-    def state(self) -> dict[str, object]:
-        """JSON state for a checkpoint."""
-        return {
-            "issued": self.issued,
-            "trained": self.trained,
-            "dropped": dict(self.dropped),
-            "open": [[step, group, samples] for (step, group), samples in sorted(self.open.items())],
-        }
-
-    @classmethod
-    def restore(cls, state: Mapping[str, object]) -> Ledger:
-        """Inverse of `state`."""
-        rows: list[list[int]] = list(state["open"])  # type: ignore[call-overload]
-        return cls(
-            int(state["issued"]),  # type: ignore[call-overload]
-            int(state["trained"]),  # type: ignore[call-overload]
-            dict(state["dropped"]),  # type: ignore[call-overload]
-            {(step, group): samples for step, group, samples in rows},
-        )
+        late = sorted(key for key in self.open if key[0] < before)
+        if late:
+            step, group = late[0]
+            raise AccountingError(
+                f"group {group} of step {step} was issued, but neither trained nor dropped when step {before} began "
+                f"({len(late)} groups in all)."
+            )
 
     def _close(self, step: int, group: int, how: str) -> int:
         if (step, group) not in self.open:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from digenrl.schedule import Block, ScheduleSpec, fragments, group_version, update_of
+from digenrl.schedule.staleness import StalenessError
 from digenrl.strategy.wire import Kind, Message, WireError
 from digenrl.types import CellBlock, TrainBatch, Trajectory
 
@@ -19,10 +20,6 @@ Placement = tuple[tuple[tuple[Block, ...], ...], ...]
 """placement[rank][micro_batch] = blocks of one fragment."""
 Place = Callable[[tuple[int, ...]], Placement]
 """The Strategy's `place_timesteps`: fragment -> placement."""
-
-
-class StalenessError(RuntimeError):
-    """A group arrived that another version generated than the schedule fixed for it (I7, I8, I9)."""
 
 
 def owned_positions(spec: ScheduleSpec, place: Place, rank: int, group: int, part: int) -> tuple[int, ...]:

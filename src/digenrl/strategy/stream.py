@@ -33,7 +33,7 @@ class FragmentStream:
         step = strategy.version
         self._boards = {number: board for number, board in self._boards.items() if number >= step}
         board = self._board(step)
-        strategy.book.open()
+        strategy.book.open(step, [*strategy.plan_tasks(step - 1), *strategy.plan_tasks(step)])
         for update in range(strategy.spec.updates_per_batch):
             pending = list(fragments(strategy.spec, update))
             while pending:
