@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 import torch
-from omegaconf import OmegaConf
 
+from digenrl import config as configuration
 from digenrl import run
 from digenrl.strategy.world import Session, World
 from tests.strategy.cluster import configured
@@ -48,7 +49,14 @@ def test_a_rank_is_assembled_from_the_configuration_alone(tmp_path: Path) -> Non
     rank.strategy.engine.close()
 
 
-def test_plain_resolves_everything() -> None:
-    plain = run.plain(configured("sampling.height=8"))
-    assert plain["model"]["height"] == 8
-    assert not OmegaConf.is_config(plain["model"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("sampling.height=100",), "sampling.height=100 is not a multiple of 16; nearest valid: 96 or 112"),
+        (("hardware.build=real", "model.path=nowhere"), "model.path=nowhere has no model_index.json"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(words: tuple[str, ...], message: str) -> None:
+    composed = configuration.load(["experiment=flux1_flowgrpo", "hardware=cpu_tiny", *words])
+    with pytest.raises(ValueError, match=message):
+        run.check(composed.config)

@@ -14,13 +14,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from omegaconf import DictConfig, OmegaConf
+from hydra.utils import get_object
+from omegaconf import DictConfig
 
 from digenrl import config as configuration
 from digenrl.algorithms.dump import dump_to
 from digenrl.data import PromptData
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
+from digenrl.models.policy import Policy
 from digenrl.report.run_dir import append_event
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
@@ -76,6 +78,13 @@ def fit(
 ) -> None:
     """The life of one rank; `durations` of all ranks make it an emulated one, () a real one."""
     build(config, world, session, emulated=durations[world.rank] if durations else None).fit(checkpoint)
+
+
+def check(config: DictConfig) -> None:
+    """Raise ValueError for a model that cannot be built, before anything is written or started."""
+    target = get_object(config.model["_target_"])
+    if not config.hardware.emulate and isinstance(target, type) and issubclass(target, Policy):
+        target.check(config.model)
 
 
 def describe(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
@@ -177,10 +186,3 @@ def _loggers(config: DictConfig, world: World, session: Session) -> list[Any]:
     if world.rank != 0 or not config.logger:
         return []
     return [configuration.instantiate(logger)(save_dir=str(session.run_dir)) for logger in config.logger.values()]
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """The configuration as plain data, interpolations resolved."""
-    tree = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(tree, dict)
-    return {str(key): value for key, value in tree.items()}

@@ -58,6 +58,12 @@ def test_instantiates_what_is_allowed() -> None:
     assert instantiate(node).size == 3
 
 
+def test_a_constructor_speaks_for_itself_at_any_depth() -> None:
+    window = {"_target_": "digenrl.diffusion.steps.Window", "size": 0}
+    with pytest.raises(ValueError, match=r"^[^\n]*size[^\n]*$"):
+        instantiate(OmegaConf.create({"inner": {"steps": window}}))
+
+
 def test_instantiate_refuses_before_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evil_h5.py").write_text("raise AssertionError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)

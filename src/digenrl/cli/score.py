@@ -20,7 +20,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from digenrl import prompts
@@ -88,11 +87,8 @@ def reward_suite(config: DictConfig) -> RewardSuite:
     """The suite of a checked configuration. What its scorers raise while they are built becomes a ValueError."""
     try:
         return instantiate(config.reward)
-    except InstantiationException as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise ValueError(f"reward: {cause}") from error
+    except Exception as error:
+        raise ValueError(f"reward: {error}") from error
 
 
 def score(config: DictConfig) -> Path:

@@ -34,6 +34,7 @@ def main(words: list[str]) -> int:
     # Several ranks share the cores: one thread each, and none that spins while it waits. Read when torch loads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from digenrl import run  # torch and Lightning load here, once, before the ranks are forked
     from digenrl.preflight import allocation, settled
     from digenrl.strategy.attach import find_place
     from digenrl.strategy.checkpoint import CheckpointError
@@ -41,6 +42,7 @@ def main(words: list[str]) -> int:
     place = find_place()
     try:
         composed = settled(composed, *allocation(composed.config, None if place is None else place.size))
+        run.check(composed.config)
     except ValueError as error:
         print(error, file=sys.stderr)
         return configuration.EXIT_CODE
@@ -60,7 +62,7 @@ def main(words: list[str]) -> int:
 
 def train(composed: Composed, run_dir: Path) -> int:
     """Start every rank, show the run, and write its report; returns the exit code."""
-    from digenrl import run  # torch and Lightning load here, once, before the ranks are forked
+    from digenrl import run
     from digenrl.display import Display
     from digenrl.strategy.launcher import Launch, Outcome, launch
 
@@ -153,7 +155,9 @@ def conclude(run_dir: Path, status: str, cause: str | None, trainers: int, rollo
     summary = finish(run_dir, status, cause, {"trainer": trainers, "rollout": rollouts})
     Console(stderr=True).print(final_table(summary))
     if status != "completed":
-        print(f"{status}: {cause}\nto continue: make resume RUN={run_dir}", file=sys.stderr)
+        print(f"{status}: {cause}", file=sys.stderr)
+        if any((run_dir / "checkpoints").glob("step-*")):
+            print(f"to continue: make resume RUN={run_dir}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra.utils
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl.config.errors import listing, nearest
@@ -206,6 +207,7 @@ def instantiate(node: Any, *arguments: Any, **named: Any) -> Any:
     Raises:
         PermissionError: a target of `node`, or of anything below it, is not allowed, or is an alias of something
             that was defined outside the allowed packages.
+        Exception: what the target itself raised, in its own words.
     """
     root = node._get_root() if isinstance(node, (DictConfig, ListConfig)) else None
     allow = tuple(root.get("allow_targets") or ()) if isinstance(root, DictConfig) else ()
@@ -217,4 +219,10 @@ def instantiate(node: Any, *arguments: Any, **named: Any) -> Any:
         home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
         if not is_allowed(home, allow):
             raise PermissionError(f"{path or 'node'}: _target_ = {target} is an alias of {home}, which is refused.")
-    return hydra.utils.instantiate(node, *arguments, **named)
+    try:
+        return hydra.utils.instantiate(node, *arguments, **named)
+    except InstantiationException as error:  # one frame of Hydra's for every level of the tree
+        cause: BaseException = error
+        while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
+            cause = cause.__cause__
+    raise cause

@@ -141,6 +141,17 @@ class DiffusersPolicy(Policy):
         self._encoders: list[Any] = []
         self._vae: list[nn.Module] = []
 
+    @classmethod
+    def check(cls, settings: Mapping[str, Any]) -> None:
+        """Refuse a model config that cannot be built, from small files alone, before any rank starts.
+
+        Raises:
+            ValueError: a size that the family's strides do not divide, a checkpoint that is absent or another family's.
+        """
+        cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
+        if settings.get("build", "real") == "real":
+            checkpoint.require_family(str(settings["path"]), cls.pipelines, cls.family)
+
     # ---- what a family implements
 
     @classmethod

@@ -190,6 +190,11 @@ class Policy(nn.Module, ABC):
         self._embeddings: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._said: set[str] = set()
 
+    @classmethod
+    def check(cls, settings: Mapping[str, Any]) -> None:
+        """Refuse a model config (its YAML's keys) before any rank starts, if small files suffice to see that it cannot
+        be built; raises ValueError."""
+
     # ---- what a family implements
 
     @abstractmethod
