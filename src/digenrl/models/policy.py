@@ -183,6 +183,7 @@ class Policy(nn.Module, ABC):
             self.lora_layers: list[str] = []
         else:
             self.lora_layers = inject_lora(transformer, self.lora)
+        self._adapted = tuple(layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer))
         if gradient_checkpointing:
             transformer.enable_gradient_checkpointing()  # type: ignore[operator]
         self.transformer = transformer
@@ -303,19 +304,14 @@ class Policy(nn.Module, ABC):
         Raises RuntimeError in full fine-tuning without `keep_reference=True`.
         """
         if self.lora is not None:
-            layers = [module for module in self.transformer.modules() if isinstance(module, BaseTunerLayer)]
-            trainable = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
-            for layer in layers:
-                layer.enable_adapters(False)
+            # peft's enable_adapters() would also switch requires_grad of every layer, twice per forward of the base.
+            for layer in self._adapted:
+                layer._disable_adapters = True
             try:
                 yield
             finally:
-                for layer in layers:
-                    layer.enable_adapters(True)
-                # peft couples "enabled" with requires_grad; a frozen rollout copy must stay frozen.
-                self.transformer.requires_grad_(False)
-                for parameter in trainable:
-                    parameter.requires_grad_(True)
+                for layer in self._adapted:
+                    layer._disable_adapters = False
             return
         if self.reference_transformer is None:
             raise RuntimeError("full fine-tuning keeps no reference model; set model.keep_reference=true or train LoRA")

@@ -6,9 +6,8 @@ task gives depends on the task, the seed and the weights alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,7 +68,8 @@ class RolloutEngine:
     """Everything needed to turn a task into a trajectory.
 
     Args:
-        policy: the model; its weights are whatever version its owner has adopted.
+        policy: the model; its weights are whatever version its owner has adopted. It is put into evaluation mode, where
+            it must stay: dropout would make replay differ from the rollout.
         rewards: the scorers.
         kernel: SDE transition, shared with replay.
         selection: which steps get noise and which are trained.
@@ -90,7 +90,8 @@ class RolloutEngine:
         keep_means: bool = False,
         keep_final: bool = False,
     ) -> None:
-        self.policy, self._rewards, self._kernel, self._selection = policy, rewards, kernel, selection
+        self.policy = policy.eval()
+        self._rewards, self._kernel, self._selection = rewards, kernel, selection
         self.sampling, self.seed = sampling, seed
         self._keep_means, self._keep_final = keep_means, keep_final
         self._grid = policy.sigma_grid(sampling.steps)
@@ -114,23 +115,21 @@ class RolloutEngine:
 
     def advance(self, generation: Generation) -> Generation:
         """One denoising step of all rows."""
-        with _inference(self.policy):
-            state = denoise.advance(
-                self.policy,
-                self.policy.encode([generation.prompt]),
-                generation.state,
-                self._grid,
-                self._kernel,
-                self._plan(generation.task),
-                self._keep_means,
-            )
+        state = denoise.advance(
+            self.policy,
+            self.policy.encode([generation.prompt]),
+            generation.state,
+            self._grid,
+            self._kernel,
+            self._plan(generation.task),
+            self._keep_means,
+        )
         return replace(generation, state=state)
 
     @torch.no_grad()
     def decode(self, generation: Generation) -> Tensor:
         """Media of a task that has made all its steps: [b, C, H, W] or [b, F, C, H, W] in [0, 1]."""
-        with _inference(self.policy):
-            return self.policy.decode(generation.state.latents)
+        return self.policy.decode(generation.state.latents)
 
     def score(self, generation: Generation, media: Tensor) -> Future[Trajectory]:
         """The finished trajectory, as soon as its scores are there; scoring runs beside the next task's generation."""
@@ -180,16 +179,15 @@ class RolloutEngine:
         """
         grid = self.policy.sigma_grid(steps or self.sampling.eval_steps or self.sampling.steps)
         media, finals, rows = [], [], []
-        with _inference(self.policy):
-            for prompt in prompts:
-                shape = self.policy.latent_shape
-                noise = keys.noise(seed, 0, prompt.uid, range(samples_per_prompt), keys.INITIAL, shape, EVAL_STREAM)
-                condition = self.policy.encode([prompt])
-                latents = noise.to(self.policy.device, self.sampling.storage_dtype)
-                final = denoise.ode_sample(self.policy, condition, latents, grid)
-                media.append(self.policy.decode(final).cpu())
-                finals.append(final.cpu())
-                rows += [prompt] * samples_per_prompt
+        for prompt in prompts:
+            shape = self.policy.latent_shape
+            noise = keys.noise(seed, 0, prompt.uid, range(samples_per_prompt), keys.INITIAL, shape, EVAL_STREAM)
+            condition = self.policy.encode([prompt])
+            latents = noise.to(self.policy.device, self.sampling.storage_dtype)
+            final = denoise.ode_sample(self.policy, condition, latents, grid)
+            media.append(self.policy.decode(final).cpu())
+            finals.append(final.cpu())
+            rows += [prompt] * samples_per_prompt
         pictures = torch.cat(media)
         rewards = self._rewards.score(pictures, rows, heldout=True)
         return Evaluation(pictures, tuple(rows), rewards, torch.cat(finals))
@@ -220,14 +218,3 @@ class RolloutEngine:
         except RewardError as error:
             return str(error)
         return None
-
-
-@contextmanager
-def _inference(policy: Policy) -> Iterator[None]:
-    """The policy in evaluation mode, put back afterwards."""
-    training = policy.training
-    policy.eval()
-    try:
-        yield
-    finally:
-        policy.train(training)
