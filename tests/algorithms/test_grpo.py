@@ -129,6 +129,17 @@ def test_a_block_of_weight_zero_changes_nothing_even_if_it_holds_nan(moved: tupl
     assert torch.equal(both, alone)
 
 
+def test_a_micro_batch_without_blocks_costs_no_forward_and_gives_no_gradient(moved: tuple) -> None:
+    """What a replica gets that has fewer blocks of a fragment than another."""
+    policy, _, rewards = moved
+    module, calls = grpo(policy, kl_weight=0.1), policy.calls
+    loss = module.training_step(batch([], rewards, 40.0), 0)
+    loss.backward()
+    assert float(loss) == 0.0
+    assert policy.calls == calls
+    assert all(parameter.grad is None for parameter in policy.trained_parameters().values())
+
+
 def test_the_stored_log_prob_is_the_old_one(moved: tuple) -> None:
     """I5: new.detach() in its place would make every ratio 1 and hide staleness."""
     policy, blocks, rewards = moved

@@ -109,9 +109,9 @@ class PolicyModule(pl.LightningModule):
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """Sum over the cells of all blocks / `batch.denominator`: order and size of micro-batches leave the gradient
-        alone."""
+        alone. One without blocks costs nothing and gives no parameter a gradient."""
         advantages = self.advantage(batch.rewards, batch.reward_weights)
-        total = torch.zeros((), device=batch.blocks[0].latents.device)
+        total = torch.zeros((), device=self.device, requires_grad=not batch.blocks)
         cells = 0
         for block in batch.blocks:
             live = block.weight != 0.0

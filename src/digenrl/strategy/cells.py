@@ -105,7 +105,8 @@ class StepBoard:
 
     Args:
         lockstep: the model is sharded, so every forward is a collective: all ranks run as many of them, and one with
-            fewer blocks in a micro-batch fills up with zero-weight ones.
+            fewer blocks in a micro-batch fills up with zero-weight ones. A replica gets micro-batches without blocks,
+            but at least one block of every fragment, so that all ranks keep the same statistics.
     """
 
     def __init__(
@@ -157,9 +158,9 @@ class StepBoard:
     def batches(self, fragment: tuple[int, ...]) -> list[TrainBatch]:
         """This rank's micro-batches of a complete fragment."""
         placement = self._place(fragment)
+        widths = _widths(placement) if self._lockstep else [1] + [0] * (len(placement[self._rank]) - 1)
         return [
-            self._batch(fragment, blocks, width if self._lockstep else 1)
-            for blocks, width in zip(placement[self._rank], _widths(placement), strict=True)
+            self._batch(fragment, blocks, width) for blocks, width in zip(placement[self._rank], widths, strict=True)
         ]
 
     def versions(self, fragment: tuple[int, ...]) -> set[int]:

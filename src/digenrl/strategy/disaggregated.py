@@ -34,7 +34,7 @@ from digenrl.strategy.cells import Placement, StepBoard
 from digenrl.strategy.control import Aborted, Control, join_store
 from digenrl.strategy.lender import Lender
 from digenrl.strategy.link import SocketLink
-from digenrl.strategy.loops import Begin, RolloutLoop
+from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.stream import FragmentStream
 from digenrl.strategy.weights import digest, snapshot, weights_message
@@ -193,6 +193,7 @@ class DisaggregatedStrategy(DDPStrategy):
             return
         if self.world.is_trainer:  # before every other callback, so that rollouts work while the first evaluation runs
             trainer.callbacks.insert(0, Begin(self))  # type: ignore[attr-defined]
+            run_free(trainer.fit_loop)
         else:
             trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]

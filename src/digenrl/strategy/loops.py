@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
@@ -12,6 +13,12 @@ if TYPE_CHECKING:
     from digenrl.strategy.disaggregated import DisaggregatedStrategy
 
 
+def run_free(loop: _FitLoop) -> None:
+    """Replicas must not wait for each other inside an update, as they do where Lightning broadcasts before every
+    micro-batch whether rank 0 got SIGTERM. Stops are agreed at the end of a step (`Control.stopping`)."""
+    loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
 class Begin(Callback):
     """Publishes the first version as soon as training starts, before any other callback runs."""
 
@@ -19,6 +26,7 @@ class Begin(Callback):
         self._strategy = strategy
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's handler starts a collective that nobody joins
         self._strategy.begin(trainer)
 
 

@@ -1,0 +1,291 @@
+"""Emulated clusters against the simulator: real processes, store, transfers and optimizer steps, sleeping networks.
+
+`python benchmarks/emulated.py [--testbeds testbed_c,...] [--models ...] [--schedules ...] [--seconds 45] [--again]`
+
+Every GPU of the testbed is a process of `digenrl.cli.train` with `hardware.emulate=true`; `time_scale` makes a step
+last about `--seconds`, and three steps are measured after one that warms up. The prediction is the simulator's, with
+the same sleeps and with this machine's own overheads in place of the profile's links and optimizer. The overheads come
+from a run of one trainer and one rollout rank that sleep for nothing (`overheads`), never from the runs compared.
+
+Stated subset: trainers that each hold the whole model (ddp), because sharded ones would gather tiny tensors where the
+real ones gather gigabytes; the allocation of each schedule is the simulator's best. `of bound` is the bound of the
+testbed, in which communication, recomputation and fill are free, over the measured step.
+
+A case takes minutes, so its result is kept as a line of benchmarks/results/emulated.jsonl: the command runs what is
+missing there (`--again` runs everything) and writes the dated table of all there is. A machine that is busy with other
+work adds to the measured steps; `cores busy` is what the run itself asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.schedule import MECHANISMS, bench_of, disaggregated, naive_colocated
+from digenrl.emulate import Overheads, emulated_cluster
+from digenrl.schedule import micro_batches_per_update
+from digenrl.simulate.candidate import Bench, Candidate, Outcome, evaluate
+from digenrl.simulate.engine import simulate
+from digenrl.simulate.report import overrides
+
+MODELS = ("qwen_image_flowgrpo", "flux1_flowgrpo")
+TESTBEDS = ("testbed_c", "testbed_ac")
+SCHEDULES = {
+    "colocated_naive": None,
+    "colocated": None,
+    "sync": "naive",
+    "gap": "+gap",
+    "gap_tsp": "+tsp",
+    "gap_tsp_tag": "+tag",
+    "full": "+async",
+}
+"""Schedule of configs/schedule -> mechanisms of benchmarks/schedule.py (None: no rollout ranks)."""
+WARM_UP, STEPS = 1, 3
+RESULTS = Path(__file__).parent / "results"
+KEPT = RESULTS / "emulated.jsonl"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One emulated run."""
+
+    testbed: str
+    model: str
+    schedule: str
+    seconds: float
+    """Wished length of a step."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.testbed}-{self.model}-{self.schedule}"
+
+
+def chosen(bench: Bench, task_size: int, schedule: str) -> Outcome | None:
+    """The simulator's best candidate with replicated trainers for a schedule; None when none fits."""
+    mechanism = SCHEDULES[schedule]
+    if mechanism is not None:
+        trials = [c for c in disaggregated(bench, MECHANISMS[mechanism]) if c.sharding == "ddp"]
+    else:
+        trials = [c for c in naive_colocated(bench, task_size) if c.sharding == "ddp"]
+        if schedule == "colocated":
+            sizes = sorted({1, task_size})
+            shared = [replace(c, static_claims=False, task_size=size) for c in trials for size in sizes]
+            trials = [replace(c, gap=gap) for c in shared if not bench.misfits(c) for gap in (0, 1)]
+    bound_s = bench.bound()
+    best = min((evaluate(bench, c, bound_s) for c in trials), key=lambda outcome: outcome.step_s, default=None)
+    return best and evaluate(bench, best.candidate, bound_s, exact=True)
+
+
+def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
+    """Predict and run one case; None when nothing of the kind fits into memory."""
+    bench, task_size = bench_of(case.model, case.testbed)
+    outcome = chosen(bench, task_size, case.schedule)
+    if outcome is None:
+        return None
+    candidate, scale = outcome.candidate, case.seconds / outcome.step_s
+    words = [f"experiment={case.model}", f"hardware={case.testbed}", f"schedule={case.schedule}", *overrides(outcome)]
+    cores_busy = train(output / case.name, scale, WARM_UP + STEPS, words)
+    ends = published(output / case.name)
+    return {
+        **asdict(case),
+        "ranks": f"{candidate.trainers}+{candidate.rollouts}",
+        "task_size": candidate.task_size,
+        "tsp_batch": candidate.tsp_batch,
+        "time_scale": scale,
+        "measured_s": (ends[WARM_UP + STEPS - 1] - ends[WARM_UP - 1]) / STEPS,
+        "predicted_s": predict(bench, candidate, scale, own),
+        "bound_s": outcome.bound_s * scale,
+        "cores_busy": cores_busy,
+        "overheads": asdict(own),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def predict(bench: Bench, candidate: Candidate, scale: float, own: Overheads) -> float:
+    """Simulated seconds per emulated step."""
+    cluster = emulated_cluster(bench, candidate, scale, own)
+    return simulate(bench.spec(candidate), cluster, WARM_UP + STEPS).step_s
+
+
+def train(run_dir: Path, time_scale: float, steps: int, words: Sequence[str]) -> float:
+    """An emulated run in `run_dir`; returns the cores that it kept busy.
+
+    Raises:
+        RuntimeError: it failed; names its log.
+    """
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    emulation = ["hardware.emulate=true", f"hardware.time_scale={time_scale}", f"max_rl_steps={steps}", "logger=none"]
+    command = [sys.executable, "-m", "digenrl.cli.train", *words, *emulation]
+    command += ["~callbacks.evaluation", "~callbacks.checkpoint", f"hydra.run.dir={run_dir}"]
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    log = run_dir.with_suffix(".log")
+    with log.open("w") as out:
+        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        raise RuntimeError(f"{run_dir.name} ended with code {code}: see {log}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / (time.monotonic() - began)
+
+
+def spans_of(run_dir: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """(role, stage) -> spans, by start."""
+    table: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for file in sorted((run_dir / "spans").glob("rank-*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            span = json.loads(line)
+            table[span["role"], span["stage"]].append(span)
+    for spans in table.values():
+        spans.sort(key=lambda span: float(span["start"]))
+    return table
+
+
+def published(run_dir: Path) -> list[float]:
+    """Run clock at which trainer 0 had published each step's weights."""
+    spans = [span for span in spans_of(run_dir)["trainer", "publish"] if span["rank"] == 0 and span["version"] > 0]
+    return [float(span["end"]) for span in spans]
+
+
+def overheads(output: Path) -> Overheads:
+    """What this machine adds to sleeps: one trainer and one rollout rank that sleep for nothing, medians."""
+    bench, _ = bench_of(MODELS[0], TESTBEDS[0])
+    candidate = Candidate(1, 1)
+    work = bench.work
+    words = [f"experiment={MODELS[0]}", f"hardware={TESTBEDS[0]}", "schedule=gap_tsp", "schedule.tsp.batch=1"]
+    words += [
+        "allocation.trainers=1",
+        "allocation.rollouts=1",
+        "sampling.task_size=1",
+        "model.gradient_checkpointing=false",
+    ]
+    train(output / "overheads", 1e-9, 3, words)
+    spans = spans_of(output / "overheads")
+    making, decoding = spans["rollout", "generate"], spans["rollout", "decode"]
+    micro = micro_batches_per_update(bench.spec(candidate), 1) * work.updates / work.prompts
+    step = median(_seconds(span) for span in making) / work.steps
+    between = [later["start"] - earlier["end"] for earlier, later in pairwise(making)]
+    publishing, adopting = spans["trainer", "publish"], spans["rollout", "adopt"]
+    return Overheads(
+        task=median(between),
+        step=step,
+        micro_batch=median(_seconds(span) for span in spans["trainer", "train"]) / micro,
+        update=median(_after(span, publishing) for span in _last_of_steps(spans["trainer", "train"])) / work.updates,
+        publish=median(_seconds(span) for span in publishing),
+        weights=median(_after(span, adopting) for span in publishing[:-1]),
+        deliver=median(_after(span, spans["rollout", "send"]) + _seconds(span) for span in decoding),
+        move=median(_seconds(span) for span in spans["rollout", "send"]),
+    )
+
+
+def _seconds(span: dict[str, Any]) -> float:
+    return float(span["end"]) - float(span["start"])
+
+
+def _after(span: dict[str, Any], others: Sequence[dict[str, Any]]) -> float:
+    """From the end of `span` to the start of the next of `others`."""
+    return min((float(o["start"]) - float(span["end"]) for o in others if o["start"] >= span["end"]), default=0.0)
+
+
+def _last_of_steps(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({span["step"]: span for span in spans}.values())
+
+
+def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: a table per testbed and model, and whether the simulator ranks the schedules as the runs do."""
+    for testbed, model in dict.fromkeys((row["testbed"], row["model"]) for row in rows):
+        own = [row for row in rows if (row["testbed"], row["model"]) == (testbed, model)]
+        speeds = {row["schedule"]: row["measured_s"] / row["time_scale"] for row in own}
+        yield f"\n### {testbed}, {model}\n"
+        yield "| schedule | ranks | b | K | time scale | measured | predicted | error | of bound | x naive | cores |"
+        yield "|---|---|---|---|---|---|---|---|---|---|---|"
+        for row in own:
+            ratio = speeds.get("colocated_naive", 0.0) / speeds[row["schedule"]]
+            error = 100 * (row["predicted_s"] / row["measured_s"] - 1)
+            yield (
+                f"| {row['schedule']} | {row['ranks']} | {row['task_size']} | {row['tsp_batch']} | "
+                f"{row['time_scale']:.4f} | {row['measured_s']:.2f} | {row['predicted_s']:.2f} | {error:+.1f}% | "
+                f"{row['bound_s'] / row['measured_s']:.3f} | {ratio:.2f} | {row['cores_busy']:.2f} |"
+            )
+        predicted = sorted(own, key=lambda row: row["predicted_s"] / row["time_scale"])
+        measured = sorted(own, key=lambda row: row["measured_s"] / row["time_scale"])
+        yield f"\nFastest first, measured: {', '.join(row['schedule'] for row in measured)}."
+        yield f"Fastest first, predicted: {', '.join(row['schedule'] for row in predicted)}."
+
+
+def write(rows: Sequence[dict[str, Any]]) -> Path:
+    """The dated table of all results."""
+    date = datetime.date.today().isoformat()
+    path = RESULTS / f"emulated-{date}.md"
+    own = rows[-1]["overheads"]
+    text = [
+        f"# Emulated clusters against the simulator ({date})",
+        "",
+        f"Command: `python benchmarks/emulated.py`, {os.cpu_count()} cores. Three steps after one that warms up; real",
+        "processes, sleeping networks, trainers replicated. Seconds are of the emulated run; divide by the time scale",
+        "for the testbed's. `x naive` compares with the measured colocated_naive of the same table; `cores` is what",
+        "the run kept busy. Overheads of this machine, measured apart (seconds): "
+        + ", ".join(f"{name} {seconds:.4f}" for name, seconds in own.items())
+        + ".",
+    ]
+    path.write_text("\n".join([*text, *lines_of(rows)]) + "\n", encoding="utf-8")
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--testbeds", default=",".join(TESTBEDS))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    parser.add_argument("--seconds", type=float, default=45.0)
+    parser.add_argument("--output", type=Path, default=Path("outputs/emulated"))
+    parser.add_argument("--again", action="store_true")
+    arguments = parser.parse_args()
+    rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    wanted = [
+        Case(testbed, model, schedule, arguments.seconds)
+        for testbed in arguments.testbeds.split(",")
+        for model in arguments.models.split(",")
+        for schedule in arguments.schedules.split(",")
+    ]
+    own = None
+    for case in wanted:
+        known = [
+            row
+            for row in rows
+            if (row["testbed"], row["model"], row["schedule"]) == (case.testbed, case.model, case.schedule)
+        ]
+        if known and not arguments.again:
+            continue
+        own = own or overheads(arguments.output)
+        row = run_case(case, own, arguments.output)
+        if row is None:
+            print(f"{case.name}: no replicated trainer fits into memory", flush=True)
+            continue
+        rows = [row for row in rows if row not in known] + [row]
+        order = list(SCHEDULES)
+        rows.sort(key=lambda row: (row["testbed"], row["model"], order.index(row["schedule"])))
+        KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(f"{case.name}: measured {row['measured_s']:.2f} s, predicted {row['predicted_s']:.2f} s", flush=True)
+    if rows:
+        print("\n".join(lines_of(rows)))
+        print(write(rows))
+
+
+if __name__ == "__main__":
+    main()
