@@ -6,9 +6,11 @@ optimizer step, and the final weights. `tests.strategy.reference` computes the s
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +210,56 @@ def run_cluster(
     return Cluster(outcome, read_record(probes), run_dir)
 
 
+@dataclass(frozen=True)
+class Job:
+    """One run of a series."""
+
+    name: str
+    config: DictConfig
+    after_build: Callable[[run.Rank, World], None] | None = None
+    """Runs in each rank between assembly and fit."""
+
+
+def run_series(run_dir: Path, trainers: int, rollouts: int, jobs: Sequence[Job]) -> Iterator[tuple[Job, Cluster]]:
+    """Run one job after another in the same forked ranks: only the first pays for their start.
+
+    Strategy, process groups, model and store keys are each job's own. A job that fails ends its ranks, and the rest of
+    the jobs get new ones. A job's files are removed as soon as the caller asks for the next one.
+    """
+    left = list(jobs)
+    while left:
+        outcome = launch(
+            Launch(
+                lambda world, session, left=tuple(left): _work(left, run_dir, world, session),
+                trainers,
+                rollouts,
+                run_dir,
+            )
+        )  # type: ignore[misc]
+        failed = False
+        while left and not failed:
+            job = left.pop(0)
+            directory = run_dir / job.name
+            failed = len(list(directory.glob("finished-*"))) < trainers + rollouts
+            yield job, Cluster(outcome if failed else Outcome(), read_record(directory / "probe"), directory)
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _work(jobs: Sequence[Job], run_dir: Path, world: World, session: Session) -> None:
+    """The life of one rank of a series."""
+    for job in jobs:
+        directory = run_dir / job.name
+        (directory / "probe").mkdir(parents=True, exist_ok=True)
+        own = replace(session, prefix=f"{session.prefix}/{job.name}", run_dir=directory, patience_s=300.0)
+        rank = run.build(job.config, world, own, callbacks=[Probe(directory / "probe")])
+        if job.after_build is not None:
+            job.after_build(rank, world)
+        rank.fit()
+        (directory / f"finished-{world.rank}").touch()
+        del rank
+        gc.collect()
+
+
 def completed(cluster: Cluster) -> Record:
     """The record of a run that must have completed."""
     assert cluster.outcome.status == "completed", f"{cluster.outcome.cause}\n{logs(cluster.run_dir)}"
@@ -216,7 +268,7 @@ def completed(cluster: Cluster) -> Record:
 
 def logs(run_dir: Path) -> str:
     """The last lines of every rank's log."""
-    files = sorted((run_dir / "logs").glob("*"))
+    files = sorted((run_dir / "logs").glob("*")) or sorted((run_dir.parent / "logs").glob("*"))
     return "\n".join(f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-25:]) for file in files)
 
 
