@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from digenrl.cli.plan import trained_steps, workload
 from digenrl.config import Composed
+from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import Hardware
 from digenrl.simulate.memory import Memory
@@ -69,6 +70,15 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     return replace(composed, config=numbers)
 
 
+def shard_group(config: Any, trainers: int) -> int:
+    """`parallel.shard_group` as a number: `auto` follows the smallest node of the pools that may train."""
+    if isinstance(config.parallel.shard_group, int):
+        return int(config.parallel.shard_group)
+    pools = [pool for pool in config.hardware.pools.values() if pool.get("role", "auto") != "rollout"]
+    nodes = [int(pool.get("per_node", min(pool.count, 8))) for pool in pools]
+    return hardware.shard_group(trainers, min(nodes, default=trainers))
+
+
 def sized(composed: Composed) -> bool:
     """Whether the model is a real build whose sizes have been counted."""
     config: Any = composed.config
@@ -105,10 +115,11 @@ def _bench(composed: Composed) -> Bench:
 
 def _candidate(composed: Composed, trainers: int, rollouts: int, batch: int) -> Candidate:
     config: Any = composed.config
+    hsdp = config.parallel.sharding == "hsdp"  # a rank holds what it would hold if its group were alone
     return Candidate(
-        trainers,
+        shard_group(config, trainers) if hsdp else trainers,
         rollouts,
-        sharding="fsdp" if config.parallel.sharding != "ddp" else "ddp",
+        sharding="fsdp" if hsdp else config.parallel.sharding,
         task_size=config.sampling.task_size,
         tsp_batch=batch,
         checkpointing=bool(config.model.get("gradient_checkpointing", False)),

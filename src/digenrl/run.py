@@ -23,6 +23,7 @@ from digenrl.data import PromptData
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.policy import Policy
+from digenrl.preflight import shard_group
 from digenrl.report.run_dir import append_event
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
@@ -165,6 +166,7 @@ def build(
         data.sampler,
         last_step=config.max_rl_steps - 1,
         sharding=config.parallel.sharding,
+        shard_group=shard_group(config, world.trainers),
         split_claims=config.schedule.claims == "split",
         checkpoint_io=DirectoryCheckpointIO(),
     )

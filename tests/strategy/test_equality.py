@@ -109,10 +109,11 @@ Case = Mapping[str, str]
 
 
 def product() -> Iterator[Case]:
-    """Every combination; the dtype alternates instead of doubling the number of cases."""
-    names = [name for name in FACTORS if name != "dtype"]
-    for number, values in enumerate(itertools.product(*(FACTORS[name] for name in names))):
-        yield dict(zip(names, values, strict=True)) | {"dtype": FACTORS["dtype"][(number + number // 2) % 2]}
+    """Every combination; the dtype alternates with every factor instead of doubling the number of cases."""
+    factors = {name: values for name, values in FACTORS.items() if name != "dtype"}
+    for choice in itertools.product(*(enumerate(values) for values in factors.values())):
+        case = {name: value for name, (_, value) in zip(factors, choice, strict=True)}
+        yield case | {"dtype": FACTORS["dtype"][sum(position for position, _ in choice) % 2]}
 
 
 def pairwise() -> list[Case]:

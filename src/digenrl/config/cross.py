@@ -110,6 +110,21 @@ def _sharding(get: _View) -> Iterator[str]:
         )
 
 
+def _shard_group(get: _View) -> Iterator[str]:
+    sharding, group, trainers = get("parallel.sharding"), get("parallel.shard_group"), get("allocation.trainers")
+    if sharding != "hsdp":
+        if group != "auto":
+            yield (
+                f"parallel.shard_group = {group} with parallel.sharding = {sharding}: only hsdp has shard groups; "
+                "set parallel.sharding=hsdp, or parallel.shard_group=auto."
+            )
+    elif isinstance(group, int) and isinstance(trainers, int) and trainers % group:
+        yield (
+            f"parallel.shard_group = {group}: must divide allocation.trainers = {trainers}; "
+            f"allowed: {_divisors(trainers)}, or auto."
+        )
+
+
 def _rank_counts(get: _View) -> Iterator[str]:
     pools = pool_counts(get("hardware.pools"))
     trainers, rollouts = get("allocation.trainers"), get("allocation.rollouts")
@@ -151,6 +166,7 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _asynchrony,
     _shares,
     _sharding,
+    _shard_group,
     _rank_counts,
     _trained_steps,
 )

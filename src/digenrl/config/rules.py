@@ -175,6 +175,7 @@ KEYS: dict[str, Rule] = {
     "allocation.trainers": _whole(1, None, "auto"),
     "allocation.rollouts": _whole(0, None, "auto"),
     "parallel.sharding": Choice(("ddp", "hsdp", "fsdp")),
+    "parallel.shard_group": _whole(1, None, "auto"),
     "data.prompts": Text("path of a .txt or .jsonl prompt file"),
     "data.heldout": Text("path of a .txt or .jsonl prompt file", null=True),
     "data.prompts_per_batch": _whole(1, 65536),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from digenrl.simulate.bound import bound_seconds
 from digenrl.simulate.cluster import Cluster, Rank
 from digenrl.simulate.costs import Costs
 from digenrl.simulate.engine import Simulated, simulate
-from digenrl.simulate.hardware import Hardware, Pool, assign
+from digenrl.simulate.hardware import Hardware, Pool, assign, shard_group
 from digenrl.simulate.memory import GIB, Memory, rollout_memory, trainer_memory
 from digenrl.simulate.workload import ENCODERS, Workload
 
@@ -75,7 +74,7 @@ class Bench:
             return 1
         if candidate.sharding == "fsdp":
             return candidate.trainers
-        return math.gcd(candidate.trainers, min(pool.per_node for pool in self.hardware.pools))
+        return shard_group(candidate.trainers, min(pool.per_node for pool in self.hardware.pools))
 
     def memory(self, candidate: Candidate) -> dict[str, Memory]:
         """Role -> bytes of a rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +106,12 @@ def parse_hardware(node: Mapping[str, Any], name: str = "hardware") -> Hardware:
     efficiency = Efficiency(**{key: float(value) for key, value in factors.items()})
     seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
     return Hardware(tuple(pools), efficiency, seconds)
+
+
+def shard_group(trainers: int, per_node: int) -> int:
+    """Trainers that hold one copy of the weights under hsdp: those of a node where they all fit into one, else the
+    most that divide both numbers, so that no group spans two nodes."""
+    return trainers if trainers <= per_node else math.gcd(trainers, per_node)
 
 
 def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str, str], ...]:

@@ -66,7 +66,7 @@ class DisaggregatedStrategy(DDPStrategy):
         sampler: prompts of each RL step, the same on every rank.
         last_step: index of the final RL step (max_rl_steps - 1).
         sharding: how trainers hold the model: ddp (replicas), hsdp or fsdp.
-        trainers_per_node: extent of a shard group under hsdp.
+        shard_group: trainers that hold one copy of the weights under hsdp.
         split_claims: divide every queue equally beforehand instead of claiming (what published colocated loops do).
     """
 
@@ -81,7 +81,7 @@ class DisaggregatedStrategy(DDPStrategy):
         sampler: PromptSampler,
         last_step: int,
         sharding: str = "ddp",
-        trainers_per_node: int = 1,
+        shard_group: int = 1,
         split_claims: bool = False,
         checkpoint_io: Any = None,
     ) -> None:
@@ -91,7 +91,7 @@ class DisaggregatedStrategy(DDPStrategy):
             timeout=timedelta(seconds=session.timeout_s),
         )
         self.world, self.session, self.spec, self.engine = world, session, spec, engine
-        self.sharding, self._per_node, self._split_claims = sharding, trainers_per_node, split_claims
+        self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
         self._sampler, self._last_step = sampler, last_step
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
@@ -202,7 +202,9 @@ class DisaggregatedStrategy(DDPStrategy):
         """Replicas need no wrapper: `gradients.average` reduces once per update. Otherwise FSDP2 shards in place."""
         if self.sharding != "ddp" and self.world.is_trainer:
             device = self.root_device.type
-            shard.shard(self.engine.policy, shard.mesh_of(self.sharding, self.world.trainers, self._per_node, device))
+            shard.shard(
+                self.engine.policy, shard.mesh_of(self.sharding, self.world.trainers, self._shard_group, device)
+            )
 
     @property
     def learner(self) -> Learner:

@@ -7,6 +7,7 @@ hsdp sharded inside a node, replicated between nodes.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,20 +28,20 @@ from digenrl.models.policy import Policy
 SHARDING = ("ddp", "hsdp", "fsdp")
 
 
-def mesh_of(sharding: str, trainers: int, per_node: int, device_type: str) -> DeviceMesh:
-    """The mesh of a sharding mode over the trainers' world.
+def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> DeviceMesh:
+    """The mesh of a sharding mode over the trainers' world; under hsdp `group` neighbours share one copy.
 
     Raises:
-        ValueError: hsdp with a number of trainers that is no multiple of the trainers per node.
+        ValueError: hsdp with a number of trainers that is no multiple of the group.
     """
     if sharding == "fsdp":
         return init_device_mesh(device_type, (trainers,), mesh_dim_names=("shard",))
-    if trainers % per_node:
+    if trainers % group:
         raise ValueError(
-            f"parallel.sharding=hsdp needs whole nodes: allocation.trainers = {trainers} is no multiple of "
-            f"{per_node} per node; use {trainers - trainers % per_node} trainers, or parallel.sharding=fsdp."
+            f"parallel.shard_group = {group} must divide allocation.trainers = {trainers}; "
+            f"set it to {math.gcd(group, trainers)}, or parallel.sharding=fsdp."
         )
-    return init_device_mesh(device_type, (trainers // per_node, per_node), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (trainers // group, group), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(policy: Policy, mesh: DeviceMesh) -> None:
