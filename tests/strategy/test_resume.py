@@ -1,4 +1,4 @@
-"""3 RL steps + resume + 3 are the same run as 6: weights, gradients and samples, bit for bit with one trainer."""
+"""3 RL steps + resume + 3 are the same run as 6: weights, gradients and samples, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.strategy.cluster import assert_same_cells, completed, configured, run_cluster
+from tests.strategy.cluster import FULL, assert_same_cells, completed, configured, run_cluster
 
 SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.every=3", "algorithm.kl_weight=0.05")
 
@@ -18,8 +18,10 @@ SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.e
         (1, 1, ("schedule.gap=1",)),
         (1, 1, ("schedule.async_steps=1", "schedule.gap=1", "schedule.tag=true")),
         (1, 0, ("algorithm.updates_per_batch=2", "+algorithm/ema=default")),
+        pytest.param(2, 1, ("parallel.sharding=fsdp", *FULL, "+algorithm/ema=default"), marks=pytest.mark.slow),
+        pytest.param(4, 1, ("parallel.sharding=hsdp", "parallel.shard_group=2"), marks=pytest.mark.slow),
     ],
-    ids=["sync", "async", "colocated-two-updates-ema"],
+    ids=["sync", "async", "colocated-two-updates-ema", "fsdp-all-weights-ema", "hsdp"],
 )
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
     tmp_path: Path, trainers: int, rollouts: int, words: tuple[str, ...]
