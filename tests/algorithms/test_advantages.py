@@ -44,14 +44,28 @@ def test_groups_are_centred_and_ordered(advantage: Advantage) -> None:
     assert bool((got.gather(1, order).diff(dim=1) >= 0).all())
 
 
+def check_equal_rewards(advantages: Callable[[Tensor], Tensor], exactly: bool) -> None:
+    table = torch.cat([torch.full((1, 8), 0.1), torch.full((1, 8), 1 / 3), rewards(1, 8)])
+    got = advantages(table)[:2]
+    torch.testing.assert_close(got, torch.zeros(2, 8), atol=0 if exactly else 1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("advantage", VARIANTS)
 def test_equal_rewards_give_exactly_zero(advantage: Advantage) -> None:
-    """Check 15: 0.1 summed three times is not 3*0.1; the advantage is 0 all the same, and the group is counted."""
-    table = torch.cat([torch.full((1, 3), 0.1), torch.full((1, 3), 1 / 3), rewards(1, 3)])
-    made = advantage({"r": table}, {"r": 1.0})
-    assert torch.equal(made.values[:2], torch.zeros(2, 3)) or advantage.renormalise
-    torch.testing.assert_close(made.values[:2], torch.zeros(2, 3), atol=1e-6, rtol=0)
-    assert made.zero_variance.tolist() == [True, True, False]
+    """Check 15: the mean of eight fp32 0.1 is not 0.1; the advantage is 0 all the same, and the group is counted."""
+    check_equal_rewards(lambda table: values(advantage, table), exactly=not advantage.renormalise)
+    table = torch.cat([torch.full((1, 3), 0.1), rewards(1, 3)])
+    assert advantage({"r": table}, {"r": 1.0}).zero_variance.tolist() == [True, False]
+
+
+def test_check_15_can_fail() -> None:
+    """The usual formula with DanceGRPO's 1e-8 turns the rounding of a mean into an advantage (trap T15)."""
+
+    def usual(table: Tensor) -> Tensor:
+        return (table - table.mean(1, keepdim=True)) / (table.std(1, keepdim=True) + 1e-8)
+
+    with pytest.raises(AssertionError):
+        check_equal_rewards(usual, exactly=True)
 
 
 @pytest.mark.parametrize("advantage", VARIANTS)

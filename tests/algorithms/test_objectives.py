@@ -55,16 +55,26 @@ def cells_at(steps: list[list[int]], drift: float, clip: float = 1e-2, a: float 
 # ---- check 2
 
 
-def test_on_policy_gradient_is_the_policy_gradient() -> None:
-    """Check 2: at ratio 1 the loss is -mean(A) and its gradient -mean(A * dlogp/dtheta), clip inactive."""
+def check_policy_gradient(loss_of: Callable[[Cells], Tensor]) -> None:
     cells, leaf, _ = cells_at([[1, 4], [2, 6], [0, 8]], drift=0.0)
-    loss = Clipped().loss(cells).mean()
+    loss = loss_of(cells).mean()
     assert float(loss.detach()) == pytest.approx(-float(cells.advantages.mean()), abs=1e-14)
     (expected,) = torch.autograd.grad(-(cells.advantages * cells.log_prob).mean(), leaf, retain_graph=True)
-    (got,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    (got,) = torch.autograd.grad(loss, leaf, allow_unused=True)
     torch.testing.assert_close(got, expected, atol=1e-14, rtol=0)
-    detached = torch.exp(cells.log_prob.detach() - cells.old_log_prob)  # sensitivity: no gradient reaches the policy
-    assert not objectives.clipped_surrogate(detached, cells.advantages, 0.1).requires_grad
+
+
+def test_on_policy_gradient_is_the_policy_gradient() -> None:
+    """Check 2: at ratio 1 the loss is -mean(A) and its gradient -mean(A * dlogp/dtheta), clip inactive."""
+    check_policy_gradient(Clipped().loss)
+    with pytest.raises(AssertionError):  # the right value by a gradient of twice the size
+        check_policy_gradient(lambda cells: Clipped().loss(cells) * cells.ratio)
+    with pytest.raises(AssertionError):  # the ratio of another step's log-prob
+        check_policy_gradient(
+            lambda cells: -cells.advantages * (cells.log_prob - cells.log_prob.detach().flip(1)).exp()
+        )
+    with pytest.raises(RuntimeError, match="does not require grad"):  # a detached ratio teaches nothing
+        check_policy_gradient(lambda cells: objectives.clipped_surrogate(cells.ratio.detach(), cells.advantages, 0.1))
 
 
 def clip_table(surrogate: Callable[[Tensor, Tensor, float], Tensor]) -> None:
@@ -313,6 +323,15 @@ def check_dpo(loss: Callable[..., Tensor]) -> None:
     swapped = loss(rejected, chosen, rejected.detach(), chosen.detach(), 100.0)
     flipped, _ = torch.autograd.grad(swapped.sum(), [chosen, rejected])
     torch.testing.assert_close(flipped, -down)
+
+
+@pytest.mark.parametrize("beta", [1.0, 100.0])
+def test_dpo_closed_form(beta: float) -> None:
+    """Section 3.7: log(1 + exp(beta/2 * ((e_w - e_w_ref) - (e_l - e_l_ref)))), away from the reference too."""
+    w, l, w_ref, l_ref = (uniform(3, 2, seed=seed) for seed in range(4))
+    margin = beta / 2 * ((w - w_ref) - (l - l_ref))
+    torch.testing.assert_close(objectives.dpo_loss(w, l, w_ref, l_ref, beta), torch.log1p(margin.exp()))
+    assert float((objectives.dpo_loss(w, l, l_ref, w_ref, beta) - torch.log1p(margin.exp())).abs().max()) > 1e-2
 
 
 def test_dpo() -> None:

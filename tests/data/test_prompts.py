@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from omegaconf import OmegaConf
 from digenrl import prompts
 from digenrl.data import PromptData, PromptSampler, PromptSet
 from digenrl.prompts import generate
+from digenrl.schedule import ScheduleSpec, queue
 from digenrl.types import Prompt
 
 
@@ -84,6 +87,32 @@ def test_own_sets_are_varied(name: str) -> None:
     counts = Counter(word for mine in words for word in mine if len(word) > 4)
     assert len(counts) > 200
     assert counts.most_common(1)[0][1] < 0.45 * len(words)
+
+
+def check_k_repeat(batch: Callable[[int], tuple[Prompt, ...]]) -> None:
+    """Every prompt of an epoch exactly G times, whoever asks first: ranks work on steps out of order."""
+    spec = ScheduleSpec(4, group_size=6, task_size=2, denoise_steps=3, trained_steps=2, async_steps=1)
+    asked = [2, 0, 1, 1]  # one rank prefetches step 2, another comes to step 1 later
+    made = {}
+    for step in asked:
+        tasks = [task for version in (step - 1, step) for task in queue(spec, version, 2) if task.step == step]
+        samples, chosen = Counter(), batch(step)
+        shards = [tasks[rank::3] for rank in range(3)]  # any split over the ranks is disjoint
+        for task in (task for shard in shards for task in shard):
+            samples.update((chosen[task.group].uid, task.first_sample + i) for i in range(task.samples))
+        assert set(samples.values()) == {1}
+        assert made.setdefault(step, samples) == samples
+    groups = Counter(uid for step in (0, 1, 2) for uid, _ in made[step])
+    assert groups == {prompt.uid: 6 for prompt in make(12)}
+
+
+def test_k_repeat_sampling_over_ranks_survives_prefetch() -> None:
+    """Check 20: each selected prompt exactly k = G times over all ranks, in disjoint shards, a function of (seed,
+    epoch) alone. A sampler with a cursor (a DataLoader whose workers run ahead, trap T19) fails."""
+    check_k_repeat(PromptSampler(make(12), 4, seed=3).batch)
+    cursor = itertools.count()
+    with pytest.raises(AssertionError):
+        check_k_repeat(lambda step: PromptSampler(make(12), 4, seed=3).batch(next(cursor) % 3))
 
 
 @settings(max_examples=60, deadline=None)

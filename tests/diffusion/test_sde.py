@@ -168,19 +168,26 @@ def test_check_5_can_fail(damage: str) -> None:
         check_exact_pair(Mutant(FlowSDE(0.7), damage))
 
 
-def test_cps_preserves_coefficients_on_an_exact_pair() -> None:
-    """Check 5: data coefficient exactly 1-s1, noise variance exactly s1^2 (part kept, part injected)."""
+def check_cps_coefficients(kernel: Kernel) -> None:
     data = rows([0, 4, 8, 9], (4, 6))
     x0, eps = data["latents"], data["velocity"]
     s, s1 = (column(data[name], x0) for name in ("sigma", "next_sigma"))
     data["latents"], data["velocity"] = (1 - s) * x0 + s * eps, eps - x0
-    out = step(FlowCPS(0.8), data)
+    out = step(kernel, data)
     injected = column(out.std * out.sqrt_h, x0)
     kept = (s1**2 - injected**2).clamp(min=0).sqrt()
     torch.testing.assert_close(out.mean, (1 - s1) * x0 + kept * eps, atol=1e-7, rtol=0)
     torch.testing.assert_close(injected, s1 * math.sin(0.8 * math.pi / 2), atol=1e-14, rtol=0)
     last = out.next_latents[3]
     torch.testing.assert_close(last, x0[3], atol=1e-13, rtol=0)  # s1 = 0: x' = x0_hat without noise
+
+
+def test_cps_preserves_coefficients_on_an_exact_pair() -> None:
+    """Check 5: data coefficient exactly 1-s1, noise variance exactly s1^2 (part kept, part injected)."""
+    check_cps_coefficients(FlowCPS(0.8))
+    for wrong in (FlowSDE(0.8), FlowCPS(0.7), Mutant(FlowCPS(0.8), "velocity sign"), Mutant(FlowCPS(0.8), "mean off")):
+        with pytest.raises(AssertionError):
+            check_cps_coefficients(wrong)
 
 
 @pytest.mark.parametrize("a", [0.7, 1.2])

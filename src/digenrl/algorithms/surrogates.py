@@ -10,8 +10,9 @@ are distances from 1 in the unit of `clip_range`, and default to it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,44 +49,23 @@ class Cells:
         return torch.exp(self.log_prob - self.old_log_prob)
 
 
-class Surrogate(Protocol):
-    """Per-cell policy loss."""
+class Surrogate(ABC):
+    """Per-cell policy loss, and what it needs beyond log-probs."""
 
-    @property
-    def needs_means(self) -> bool:
-        """Whether rollouts must store their means."""
+    needs_means: ClassVar[bool] = False
+    """Whether rollouts must store their means."""
+    needs_proximal: ClassVar[bool] = False
+    """Whether log-probs at the beginning of the logical batch are needed."""
+    needs_gaussian: ClassVar[bool] = False
+    """Whether the kernel's log-prob must be a Gaussian log-density (false for Flow-CPS)."""
 
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether log-probs at the beginning of the logical batch are needed."""
-
-    @property
-    def needs_gaussian(self) -> bool:
-        """Whether the kernel's log-prob must be a Gaussian log-density (false for Flow-CPS)."""
-
+    @abstractmethod
     def loss(self, cells: Cells) -> Tensor:
         """[b, K], to be summed; its gradient is the update."""
 
 
 @dataclass(frozen=True)
-class _Plain:
-    """A surrogate that needs nothing but log-probs."""
-
-    @property
-    def needs_means(self) -> bool:
-        return False
-
-    @property
-    def needs_proximal(self) -> bool:
-        return False
-
-    @property
-    def needs_gaussian(self) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class Clipped(_Plain):
+class Clipped(Surrogate):
     """PPO clip against the rollout's own log-probs (Flow-GRPO, DanceGRPO, MixGRPO): off-policy, the behaviour-policy
     ratio."""
 
@@ -95,20 +75,15 @@ class Clipped(_Plain):
 
 
 @dataclass(frozen=True)
-class Guard(_Plain):
+class Guard(Surrogate):
     """GRPO-Guard (arXiv 2510.22319): normalised ratio, gradient of each step divided by its own h.
 
     verl-omni divides by batch-mean S and h (diffusion_algos.py:527), Flow-Factory leaves 1/h out; both are per row
     here.
     """
 
-    @property
-    def needs_means(self) -> bool:
-        return True
-
-    @property
-    def needs_gaussian(self) -> bool:
-        return True
+    needs_means: ClassVar[bool] = True
+    needs_gaussian: ClassVar[bool] = True
 
     def loss(self, cells: Cells) -> Tensor:
         """clipped_surrogate(guard ratio) / h."""
@@ -118,7 +93,7 @@ class Guard(_Plain):
 
 
 @dataclass(frozen=True)
-class FlowDPPO(_Plain):
+class FlowDPPO(Surrogate):
     """Flow-DPPO: unclipped -A*r, without the cells that have left the KL trust region and would be pushed further
     out."""
 
@@ -130,9 +105,7 @@ class FlowDPPO(_Plain):
         if self.threshold <= 0:
             raise ValueError(f"FlowDPPO.threshold must be positive, got {self.threshold}: UniRL uses 1e-5")
 
-    @property
-    def needs_means(self) -> bool:
-        return True
+    needs_means: ClassVar[bool] = True
 
     def loss(self, cells: Cells) -> Tensor:
         """-A*r where kept, else exactly 0 with finite gradient, even for an infinite ratio."""
@@ -147,7 +120,7 @@ class FlowDPPO(_Plain):
 
 
 @dataclass(frozen=True)
-class Uncorrected(_Plain):
+class Uncorrected(Surrogate):
     """Policy gradient that takes stale samples for fresh ones: weight 1, gradient -A*grad(log-prob)."""
 
     def loss(self, cells: Cells) -> Tensor:
@@ -156,7 +129,7 @@ class Uncorrected(_Plain):
 
 
 @dataclass(frozen=True)
-class DecoupledPPO(_Plain):
+class DecoupledPPO(Surrogate):
     """Decoupled PPO (Hilton et al. 2022, arXiv 2110.00641; AReaL, arXiv 2505.24298):
     min(exp(prox - old), 1 + cap) * clipped_surrogate(exp(new - prox)).
 
@@ -171,9 +144,7 @@ class DecoupledPPO(_Plain):
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    @property
-    def needs_proximal(self) -> bool:
-        return True
+    needs_proximal: ClassVar[bool] = True
 
     def loss(self, cells: Cells) -> Tensor:
         """Reduces to `Clipped` where prox = old."""
@@ -184,7 +155,7 @@ class DecoupledPPO(_Plain):
 
 
 @dataclass(frozen=True)
-class TruncatedIS(_Plain):
+class TruncatedIS(Surrogate):
     """Truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561): gradient -min(r, 1 +
     cap)*A*grad(log-prob)."""
 
@@ -201,7 +172,7 @@ class TruncatedIS(_Plain):
 
 
 @dataclass(frozen=True)
-class CISPO(_Plain):
+class CISPO(Surrogate):
     """CISPO (MiniMax-M1, arXiv 2506.13585): gradient -clamp(r, 1-low, 1+high)*A*grad(log-prob); no cell loses its
     gradient."""
 
@@ -213,7 +184,7 @@ class CISPO(_Plain):
 
 
 @dataclass(frozen=True)
-class TOPR(_Plain):
+class TOPR(Surrogate):
     """TOPR (arXiv 2503.14286): weight 1 for A > 0, min(r, 1) for A <= 0: bad samples that have become unlikely fade
     out."""
 

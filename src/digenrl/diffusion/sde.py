@@ -17,8 +17,9 @@ Conventions, one for all kernels:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,16 +41,22 @@ class Transition:
     """[B]."""
 
 
-class Kernel(Protocol):
-    """What sampling, replay and the losses need of an SDE."""
+class Kernel(ABC):
+    """An SDE: a variant gives `moments`, and `transition` samples, rounds, replays and takes log-probs for all."""
+
+    gaussian: ClassVar[bool] = True
+    """True if `log_prob` is the log-density of N(mean, S^2); False for Flow-CPS, which drops the variance."""
 
     @property
+    @abstractmethod
     def stochastic(self) -> bool:
         """False at noise level 0: no log-prob exists, nothing can be trained."""
 
-    @property
-    def gaussian(self) -> bool:
-        """True if `log_prob` is the log-density of N(mean, S^2); False for Flow-CPS, which drops the variance."""
+    @abstractmethod
+    def moments(
+        self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean, std, S = std*sqrt_h) of the next latent: mean like x [B, *L], the others like s [B, 1, ..., 1]."""
 
     def transition(
         self,
@@ -67,6 +74,21 @@ class Kernel(Protocol):
         latents, velocity [B, *L]; sigma, next_sigma [B]; sigma_guard [B] from `sigmas.step_sigmas`. The log-prob is
         differentiable with respect to `velocity` only: the next latent counts as data.
         """
+        x, v, s, s1, guard = _wide(latents, velocity, sigma, next_sigma, sigma_guard)
+        sqrt_h = torch.sqrt(s - s1)
+        mean, std, scale = self.moments(x, v, s, s1, guard, sqrt_h)
+        if (noise is None) == (next_latents is None):
+            raise ValueError("transition takes exactly one of noise (to sample) and next_latents (to replay)")
+        if noise is not None:
+            next_latents = (mean + scale * noise.to(mean)).to(storage_dtype)
+        assert next_latents is not None
+        log_prob = None
+        if self.stochastic:
+            log_density = -((next_latents.to(mean.dtype).detach() - mean) ** 2)
+            if self.gaussian:
+                log_density = log_density / (2.0 * scale**2) - torch.log(scale) - 0.5 * math.log(2.0 * math.pi)
+            log_prob = log_density.flatten(1).mean(dim=1)
+        return Transition(next_latents, log_prob, mean, std.flatten(), sqrt_h.flatten())
 
 
 def ode_step(
@@ -78,7 +100,7 @@ def ode_step(
 
 
 @dataclass(frozen=True)
-class FlowSDE:
+class FlowSDE(Kernel):
     """Flow-GRPO SDE (arXiv 2505.05470): std = a*sqrt(s/(1-d)), mean = x + v*dt + std^2/(2s)*eps_hat*dt.
 
     d = s, except at the first step, where d = sigmas[1] (yifan123/flow_grpo sd3_sde_with_logprob.py:44), so that the
@@ -100,33 +122,18 @@ class FlowSDE:
     def stochastic(self) -> bool:
         return self.noise_level > 0
 
-    @property
-    def gaussian(self) -> bool:
-        return True
-
-    def transition(
-        self,
-        latents: Tensor,
-        velocity: Tensor,
-        sigma: Tensor,
-        next_sigma: Tensor,
-        sigma_guard: Tensor,
-        noise: Tensor | None = None,
-        next_latents: Tensor | None = None,
-        storage_dtype: torch.dtype = torch.float32,
-    ) -> Transition:
-        """See `Kernel.transition`."""
-        x, v, s, s1 = _wide(latents, velocity, sigma, next_sigma)
-        sqrt_h = torch.sqrt(s - s1)
-        std = self.noise_level * torch.sqrt(s / (1.0 - _broadcast(sigma_guard, x)))
+    def moments(
+        self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.moments`; `guard` is d."""
+        std = self.noise_level * torch.sqrt(s / (1.0 - guard))
         if self.max_scale is not None:
             std = torch.minimum(std, self.max_scale / sqrt_h)
-        mean = _euler_maruyama_mean(x, v, s, s1, std)
-        return _gaussian_transition(mean, std, sqrt_h, noise, next_latents, storage_dtype, self.stochastic)
+        return _euler_maruyama_mean(x, v, s, s1, std), std, std * sqrt_h
 
 
 @dataclass(frozen=True)
-class DanceSDE:
+class DanceSDE(Kernel):
     """DanceGRPO SDE (arXiv 2505.07818): constant std = eta, mean = x + v*dt - eta^2/2*score*dt, score = -eps_hat/s.
 
     Equal to `FlowSDE`'s step with std := eta; needs no guard at the first step (XueZeyue/DanceGRPO
@@ -143,30 +150,16 @@ class DanceSDE:
     def stochastic(self) -> bool:
         return self.eta > 0
 
-    @property
-    def gaussian(self) -> bool:
-        return True
-
-    def transition(
-        self,
-        latents: Tensor,
-        velocity: Tensor,
-        sigma: Tensor,
-        next_sigma: Tensor,
-        sigma_guard: Tensor,
-        noise: Tensor | None = None,
-        next_latents: Tensor | None = None,
-        storage_dtype: torch.dtype = torch.float32,
-    ) -> Transition:
-        """See `Kernel.transition`; `sigma_guard` is not used."""
-        x, v, s, s1 = _wide(latents, velocity, sigma, next_sigma)
+    def moments(
+        self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.moments`; `guard` is not used."""
         std = torch.full_like(s, self.eta)
-        mean = _euler_maruyama_mean(x, v, s, s1, std)
-        return _gaussian_transition(mean, std, torch.sqrt(s - s1), noise, next_latents, storage_dtype, self.stochastic)
+        return _euler_maruyama_mean(x, v, s, s1, std), std, std * sqrt_h
 
 
 @dataclass(frozen=True)
-class FlowCPS:
+class FlowCPS(Kernel):
     """Flow-CPS, coefficient-preserving sampling (arXiv 2509.05952): sig = s1*sin(a*pi/2),
     mean = (1-s1)*x0_hat + s1*cos(a*pi/2)*eps_hat, x' = mean + sig*z, log-prob = -mean((x'-mean)^2).
 
@@ -174,6 +167,7 @@ class FlowCPS:
     are 2*sig^2 times the Gaussian ones and clip ranges do not transfer from `FlowSDE`. At the last step sig = 0.
     """
 
+    gaussian: ClassVar[bool] = False
     noise_level: float = 0.8
     """a in [0, 1]. 0.8 is recommended by yifan123/flow_grpo's README ("Training Speed")."""
 
@@ -188,30 +182,14 @@ class FlowCPS:
     def stochastic(self) -> bool:
         return self.noise_level > 0
 
-    @property
-    def gaussian(self) -> bool:
-        return False
-
-    def transition(
-        self,
-        latents: Tensor,
-        velocity: Tensor,
-        sigma: Tensor,
-        next_sigma: Tensor,
-        sigma_guard: Tensor,
-        noise: Tensor | None = None,
-        next_latents: Tensor | None = None,
-        storage_dtype: torch.dtype = torch.float32,
-    ) -> Transition:
-        """See `Kernel.transition`; `sigma_guard` is not used."""
-        x, v, s, s1 = _wide(latents, velocity, sigma, next_sigma)
+    def moments(
+        self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.moments`; `guard` is not used, and S is sig."""
         angle = self.noise_level * math.pi / 2
         scale = s1 * math.sin(angle)
         mean = (1.0 - s1) * (x - s * v) + s1 * math.cos(angle) * (x + (1.0 - s) * v)
-        following = _next(mean, scale, noise, next_latents, storage_dtype)
-        log_prob = _mean_dims(-((following.to(mean.dtype).detach() - mean) ** 2)) if self.stochastic else None
-        sqrt_h = torch.sqrt(s - s1)
-        return Transition(following, log_prob, mean, _row(scale / sqrt_h), _row(sqrt_h))
+        return mean, scale / sqrt_h, scale
 
 
 def _euler_maruyama_mean(x: Tensor, v: Tensor, s: Tensor, s1: Tensor, std: Tensor) -> Tensor:
@@ -219,52 +197,11 @@ def _euler_maruyama_mean(x: Tensor, v: Tensor, s: Tensor, s1: Tensor, std: Tenso
     return x + v * dt + std**2 / (2.0 * s) * (x + (1.0 - s) * v) * dt
 
 
-def _gaussian_transition(
-    mean: Tensor,
-    std: Tensor,
-    sqrt_h: Tensor,
-    noise: Tensor | None,
-    next_latents: Tensor | None,
-    storage_dtype: torch.dtype,
-    stochastic: bool,
-) -> Transition:
-    scale = std * sqrt_h
-    following = _next(mean, scale, noise, next_latents, storage_dtype)
-    log_prob = None
-    if stochastic:
-        squares = (following.to(mean.dtype).detach() - mean) ** 2
-        log_prob = _mean_dims(-squares / (2.0 * scale**2) - torch.log(scale) - 0.5 * math.log(2.0 * math.pi))
-    return Transition(following, log_prob, mean, _row(std), _row(sqrt_h))
-
-
-def _next(
-    mean: Tensor, scale: Tensor, noise: Tensor | None, next_latents: Tensor | None, storage_dtype: torch.dtype
-) -> Tensor:
-    if (noise is None) == (next_latents is None):
-        raise ValueError("transition takes exactly one of noise (to sample) and next_latents (to replay)")
-    if next_latents is not None:
-        return next_latents
-    assert noise is not None
-    return (mean + scale * noise.to(mean)).to(storage_dtype)
-
-
-def _wide(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All four in fp32 or wider, the sigmas with latent dimensions of size 1."""
+def _wide(x: Tensor, v: Tensor, *sigmas: Tensor) -> tuple[Tensor, ...]:
+    """All in fp32 or wider, the sigmas [B] with latent dimensions of size 1."""
     dtype = torch.promote_types(torch.promote_types(v.dtype, x.dtype), torch.float32)
     x, v = x.to(dtype), v.to(dtype)
-    return x, v, _broadcast(sigma, x), _broadcast(next_sigma, x)
-
-
-def _broadcast(rows: Tensor, like: Tensor) -> Tensor:
-    return rows.to(like).reshape(-1, *([1] * (like.ndim - 1)))
-
-
-def _row(value: Tensor) -> Tensor:
-    return value.reshape(value.shape[0])
-
-
-def _mean_dims(value: Tensor) -> Tensor:
-    return value.flatten(1).mean(dim=1)
+    return (x, v, *(rows.to(x).reshape(-1, *([1] * (x.ndim - 1))) for rows in sigmas))
 
 
 def _check_level(name: str, value: float) -> None:

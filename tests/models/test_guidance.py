@@ -1,0 +1,104 @@
+"""Classifier-free guidance: check 18 of reference/algorithms.md section 7, with its mutations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.diffusion.sde import FlowSDE
+from digenrl.diffusion.sigmas import step_sigmas
+from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.policy import NEGATIVE, Policy
+from digenrl.types import Prompt
+from tests.models.tiny_policies import make, randomise_lora
+
+Guide = Callable[[DiffusersPolicy, Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def policy_of(family: str) -> DiffusersPolicy:
+    policy = make(family, guidance_scale=4.0).eval()
+    randomise_lora(policy)
+    return policy
+
+
+def branches(policy: DiffusersPolicy) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor, Tensor]:
+    """(latents, sigmas, condition, conditional, unconditional): each branch by a forward of its own."""
+    condition = policy.encode([Prompt("a red circle"), Prompt("a sign")])
+    latents = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(3))
+    sigmas = policy.sigma_grid(4)[[1, 2]]
+    positive = {name: value for name, value in condition.items() if not name.startswith(NEGATIVE)}
+    negative = {name: condition[NEGATIVE + name] for name in positive}
+    return (
+        latents,
+        sigmas,
+        condition,
+        policy.predict(latents, sigmas, positive),
+        policy.predict(latents, sigmas, negative),
+    )
+
+
+def check_concatenation(policy: DiffusersPolicy, guide: Guide) -> None:
+    """Rollout and replay share one forward of [unconditional, conditional] rows; two forwards give the same."""
+    latents, sigmas, condition, conditional, unconditional = branches(policy)
+    together = policy.velocity(latents, sigmas, condition)
+    torch.testing.assert_close(together, guide(policy, conditional, unconditional), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["sd3", "qwen_image"])
+def test_concatenated_guidance_equals_two_forwards(family: str) -> None:
+    """Check 18: u + g*(c - u), for Qwen-Image rescaled; branches swapped or scale off by a hair are seen."""
+    policy = policy_of(family)
+    check_concatenation(policy, lambda p, c, u: p.guide(c, u))
+    with pytest.raises(AssertionError):
+        check_concatenation(policy, lambda p, c, u: p.guide(u, c))
+    with pytest.raises(AssertionError):
+        check_concatenation(policy, lambda p, c, u: p.guide(c, u) + 0.01 * (c - u))
+
+
+def check_norm(policy: DiffusersPolicy, guide: Guide) -> None:
+    _, _, _, conditional, unconditional = branches(policy)
+    norms = guide(policy, conditional, unconditional).norm(dim=-1)
+    torch.testing.assert_close(norms, conditional.norm(dim=-1), atol=1e-5, rtol=1e-5)
+
+
+def test_qwen_guidance_keeps_the_norm_of_every_token() -> None:
+    """Check 18: c*||p||/||c|| over the channels of a packed token; plain guidance, and a norm of the whole, do not."""
+    policy = policy_of("qwen_image")
+    check_norm(policy, lambda p, c, u: p.guide(c, u))
+    with pytest.raises(AssertionError):
+        check_norm(policy, Policy.guide)
+
+    def of_the_whole_sample(p: DiffusersPolicy, c: Tensor, u: Tensor) -> Tensor:
+        plain = Policy.guide(p, c, u)
+        return plain * (c.flatten(1).norm(dim=1) / plain.flatten(1).norm(dim=1))[:, None, None]
+
+    with pytest.raises(AssertionError):
+        check_norm(policy, of_the_whole_sample)
+
+
+def test_a_detached_unconditional_branch_changes_the_gradient_and_no_log_prob() -> None:
+    """Check 18: Flow-GRPO's SD3 snapshot detaches it (train_sd3.py:189); here, as elsewhere, both branches train."""
+    policy, kernel = policy_of("sd3"), FlowSDE(0.7)
+    latents, sigmas, _, conditional, unconditional = branches(policy)
+    sigma, following, guard = step_sigmas(policy.sigma_grid(4), torch.tensor([1, 2]))
+    assert torch.equal(sigma, sigmas)
+    drawn = torch.randn(latents.shape, generator=torch.Generator().manual_seed(4))
+    found = []
+    for other in (unconditional, unconditional.detach()):
+        velocity = policy.guide(conditional, other)
+        out = kernel.transition(latents, velocity, sigma, following, guard, next_latents=drawn)
+        assert out.log_prob is not None
+        parameters = list(policy.trained_parameters().values())
+        gradients = torch.autograd.grad(out.log_prob.sum(), parameters, retain_graph=True)
+        found.append((out.log_prob.detach(), torch.cat([gradient.flatten() for gradient in gradients])))
+    (both, both_gradient), (one, one_gradient) = found
+    assert torch.equal(both, one)
+    assert float((both_gradient - one_gradient).norm() / both_gradient.norm()) > 0.1
