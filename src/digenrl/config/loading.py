@@ -116,19 +116,35 @@ def _notes(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def load_or_exit(argv: Sequence[str], config_name: str = "train") -> Composed:
     """`load` for a command: `--help` and `--cfg` print and exit 0; a ConfigError is printed to stderr, exit code 2."""
-    if any(word in ("-h", "--help") for word in argv):
+    words, asked = without_flags(argv)
+    if "--help" in asked:
         print(usage(config_name))
         raise SystemExit(0)
-    show = "--cfg" in argv
     try:
-        composed = load([word for word in argv if word != "--cfg"], config_name)
+        composed = load(words, config_name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(EXIT_CODE) from None
-    if show:
+    if "--cfg" in asked:
         print(OmegaConf.to_yaml(composed.config))
         raise SystemExit(0)
     return composed
+
+
+def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
+    """The overrides of a command line, and which of `--help` and `--cfg` it asks for (`--cfg job`, as Hydra writes it,
+    is the same)."""
+    words, asked = [], set()
+    after_cfg = False
+    for word in argv:
+        if word in ("-h", "--help"):
+            asked.add("--help")
+        elif word in ("-c", "--cfg"):
+            asked.add("--cfg")
+        elif not (after_cfg and word in ("job", "all")):
+            words.append(word)
+        after_cfg = word in ("-c", "--cfg")
+    return words, asked
 
 
 def usage(config_name: str = "train") -> str:

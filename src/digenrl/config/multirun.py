@@ -6,7 +6,8 @@ and from `hydra.sweeper.params` of the experiment. A job that fails leaves a row
 
 from __future__ import annotations
 
-import json
+import ctypes
+import signal
 import subprocess
 import sys
 import time
@@ -20,14 +21,16 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from digenrl.config.compose import VERSION_BASE, compose_words, config_directory, initialize_config_dir
 from digenrl.config.errors import ConfigError
-from digenrl.config.loading import EXIT_CODE, load
+from digenrl.config.loading import EXIT_CODE, load, usage, without_flags
 from digenrl.config.redact import redact_text
-from digenrl.config.sweep_table import write_tables
+from digenrl.config.sweep_table import result_of, write_tables
 
 FLAGS = ("-m", "--multirun")
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -41,11 +44,11 @@ class Job:
     """The swept keys with this job's values."""
     run_dir: Path
     status: str = "waiting"
-    """completed | stopped | failed | refused."""
+    """waiting | running | completed | stopped | failed | refused."""
     cause: str | None = None
     wall_s: float = 0.0
     summary: dict[str, Any] = field(default_factory=dict)
-    """The run's summary.json; {} where it wrote none."""
+    """What the run wrote about itself (`sweep_table.result_of`)."""
 
     @property
     def log(self) -> Path:
@@ -90,33 +93,73 @@ def sweep(argv: Sequence[str], module: str = "digenrl.cli.train", config_name: s
     """Run every job of the sweep as `python -m <module>`; returns the exit code (0: every job completed).
 
     Standard output: one line a job, the table, and as the last line the sweep's directory, which holds a run directory
-    and a log for each job, sweep.csv, sweep.json and sweep.png.
+    and a log for each job, sweep.csv, sweep.json and sweep.png. The files are written before and after every job, so
+    that a killed sweep keeps what it has. `--cfg` prints the configuration of every job instead.
     """
+    words, asked = without_flags(argv)
+    if "--help" in asked:
+        print(usage(config_name))
+        return 0
     try:
-        sweep_dir, jobs = expand(argv, config_name)
+        sweep_dir, jobs = expand(words, config_name)
         _refuse_bad(jobs, config_name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_CODE
+    if "--cfg" in asked:
+        return _show(jobs, config_name)
     sweep_dir.mkdir(parents=True, exist_ok=True)
-    interrupted = False
-    for job in jobs:
-        if job.status == "waiting":
-            print(f"[{job.number + 1}/{len(jobs)}] {_label(job)}: log {job.log}", file=sys.stderr, flush=True)
-            interrupted = _run(job, module)
-        print(
-            f"[{job.number + 1}/{len(jobs)}] {_label(job)}: {job.status} in {job.wall_s:.0f} s"
-            + (f" ({job.cause})" if job.cause else ""),
-            flush=True,
-        )
-        write_tables(sweep_dir, jobs, plot=False)  # after every job, so that a killed sweep keeps what it has
-        if interrupted:
-            break
-    print(write_tables(sweep_dir, jobs, plot=True))
+    stop = _Signals()
+    with stop:
+        for job in jobs:
+            if job.status == "waiting":
+                print(f"[{job.number + 1}/{len(jobs)}] {_label(job)}: log {job.log}", file=sys.stderr, flush=True)
+                job.status = "running"
+                write_tables(sweep_dir, jobs, plot=False)
+                _run(job, module, stop)
+            print(
+                f"[{job.number + 1}/{len(jobs)}] {_label(job)}: {job.status} in {job.wall_s:.0f} s"
+                + (f" ({job.cause})" if job.cause else ""),
+                flush=True,
+            )
+            write_tables(sweep_dir, jobs, plot=False)
+            if stop.number:
+                break
+        print(write_tables(sweep_dir, jobs, plot=True))
     print(sweep_dir)
-    if interrupted:
-        return 130
+    if stop.number:
+        return 128 + stop.number
     return 0 if all(job.status == "completed" for job in jobs) else 1
+
+
+class _Signals:
+    """Inside, SIGINT and SIGTERM end the sweep after the job under way, which is told to stop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Of the first signal; 0 = none yet."""
+        self.process: subprocess.Popen[bytes] | None = None
+        """The job under way."""
+
+    def __enter__(self) -> None:
+        self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: object) -> None:
+        self.number = self.number or number
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+def _show(jobs: Sequence[Job], config_name: str) -> int:
+    """Print every job's composed configuration."""
+    for job in jobs:
+        print(f"# job {job.number}: {_label(job)}")
+        print(f"# {job.cause}" if job.status == "refused" else OmegaConf.to_yaml(load(job.words, config_name).config))
+    return 0
 
 
 def _is_sweep(word: str) -> bool:
@@ -143,28 +186,35 @@ def _refuse_bad(jobs: Sequence[Job], config_name: str) -> None:
         raise ConfigError(problems or ["the sweep has no job: give several values, e.g. seed=0,1,2"])
 
 
-def _run(job: Job, module: str) -> bool:
-    """Run one job to its end and fill in its result; returns whether the user interrupted it."""
+def _run(job: Job, module: str, stop: _Signals) -> None:
+    """Run one job to its end and fill in its result."""
     command = [sys.executable, "-m", module, *job.words, f"hydra.run.dir={job.run_dir}"]
     began = time.monotonic()
-    interrupted = False
     with job.log.open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:
-            interrupted = True  # the job got the same signal and stops by itself
-            code = process.wait()
+        # In a group of its own: Ctrl-C reaches it through `stop` alone, once.
+        stop.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=_stop_with_parent,
+        )
+        code = stop.process.wait()
     job.wall_s = time.monotonic() - began
-    file = job.run_dir / "summary.json"
-    job.summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    job.summary = result_of(job.run_dir)
     job.status = str(job.summary.get("status", "failed"))
     job.cause = job.summary.get("cause")
     if code != 0 and job.status == "completed":
         job.status = "failed"
     if job.status == "failed" and not job.cause:
         job.cause = f"exit code {code}: {_last_line(job.log)}"
-    return interrupted
+
+
+def _stop_with_parent() -> None:
+    """In the job's process: a killed sweep leaves no run behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _last_line(log: Path) -> str:

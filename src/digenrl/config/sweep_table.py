@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "status",
+    "ranks",
     "rl_steps",
     "step_s",
     "predicted_step_s",
     "samples_per_s",
+    "ratio",
+    "efficiency",
     "reward_first",
     "reward_last",
     "heldout_first",
@@ -27,18 +30,44 @@ COLUMNS = (
     "first_ratio_max_dev",
     "wall_s",
 )
-"""Keys of summary.json that become columns, after the swept keys."""
-_PLOTTED = ("step_s", "samples_per_s", "heldout_last", "reward_last")
+"""Columns after the swept keys: what `result_of` finds, and `ratio`: samples_per_s over the first completed job's."""
+_PLOTTED = ("samples_per_s", "step_s", "heldout_last", "reward_last")
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    """What a job wrote: a run's summary.json, or of a plan the costs of the configuration (of the planner's best where
+    the configuration leaves the allocation open). `bubble` becomes the share of all ranks' time that was lost, by
+    cause. {} where the job wrote nothing.
+    """
+    summary, plan = run_dir / "summary.json", run_dir / "plan.json"
+    if summary.is_file():
+        found: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
+        world = found.get("world") or {}
+        total = sum(world.values()) * (found.get("wall_s") or 0.0)
+        lost: dict[str, float] = {}
+        for causes in (found.get("bubble") or {}).values():
+            for cause, seconds in causes.items():
+                lost[cause] = lost.get(cause, 0.0) + seconds / total if total else 0.0
+        ranks = f"{world.get('trainer', 0)}+{world.get('rollout', 0)}" if world else None
+        return found | {"bubble": lost, "ranks": ranks}
+    if plan.is_file():
+        planned = json.loads(plan.read_text(encoding="utf-8"))
+        row = planned["configured"] or planned["candidates"][0]
+        return row | {"status": "completed", "ranks": f"{row['trainers']}+{row['rollouts']}"}
+    return {}
 
 
 def rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """One row a job: its number, the swept keys, `COLUMNS`, the cause of a failure, and its run directory."""
+    """One row a job: its number, the swept keys, `COLUMNS`, the share of time lost by cause, the cause of a failure,
+    its run directory."""
     table = []
+    base = next((s for job in jobs if job.status == "completed" and (s := job.summary.get("samples_per_s"))), None)
     for job in jobs:
         row: dict[str, Any] = {"job": job.number, **job.varied}
         row.update({key: job.summary.get(key) for key in COLUMNS})
-        bubbles = job.summary.get("bubble") or {}
-        row["bubble_s"] = round(sum(seconds for causes in bubbles.values() for seconds in causes.values()), 3)
+        speed = job.summary.get("samples_per_s")
+        row["ratio"] = speed / base if speed and base else None
+        row.update({f"lost:{cause}": share for cause, share in (job.summary.get("bubble") or {}).items()})
         row.update(status=job.status, cause=job.cause, run=str(job.run_dir))
         if row["wall_s"] is None:
             row["wall_s"] = round(job.wall_s, 3)
@@ -49,7 +78,9 @@ def rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 def write_tables(sweep_dir: Path, jobs: Sequence[Job], plot: bool) -> str:
     """Write sweep.csv, sweep.json and, where asked for, sweep.png; returns the table as text."""
     table = rows(jobs)
-    names = list(dict.fromkeys(name for row in table for name in row))
+    names = sorted({name for row in table for name in row if name.startswith("lost:")})
+    ends = ["cause", "run"]
+    names = [*dict.fromkeys(n for row in table for n in row if n not in (*names, *ends)), *names, *ends]
     text = io.StringIO()
     writer = csv.DictWriter(text, names)
     writer.writeheader()
@@ -62,22 +93,30 @@ def write_tables(sweep_dir: Path, jobs: Sequence[Job], plot: bool) -> str:
 
 
 def _as_text(table: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Aligned columns; columns without any value are left out."""
+    """Aligned columns; columns without any value are left out, and those without difference are told once."""
     names = [name for name in names if any(row.get(name) not in (None, "") for row in table)]
-    cells = [list(names), *([_cell(row.get(name)) for name in names] for row in table)]
+    told = ("status", "rl_steps", "ranks", "reward_first", "heldout_first", "first_ratio_max_dev")
+    same = [n for n in names if n in told and len(table) > 1 and len({_cell(n, row.get(n)) for row in table}) == 1]
+    names = [name for name in names if name not in same]
+    cells = [list(names), *([_cell(name, row.get(name)) for name in names] for row in table)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    if same:
+        lines.append("the same in all: " + ", ".join(f"{name} {_cell(name, table[0][name])}" for name in same))
+    return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def _cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
+    if name.startswith("lost:"):
+        return f"{100 * value:.1f}%"
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _plot(path: Path, jobs: Sequence[Job]) -> None:
-    """One bar chart for each figure that at least one job reported."""
+    """One bar chart for each figure that at least one job reported, and the time lost by cause."""
     shown = [key for key in _PLOTTED if any(isinstance(job.summary.get(key), (int, float)) for job in jobs)]
     if not shown:
         return
@@ -87,12 +126,27 @@ def _plot(path: Path, jobs: Sequence[Job]) -> None:
     from matplotlib import pyplot
 
     labels = [", ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in job.varied.items()) for job in jobs]
-    size = (4.2 * len(shown), 1.2 + 0.35 * len(jobs))
-    figure, axes = pyplot.subplots(1, len(shown), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for axis, key in zip(axes[0], shown, strict=True):
-        axis.barh(range(len(jobs)), [job.summary.get(key) or 0.0 for job in jobs], color="#4477aa")
-        axis.set_yticks(range(len(jobs)), labels)
+    lost = [job.summary.get("bubble") or {} for job in jobs]
+    causes = sorted({cause for shares in lost for cause, share in shares.items() if share})
+    panels = len(shown) + bool(causes)
+    size = (3.4 * panels, 1.3 + 0.35 * len(jobs))
+    figure, axes = pyplot.subplots(1, panels, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis, key in zip(axes[0], shown, strict=False):
+        bars = axis.barh(range(len(jobs)), [job.summary.get(key) or 0.0 for job in jobs], color="#4477aa")
+        texts = [_cell(key, job.summary.get(key)) if job.summary.get(key) else job.status for job in jobs]
+        axis.bar_label(bars, texts, padding=3, fontsize=8)
+        axis.margins(x=0.22)
         axis.set_xlabel(key)
+    if causes:
+        left = [0.0] * len(jobs)
+        for number, cause in enumerate(causes):
+            widths = [100 * shares.get(cause, 0.0) for shares in lost]
+            colour = pyplot.get_cmap("YlOrRd")((number + 1) / (len(causes) + 1))
+            axes[0][-1].barh(range(len(jobs)), widths, left=left, color=colour, label=cause.replace("_", " "))
+            left = [base + width for base, width in zip(left, widths, strict=True)]
+        axes[0][-1].set_xlabel("% of all ranks' time lost")
+        axes[0][-1].legend(fontsize=7)
+    axes[0][0].set_yticks(range(len(jobs)), labels)
     axes[0][0].invert_yaxis()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
