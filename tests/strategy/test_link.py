@@ -15,9 +15,7 @@ import torch
 
 from digenrl.strategy.control import Aborted, Control, host_store, join_store
 from digenrl.strategy.link import MAX_HELLO_BYTES, SocketLink
-from digenrl.strategy.weights import WeightsError, adopt, digest, table, weights_message
-from digenrl.strategy.wire import MAGIC, Kind, Message, WireError, decode, encode
-from tests.strategy.test_wire import reader
+from digenrl.strategy.wire import MAGIC, Kind, Message, WireError, encode
 
 HOST = "127.0.0.1"
 
@@ -203,61 +201,6 @@ def test_a_wait_ends_with_its_patience(controls: list[Control]) -> None:
 
 def _port(control: Control) -> int:
     return control._store.underlying_store.port  # type: ignore[attr-defined, no-any-return]
-
-
-def parameters(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((3, 2), scale), "b": torch.arange(4.0) * scale}
-
-
-def test_weights_are_adopted_bit_for_bit() -> None:
-    sent, own = parameters(0.1), parameters(0.0)
-    message = weights_message(3, sent, digest(sent.values()))
-    assert adopt(own, message) == digest(sent.values())
-    assert all(torch.equal(own[name], sent[name]) for name in sent)
-
-
-def test_a_digest_mismatch_raises_and_leaves_the_weights_alone() -> None:
-    sent, own = parameters(0.1), parameters(0.0)
-    announced = digest(sent.values())
-    sent["b"].view(torch.uint8)[5] ^= 1
-    with pytest.raises(WeightsError, match=f"version 3 arrived with digest .* sent as {announced}"):
-        adopt(own, weights_message(3, sent, announced))
-    assert torch.equal(own["a"], torch.zeros(3, 2))
-
-
-@pytest.mark.parametrize("flipped", [None, 3], ids=["intact", "one-bit-on-the-way"])
-def test_the_digest_is_of_the_bytes_that_arrived(flipped: int | None) -> None:
-    """It is taken while the message is read; tensors larger than a piece, and empty ones, included."""
-    sent = {"a": torch.randn(700_000), "b": torch.zeros(0, 3), "c": torch.randn(5)}
-    data = bytearray(_bytes(weights_message(1, sent, digest(sent.values()))))
-    if flipped is not None:
-        data[-flipped] ^= 1
-    message = decode(reader(bytes(data)), 1 << 24)
-    own = {name: torch.zeros_like(tensor) for name, tensor in sent.items()}
-    if flipped is None:
-        assert message.digest == adopt(own, message) == digest(sent.values())
-        assert all(torch.equal(own[name], sent[name]) for name in sent)
-    else:
-        with pytest.raises(WeightsError, match="arrived with digest"):
-            adopt(own, message)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: {"a": t["a"]},
-        lambda t: {"b": t["b"], "a": t["a"]},
-        lambda t: t | {"b": t["b"].double()},
-        lambda t: t | {"b": t["b"][None]},
-        lambda t: {"a": t["a"], "c": t["b"]},
-    ],
-    ids=["missing", "order", "dtype", "shape", "name"],
-)
-def test_a_table_mismatch_raises(change: object) -> None:
-    sent = change(parameters())  # type: ignore[operator]
-    assert table(sent) != table(parameters())
-    with pytest.raises(WeightsError, match="version 3 do not fit this rank"):
-        adopt(parameters(), weights_message(3, sent, digest(sent.values())))
 
 
 def test_meta_is_plain_json(links: list[SocketLink]) -> None:

@@ -98,6 +98,10 @@ def raw(meta: bytes, count: int = 0, magic: bytes = MAGIC, kind: int = 2, size: 
     return struct.pack("!4sHIH", magic, kind, len(meta) if size is None else size, count) + meta
 
 
+def row(code: int, dims: int, *shape: int) -> bytes:
+    return struct.pack("!BB8Q", code, dims, *shape, *(0,) * (8 - len(shape)))
+
+
 def announced(names: object, meta: object = None) -> bytes:
     return json.dumps({"names": names, "meta": {} if meta is None else meta}).encode()
 
@@ -118,11 +122,12 @@ def announced(names: object, meta: object = None) -> bytes:
         (raw(announced(["a"]), count=2), "announces"),
         (raw(announced([1]), count=1), "announces"),
         (raw(announced([], meta=[])), "announces"),
-        (raw(announced(["x"]), count=1) + struct.pack("!BB", len(_DTYPES), 0), "dtype code"),
-        (raw(announced(["x"]), count=1) + struct.pack("!BB", 0, 9), "9 dimensions"),
-        (raw(announced(["x"]), count=1) + struct.pack("!BBQ", 0, 1, LIMIT), "limit"),
-        (raw(announced(["x"]), count=1) + struct.pack("!BBQQ", 0, 2, 0, 2**63), "limit"),
-        (raw(announced(["x"]), count=1) + struct.pack("!BB3Q", 0, 3, 2**40, 2**40, 2**40), "limit"),
+        (raw(announced(["x"]), count=1) + row(len(_DTYPES), 0), "dtype code"),
+        (raw(announced(["x"]), count=1) + row(0, 9), "9 dimensions"),
+        (raw(announced(["x"]), count=1) + row(0, 1, LIMIT), "limit"),
+        (raw(announced(["x"]), count=1) + row(0, 2, 0, 2**63), "limit"),
+        (raw(announced(["x"]), count=1) + row(0, 3, 2**40, 2**40, 2**40), "limit"),
+        (raw(announced(["x", "y"]), count=2) + row(0, 1, 8) + row(0, 1, LIMIT // 4), "'y'"),
     ],
 )
 def test_each_violation_is_refused_by_name_before_anything_is_allocated(data: bytes, cause: str) -> None:
@@ -133,6 +138,8 @@ def test_each_violation_is_refused_by_name_before_anything_is_allocated(data: by
 def test_what_cannot_travel_fails_in_its_authors_stack() -> None:
     with pytest.raises(WireError, match=r"'x' has dtype torch\.complex64"):
         encode(Message(Kind.CELLS, {}, {"x": torch.zeros(2, dtype=torch.complex64)}))
+    with pytest.raises(WireError, match=r"'x' has dtype .* and 9 dimensions"):
+        encode(Message(Kind.CELLS, {}, {"x": torch.zeros((1,) * 9)}))
     with pytest.raises(TypeError):
         encode(Message(Kind.CELLS, {"x": object()}))
     with pytest.raises(WireError, match="too large"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -37,7 +38,7 @@ from digenrl.strategy.link import SocketLink
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.stream import FragmentStream
-from digenrl.strategy.weights import digest, snapshot, weights_message
+from digenrl.strategy.weights import publish
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.strategy.world import RoleEnvironment, Session, World
 
@@ -306,15 +307,15 @@ class DisaggregatedStrategy(DDPStrategy):
             WeightsError: replicated trainers disagree about their weights.
         """
         with self.spans.span("publish", version=version) as facts:
-            copies = dict(tensors) if tensors is not None else snapshot(self.learner.rollout_parameters())
-            facts["digest"] = digest(copies.values())
-            gradients.assert_equal_digests(facts["digest"], self.world.trainers, version)
+            source = tensors if tensors is not None else self.learner.rollout_parameters()
+            ranks = self.world.rollout_ranks if self.is_global_zero else ()
+            agree = partial(gradients.assert_equal_digests, trainers=self.world.trainers, version=version)
+            made = publish(version, source, self.link, ranks, agree)
+            facts["digest"] = made.digest
             if self.spec.async_steps and tensors is None:
-                self.previous, self._current = getattr(self, "_current", None), copies
+                self.previous, self._current = getattr(self, "_current", None), dict(made.tensors)
             if self.is_global_zero:
-                for rank in self.world.rollout_ranks:
-                    self.link.send(rank, weights_message(version, copies, facts["digest"]))
-                append_event(self.session.run_dir, "publish", {"version": version, "digest": facts["digest"]})
+                append_event(self.session.run_dir, "publish", {"version": version, "digest": made.digest})
         self.version = version
 
     def begin(self, trainer: pl.Trainer) -> None:

@@ -15,13 +15,17 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 
 from digenrl.strategy.control import Aborted, Control
 from digenrl.strategy.wire import Buffers, Kind, Message, WireError, decode, encode
 
 _BUFFER = 4 << 20
+_VECTOR = 1024
+"""Buffers that one system call takes (IOV_MAX of Linux)."""
 _CLOSE_SECONDS = 10.0
 MAX_MESSAGE_BYTES = 64 << 30
 MAX_HELLO_BYTES = 4096
@@ -171,5 +175,11 @@ class SocketLink:
 
 
 def _write(sock: socket.socket, buffers: Buffers) -> None:
-    for buffer in buffers:
-        sock.sendall(buffer)
+    """Send all of `buffers`, many in one system call."""
+    pending = deque(buffer for buffer in buffers if buffer)
+    while pending:
+        sent = sock.sendmsg(tuple(islice(pending, _VECTOR)))
+        while pending and sent >= len(pending[0]):
+            sent -= len(pending.popleft())
+        if sent:
+            pending[0] = pending[0][sent:]

@@ -2,7 +2,8 @@
 
 A message on the wire is
     b"DGRL" | kind u16 | meta length u32 | tensor count u16 | meta (UTF-8 JSON object of plain values)
-    then per tensor: dtype code u8 | dims u8 | dims x u64 | raw bytes.
+    then a table with one row per tensor: dtype code u8 | dims u8 | 8 x u64 (unused dimensions 0)
+    then the raw bytes of all tensors.
 The receiver knows every size before it allocates, and refuses what is over its limits.
 """
 
@@ -22,7 +23,8 @@ from torch import Tensor
 
 MAGIC = b"DGRL"
 _HEAD = struct.Struct("!4sHIH")
-_TENSOR = struct.Struct("!BB")
+MAX_DIMS = 8
+_ROW = struct.Struct(f"!BB{MAX_DIMS}Q")
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
@@ -37,7 +39,6 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _PIECE = 1 << 20
 MAX_META_BYTES = 16 << 20
 MAX_TENSORS = 4096
-MAX_DIMS = 8
 
 
 class Kind(IntEnum):
@@ -71,7 +72,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-Buffers = list[bytes | memoryview]
+Buffers = list[memoryview]
 
 
 def encode(message: Message) -> Buffers:
@@ -83,17 +84,17 @@ def encode(message: Message) -> Buffers:
             f"message of kind {message.kind.name} is too large: {len(meta)} bytes of meta, {len(names)} tensors."
         )
     head = bytearray(_HEAD.pack(MAGIC, message.kind, len(meta), len(names)) + meta)
-    buffers: Buffers = []
+    raw: list[memoryview] = []
     for name in names:
         tensor = message.tensors[name].detach().to("cpu").contiguous()
-        if tensor.dtype not in _CODES:
+        if tensor.dtype not in _CODES or tensor.dim() > MAX_DIMS:
             raise WireError(
-                f"tensor {name!r} has dtype {tensor.dtype}; the wire carries {', '.join(map(str, _DTYPES))}."
+                f"tensor {name!r} has dtype {tensor.dtype} and {tensor.dim()} dimensions; the wire carries "
+                f"{', '.join(map(str, _DTYPES))} of at most {MAX_DIMS}."
             )
-        head += _TENSOR.pack(_CODES[tensor.dtype], tensor.dim()) + struct.pack(f"!{tensor.dim()}Q", *tensor.shape)
-        buffers += [bytes(head), tensor_bytes(tensor)]
-        head = bytearray()
-    return buffers if names else [bytes(head)]
+        head += _ROW.pack(_CODES[tensor.dtype], tensor.dim(), *tensor.shape, *(0,) * (MAX_DIMS - tensor.dim()))
+        raw.append(tensor_bytes(tensor))
+    return [memoryview(head), *raw]
 
 
 def decode(read: Callable[[memoryview], None], max_bytes: int, max_meta: int = MAX_META_BYTES) -> Message:
@@ -104,13 +105,14 @@ def decode(read: Callable[[memoryview], None], max_bytes: int, max_meta: int = M
         WireError: wrong magic, unknown kind or dtype, sizes over the limits, or meta that is not the agreed JSON.
     """
 
-    def take(size: int) -> bytes:
+    def take(size: int) -> bytearray:
         buffer = bytearray(size)
         read(memoryview(buffer))
-        return bytes(buffer)
+        return buffer
 
+    max_count = min(MAX_TENSORS, max_bytes)  # each counts at least a byte
     magic, kind, meta_size, count = _HEAD.unpack(take(_HEAD.size))
-    if magic != MAGIC or kind not in Kind._value2member_map_ or meta_size > max_meta or count > MAX_TENSORS:
+    if magic != MAGIC or kind not in Kind._value2member_map_ or meta_size > max_meta or count > max_count:
         raise WireError(
             f"not a digenrl message: magic {magic!r}, kind {kind}, meta {meta_size} bytes, {count} tensors."
         )
@@ -126,24 +128,34 @@ def decode(read: Callable[[memoryview], None], max_bytes: int, max_meta: int = M
         and len(names) == len(set(names)) == count
     ):
         raise WireError(f"message meta announces {names!r} for {count} tensors.")
+    layout = _layout(names, take(_ROW.size * count), max_bytes)
     hasher = xxhash.xxh3_64() if kind == Kind.WEIGHTS else None
     tensors: dict[str, Tensor] = {}
+    for name, (dtype, shape) in zip(names, layout, strict=True):
+        tensors[name] = torch.empty(shape, dtype=dtype)
+        raw = tensor_bytes(tensors[name])
+        piece = _PIECE if hasher is not None else max(1, len(raw))
+        for start in range(0, len(raw), piece):
+            read(raw[start : start + piece])
+            if hasher is not None:
+                hasher.update(raw[start : start + piece])
+    return Message(Kind(kind), meta, tensors, hasher.hexdigest() if hasher is not None else None)
+
+
+def _layout(names: Sequence[str], rows: bytearray, max_bytes: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of every tensor of a message, as its table announces them.
+
+    Raises:
+        WireError: a row is not a tensor's, or the tensors are larger than `max_bytes` together.
+    """
+    layout: list[tuple[torch.dtype, tuple[int, ...]]] = []
     total = 0
-    for name in names:
-        code, dims = _TENSOR.unpack(take(_TENSOR.size))
+    for name, (code, dims, *sizes) in zip(names, _ROW.iter_unpack(rows), strict=True):
         if code >= len(_DTYPES) or dims > MAX_DIMS:
             raise WireError(f"tensor {name!r}: dtype code {code}, {dims} dimensions.")
-        shape: Sequence[int] = struct.unpack(f"!{dims}Q", take(8 * dims))
+        shape = tuple(sizes[:dims])
         total += math.prod(max(1, size) for size in shape) * _DTYPES[code].itemsize
         if total > max_bytes:
-            raise WireError(
-                f"message of {total} bytes at tensor {name!r} {tuple(shape)}: the limit is {max_bytes} bytes."
-            )
-        tensor = torch.empty(tuple(shape), dtype=_DTYPES[code])
-        raw = tensor_bytes(tensor)
-        for start in range(0, len(raw), _PIECE):
-            read(raw[start : start + _PIECE])
-            if hasher is not None:
-                hasher.update(raw[start : start + _PIECE])
-        tensors[name] = tensor
-    return Message(Kind(kind), meta, tensors, hasher.hexdigest() if hasher is not None else None)
+            raise WireError(f"message of {total} bytes at tensor {name!r} {shape}: the limit is {max_bytes} bytes.")
+        layout.append((_DTYPES[code], shape))
+    return layout

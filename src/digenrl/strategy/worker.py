@@ -21,7 +21,7 @@ from digenrl.strategy.control import Control
 from digenrl.strategy.handoff import pack_state, unpack_state
 from digenrl.strategy.link import Link
 from digenrl.strategy.spans import SpanLog
-from digenrl.strategy.weights import adopt
+from digenrl.strategy.weights import Arrivals, Version, adopt
 from digenrl.strategy.wire import Kind, Message
 from digenrl.types import Trajectory
 
@@ -180,7 +180,8 @@ class RolloutWorker:
         self._control, self._link, self._spans = control, link, spans
         self._rank, self._peers = rank, peers
         self._interrupt: Interrupt | None = self._faster_idle_peer if handoff else None
-        self._weights: deque[Message] = deque()
+        self._arrivals = Arrivals(parameters)
+        self._weights: deque[Version] = deque()
         self._suspended: deque[Message] = deque()
         self._announced = 0
         self._version = -1
@@ -188,10 +189,10 @@ class RolloutWorker:
     def run(self) -> None:
         """Work until a trainer says that the run is done."""
         cause = "startup"
-        while (message := self._next_weights(cause)) is not None:
-            self._version = int(message.meta["version"])
-            with self._spans.span("adopt", version=self._version) as facts:
-                facts["digest"] = adopt(self._parameters, message)
+        while (weights := self._next_weights(cause)) is not None:
+            self._version = weights.number
+            with self._spans.span("adopt", version=self._version, digest=weights.digest):
+                adopt(self._parameters, weights)
             while self._control.get("done") is None and self._work_once():
                 self._control.check()
             cause = "weights"
@@ -208,7 +209,7 @@ class RolloutWorker:
         self._runner.run(task, interrupt=self._interrupt)
         return True
 
-    def _next_weights(self, cause: str) -> Message | None:
+    def _next_weights(self, cause: str) -> Version | None:
         """The next version, or None at the end of the run; suspended tasks that arrive meanwhile are finished."""
         began = self._spans.now()
         self._spans.announce(f"wait {cause}")
@@ -235,7 +236,8 @@ class RolloutWorker:
         while (message := self._link.receive(timeout)) is not None:
             timeout = 0.0
             if message.kind is Kind.WEIGHTS:
-                self._weights.append(message)
+                if (version := self._arrivals.add(message)) is not None:
+                    self._weights.append(version)
             elif message.kind is Kind.STATE:
                 self._suspended.append(message)
 

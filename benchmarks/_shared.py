@@ -1,0 +1,128 @@
+"""What the benchmarks share: their words on the command line, their dated tables, and ranks on one machine."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from digenrl.strategy.control import Control, host_store, join_store
+from digenrl.strategy.launcher import keep_memory
+from digenrl.strategy.link import SocketLink
+from digenrl.strategy.wire import Message
+
+HOST = "127.0.0.1"
+RESULTS = Path(__file__).parent / "results"
+
+
+def options(words: Sequence[str], defaults: Mapping[str, str], quick: Mapping[str, str]) -> dict[str, str]:
+    """The `key=value` words over the defaults. `quick=true` stands for the values in `quick`, and keeps no table.
+
+    Raises:
+        SystemExit: a word without `=`, or an unknown key.
+    """
+    given = dict(word.partition("=")[::2] for word in words)
+    if unknown := set(given) - set(defaults) - {"quick"}:
+        raise SystemExit(f"{sys.argv[0]}: unknown {sorted(unknown)}; known: {', '.join(sorted([*defaults, 'quick']))}.")
+    short = quick if given.get("quick") == "true" else {}
+    return {"quick": "false"} | dict(defaults) | dict(short) | given
+
+
+class Report:
+    """A table that is printed row by row, and kept with its date and machine under benchmarks/results/."""
+
+    def __init__(self, title: str, notes: str, columns: Sequence[str]) -> None:
+        self._name, self.met = Path(sys.argv[0]).stem, True
+        self._date = datetime.date.today().isoformat()
+        command = " ".join(["python", f"benchmarks/{self._name}.py", *sys.argv[1:]])
+        load = os.getloadavg()[0]
+        machine = (
+            f"{os.cpu_count()} CPU cores ({_processor()}), load {load:.1f} at the start, Python "
+            f"{platform.python_version()}, torch {torch.__version__}."
+        )
+        self._lines = [f"# {title} ({self._date})", "", f"Command: `{command}`. {machine}", *notes.splitlines(), ""]
+        self._widths = [len(column) for column in columns]
+        self._print(columns)
+        self._print(["-" * width for width in self._widths])
+
+    def row(self, *cells: object) -> None:
+        """One row, in the order of the columns."""
+        self._print([str(cell) for cell in cells])
+
+    def verdict(self, met: bool, text: str) -> None:
+        """A bar, and whether it is met."""
+        self.met = self.met and met
+        self.say(f"{'met' if met else 'NOT MET'}: {text}")
+
+    def say(self, text: str) -> None:
+        """A line below the table."""
+        print(text, flush=True)
+        self._lines += ["", text]
+
+    def close(self, given: Mapping[str, str]) -> int:
+        """Keep the table, unless the run was a quick one; the exit code."""
+        if given["quick"] != "true":
+            RESULTS.mkdir(exist_ok=True)
+            path = RESULTS / f"{self._name}-{self._date}.md"
+            path.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
+            print(path)
+        return 0 if self.met else 1
+
+    def _print(self, cells: Sequence[str]) -> None:
+        padded = [cell.rjust(width) for cell, width in zip(cells, self._widths, strict=True)]
+        self._lines.append(f"| {' | '.join(padded)} |")
+        print(self._lines[-1], flush=True)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank of a benchmark: its link, its control store, and gloo as the default process group."""
+
+    rank: int
+    control: Control
+    link: SocketLink
+
+    def receive(self) -> Message:
+        """The next message, however long it takes."""
+        while (message := self.link.receive(5.0)) is None:
+            continue
+        return message
+
+
+def on_ranks(count: int, body: Callable[[Seat], int]) -> int:
+    """Run `body` in `count` forked processes; the largest exit code."""
+    store = host_store(HOST)
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_sit, args=(rank, count, store.port, body)) for rank in range(count)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
+def _sit(rank: int, count: int, port: int, body: Callable[[Seat], int]) -> None:
+    torch.set_num_threads(1)
+    keep_memory()  # as every rank does
+    dist.init_process_group("gloo", store=join_store(HOST, port, "gloo"), rank=rank, world_size=count)
+    control = Control(join_store(HOST, port, "control"), rank)
+    link = SocketLink(control, rank, HOST, "token")
+    code = body(Seat(rank, control, link))
+    link.close()
+    dist.destroy_process_group()
+    sys.exit(code)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
