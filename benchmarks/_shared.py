@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
@@ -98,13 +99,18 @@ class Seat:
 
 
 def on_ranks(count: int, body: Callable[[Seat], int]) -> int:
-    """Run `body` in `count` forked processes; the largest exit code."""
+    """Run `body` in `count` forked processes; the largest exit code. One that fails ends the others."""
     store = host_store(HOST)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_sit, args=(rank, count, store.port, body)) for rank in range(count)]
     for process in ranks:
         process.start()
+    alive = ranks
+    while alive and not any(process.exitcode for process in ranks):
+        connection.wait([process.sentinel for process in alive])
+        alive = [process for process in alive if process.exitcode is None]
     for process in ranks:
+        process.kill()
         process.join()
     return max(abs(process.exitcode or 0) for process in ranks)
 

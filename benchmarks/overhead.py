@@ -1,0 +1,190 @@
+"""What one task costs beside its generation and the transfer of its bytes: claim, dispatch, hand-over.
+
+    python benchmarks/overhead.py [tasks=60]
+
+A rollout rank claims tasks on a real control store and runs them with the real `TaskRunner`, in which an engine that
+computes nothing takes the model's place; a trainer rank puts the arriving parts on its `StepBoard` until the fragment
+is complete. One task at a time, so nothing is hidden; alternating with a bare send of the same tensors over the same
+link, which is subtracted. Wanted: at most 3 ms per task. Exit code 1 above that.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from _shared import Report, Seat, on_ranks, options
+
+from digenrl.data import PromptSampler
+from digenrl.diffusion.denoise import SampleKey, SampleState
+from digenrl.rollout.engine import Generation, RolloutEngine
+from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue
+from digenrl.strategy.cells import Part, StepBoard, pack
+from digenrl.strategy.spans import SpanLog
+from digenrl.strategy.wire import Kind, Message
+from digenrl.strategy.worker import TaskRunner
+from digenrl.types import Prompt, Trajectory
+
+BAR_MS = 3.0
+MIB = 1 << 20
+SIZES = (MIB // 16, MIB, 16 * MIB, 64 * MIB)
+"""Bytes of a task's latents."""
+STEPS, ROWS = 10, 4
+"""Denoising steps, all but one trained; samples of a task."""
+
+
+class Idle:
+    """An engine that computes nothing: every task ends with the same trajectory, scored by another thread."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._trajectory, self._scorer = trajectory, ThreadPoolExecutor(1)
+
+    def begin(self, task: Task, prompt: Prompt) -> Generation:
+        rows = tuple(range(task.first_sample, task.first_sample + task.samples))
+        return Generation(task, prompt, SampleState(SampleKey(0, task.step, prompt.uid, rows), torch.zeros(ROWS)))
+
+    def steps_left(self, generation: Generation) -> int:
+        return STEPS - generation.state.next_step
+
+    def advance(self, generation: Generation) -> Generation:
+        return replace(generation, state=replace(generation.state, next_step=generation.state.next_step + 1))
+
+    def decode(self, generation: Generation) -> torch.Tensor:
+        return generation.state.latents
+
+    def score(self, generation: Generation, media: torch.Tensor) -> Future[Trajectory]:
+        task = generation.task
+        return self._scorer.submit(
+            partial(replace, self._trajectory, index=task.index, group=task.group, first_sample=task.first_sample)
+        )
+
+    def reward_trouble(self) -> str | None:
+        return None
+
+
+def trajectory_of(size: int) -> Trajectory:
+    """A finished task of `size` bytes of latents in bf16."""
+    trained = STEPS - 1
+    cells = torch.zeros(ROWS, trained, size // (2 * 2 * ROWS * trained), dtype=torch.bfloat16)
+    return Trajectory(
+        step=0,
+        index=0,
+        group=0,
+        uid=1,
+        first_sample=0,
+        version=0,
+        steps=torch.arange(trained),
+        sigmas=torch.linspace(1, 0, STEPS + 1),
+        latents=cells,
+        next_latents=cells.clone(),
+        log_probs=torch.zeros(ROWS, trained),
+        rewards={"reward": torch.zeros(ROWS)},
+        condition={"text": torch.zeros(1, 77, 64)},
+    )
+
+
+def rollout(seat: Seat, spec: ScheduleSpec, size: int) -> Iterator[tuple[float, ...]]:
+    """Milliseconds of every task: bare transfer, the claim alone, everything from the claim to the trainer's answer."""
+    prompts = [Prompt(f"prompt {number}") for number in range(spec.prompts)]
+    trajectory = trajectory_of(size)
+    runner = TaskRunner(
+        spec,
+        lambda queue_of_this_size: queue(spec, 0, 1),
+        lambda fragment: place(spec, 1, fragment),
+        seat.rank,
+        1,
+        cast(RolloutEngine, Idle(trajectory)),
+        PromptSampler(prompts, spec.prompts, seed=0),
+        seat.control,
+        seat.link,
+        SpanLog(Path(tempfile.mkdtemp()) / "rank-001.jsonl", seat.rank, "rollout", time.time()),
+    )
+    bare = pack(trajectory, range(STEPS - 1), seat.rank, 0.0)
+    for _ in range(spec.tasks):
+        began = time.perf_counter()
+        seat.link.send(0, bare)
+        seat.receive()
+        sent = time.perf_counter()
+        task = runner.claim(size)
+        claimed = time.perf_counter()
+        if task is None:
+            raise SystemExit("the queue was empty too early")
+        runner.run(task)
+        seat.receive()
+        ended = time.perf_counter()
+        runner.settle(wait=True)
+        yield tuple(1e3 * seconds for seconds in (sent - began, claimed - sent, ended - sent))
+
+
+def trainer(seat: Seat, spec: ScheduleSpec) -> float:
+    """Answer every message; put the parts of every second one on the board. Milliseconds per task of doing that."""
+    board = StepBoard(spec, lambda fragment: place(spec, 1, fragment), seat.rank, 0, {"reward": 1.0})
+    pending = [tuple(range(spec.prompts))]
+    seconds = []
+    for _ in range(spec.tasks):
+        seat.receive()
+        seat.link.send(1, Message(Kind.CELLS, {}))
+        message = seat.receive()
+        began = time.perf_counter()
+        board.add(Part(message))
+        complete = next_fragment(spec, pending, board.completed)
+        seat.control.check()
+        seconds.append(1e3 * (time.perf_counter() - began))
+        seat.link.send(1, Message(Kind.CELLS, {}))
+    if complete is None:
+        raise SystemExit("the fragment never became complete")
+    return statistics.median(seconds)
+
+
+def main(words: list[str]) -> int:
+    given = options(words, {"tasks": "60"}, quick={"tasks": "12"})
+    spec = ScheduleSpec(
+        prompts=max(1, int(given["tasks"]) // 4),
+        group_size=4 * ROWS,
+        task_size=ROWS,
+        denoise_steps=STEPS,
+        trained_steps=STEPS - 1,
+        tsp_batch=STEPS - 1,
+    )
+
+    def body(seat: Seat) -> int:
+        if seat.rank == 0:
+            for _ in SIZES:
+                board = torch.tensor(trainer(seat, spec), dtype=torch.float64)
+                dist.send(board, 1)
+            return 0
+        columns = ("task MiB", "transfer ms", "all ms", "overhead ms", "of it claim ms", "of it board ms")
+        report = Report(
+            "A task beside its generation and its transfer",
+            f"Medians of {spec.tasks} tasks of {STEPS} denoising steps, one at a time; two processes, loopback.\n"
+            "Overhead = all - transfer: claim, spans, notices, threads, packing, unpacking, placing, deciding.",
+            columns,
+        )
+        worst = 0.0
+        for size in SIZES:
+            rows = list(rollout(seat, spec, size))
+            board: Any = torch.zeros((), dtype=torch.float64)
+            dist.recv(board, 0)
+            transfer, claim, everything = (statistics.median(column) for column in zip(*rows, strict=True))
+            overhead = statistics.median(row[2] - row[0] for row in rows)
+            worst = max(worst, overhead)
+            figures = (transfer, everything, overhead, claim, float(board))
+            report.row(f"{size / MIB:.2f}", *(f"{figure:.2f}" for figure in figures))
+        report.verdict(worst <= BAR_MS, f"overhead of a task {worst:.2f} ms, at most {BAR_MS:.0f} ms wanted")
+        return report.close(given)
+
+    return on_ranks(2, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
