@@ -8,6 +8,7 @@ PY     := $(VENV)/bin/python
 EXP ?= digits_flowgrpo
 HW  ?=
 RUN ?=
+BENCH ?=
 ARGS ?=
 
 # benchmarks/learning.py trains dozens of runs (hours): start it by hand.
@@ -83,8 +84,10 @@ tiny: $(STAMP)  ## Build the tiny model of every family (made on first use other
 pretrain: $(STAMP)  ## Train the digits base model and its judges again, into the committed files
 	@OMP_NUM_THREADS=1 $(PY) -m digenrl.cli.pretrain $(ARGS)
 
-bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios
-	@for file in $(BENCHES); do echo "== $$file" && $(PY) $$file $(ARGS) || exit 1; done
+bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios. BENCH=name: one; ARGS=quick=true: short, no tables
+	@failed=; for file in $(if $(BENCH),benchmarks/$(BENCH).py,$(BENCHES)); do \
+	    echo "== $$file" && $(PY) $$file $(ARGS) || failed="$$failed $$file"; done; \
+	    test -z "$$failed" || { echo "below a bar, or broken:$$failed" >&2; exit 1; }
 
 # The second half starts sixteen ranks, or kills processes and holds the clock to it: nothing runs beside it.
 test: $(STAMP)  ## The default tests: at most ten minutes on two cores

@@ -44,21 +44,26 @@ def pack(trajectory: Trajectory, positions: Sequence[int], maker: int, seconds: 
         "maker": maker,
         "seconds": seconds,
     }
-    index = torch.as_tensor(positions, dtype=torch.int64)
+
+    def at_positions(tensor: Tensor) -> Tensor:
+        """[b, S, ...] -> [b, len(positions), ...]; all of it without a copy."""
+        every = list(positions) == list(range(tensor.shape[1]))
+        return tensor if every else tensor[:, list(positions)]
+
     tensors: dict[str, Tensor] = {f"rewards/{name}": value for name, value in trajectory.rewards.items()}
     if positions:
         tensors |= {
-            "steps": trajectory.steps[index],
+            "steps": trajectory.steps[list(positions)],
             "sigmas": trajectory.sigmas,
-            "latents": trajectory.latents[:, index],
-            "next_latents": trajectory.next_latents[:, index],
-            "log_probs": trajectory.log_probs[:, index],
+            "latents": at_positions(trajectory.latents),
+            "next_latents": at_positions(trajectory.next_latents),
+            "log_probs": at_positions(trajectory.log_probs),
         }
         tensors |= {f"condition/{name}": value for name, value in trajectory.condition.items()}
         if trajectory.final is not None:
             tensors["final"] = trajectory.final
         if trajectory.means is not None:
-            tensors["means"] = trajectory.means[:, index]
+            tensors["means"] = at_positions(trajectory.means)
     return Message(Kind.CELLS, meta, tensors)
 
 
