@@ -79,6 +79,17 @@ def shard_group(config: Any, trainers: int) -> int:
     return hardware.shard_group(trainers, min(nodes, default=trainers))
 
 
+def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ...]:
+    """Speed of each trainer rank on its pool: by the profile's measured seconds per cell where it has them, else by the
+    peak."""
+    profile = hardware.parse_hardware(config.hardware)
+    pools = [profile.pool(name) for name, _ in hardware.assign(profile, trainers, rollouts)[:trainers]]
+    measured = profile.seconds.get("train", {})
+    if all(pool.name in measured for pool in pools):
+        return tuple(1.0 / measured[pool.name] for pool in pools)
+    return tuple(pool.tflops for pool in pools)
+
+
 def sized(composed: Composed) -> bool:
     """Whether the model is a real build whose sizes have been counted."""
     config: Any = composed.config

@@ -23,10 +23,11 @@ from digenrl.data import PromptData
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.policy import Policy
-from digenrl.preflight import shard_group
+from digenrl.preflight import shard_group, trainer_speeds
 from digenrl.report.run_dir import append_event
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
+from digenrl.schedule.shares import relative
 from digenrl.strategy.checkpoint import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.strategy.world import Session, World
@@ -46,11 +47,13 @@ class Rank:
         self.trainer.fit(self.module, datamodule=self.data, ckpt_path=checkpoint)
 
 
-def schedule_spec(config: DictConfig, trained_steps: int, trainers: int) -> ScheduleSpec:
+def schedule_spec(config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1) -> ScheduleSpec:
     """The schedule that a configuration describes."""
     schedule = config.schedule
     batch = schedule.tsp.batch
-    shares = schedule.shares
+    shares = [] if schedule.shares == "equal" else schedule.shares
+    if schedule.shares == "measured":
+        shares = relative(trainer_speeds(config, trainers, rollouts))
     return ScheduleSpec(
         prompts=config.data.prompts_per_batch,
         group_size=config.data.group_size,
@@ -64,7 +67,8 @@ def schedule_spec(config: DictConfig, trained_steps: int, trainers: int) -> Sche
         tsp_shard=schedule.tsp.shard,
         tag=schedule.tag,
         handoff=schedule.handoff,
-        shares=tuple(float(share) for share in shares) if not isinstance(shares, str) else (),
+        shares=tuple(float(share) for share in shares),
+        measured_shares=schedule.shares == "measured",
         async_steps=schedule.async_steps,
         stale_fraction=schedule.stale_fraction,
     )
@@ -101,7 +105,7 @@ def describe(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, ch
         f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
         f"{config.max_rl_steps} RL steps",
         f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} "
-        f"tag={schedule.tag} handoff={schedule.handoff} async_steps={schedule.async_steps}",
+        f"tag={schedule.tag} handoff={schedule.handoff} shares={schedule.shares} async_steps={schedule.async_steps}",
     ]
     return lines + ([f"resume    {checkpoint}"] if checkpoint else [])
 
@@ -152,7 +156,7 @@ def build(
         keep_means=module.needs_means,
         keep_final=module.needs_final,
     )
-    spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers)
+    spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
     data = PromptData(config.data, config.seed)
     rewards.check_prompts(data.prompts)
     if world.rank == 0:

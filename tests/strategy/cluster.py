@@ -161,6 +161,10 @@ class Cluster:
         """Rows of events.jsonl."""
         return _rows(self.run_dir / "events.jsonl")
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl: one per RL step."""
+        return _rows(self.run_dir / "metrics.jsonl")
+
     def spans(self, stage: str | None = None) -> list[dict[str, Any]]:
         """Spans of all ranks, or those of one stage."""
         rows = [row for path in sorted((self.run_dir / "spans").glob("*.jsonl")) for row in _rows(path)]

@@ -79,8 +79,11 @@ def test_schedule_equals_the_single_process_loop_over_five_steps(
     words = ["schedule=sync" if rollouts else "schedule=colocated", "schedule.tsp.batch=1", "max_rl_steps=5"]
     words += ["algorithm.optimizer.eps=1e-3", "algorithm.max_grad_norm=1.0", *(FP64 if double else ())]
     config = configured(*words)
-    found = completed(run_cluster(tmp_path, trainers, rollouts, config))
-    assert_equal_runs(found, reference_of(config), trainers == 1, double, weight_bound=None)
+    cluster = run_cluster(tmp_path, trainers, rollouts, config)
+    assert_equal_runs(completed(cluster), reference_of(config), trainers == 1, double, weight_bound=None)
+    assert [row.get("predicted_step_s", 0.0) > 0.0 for row in cluster.metrics()] == [False, *[True] * 4], (
+        "a step is predicted as soon as one has been measured"
+    )
 
 
 LIGHT = (*SGD, "algorithm.kl_weight=0", r"model.lora.targets=[attn\.to_q,proj_out]", "max_rl_steps=2")

@@ -51,6 +51,7 @@ class Checkpoint(pl.Callback):
             "rng": torch.get_rng_state(),
             "version": trainer.strategy.version,  # type: ignore[attr-defined]
             "previous": trainer.strategy.previous or {},  # type: ignore[attr-defined]
+            "shares": trainer.strategy.shares.state(trainer.strategy.version),  # type: ignore[attr-defined]
         }
 
     def on_load_checkpoint(
@@ -58,6 +59,7 @@ class Checkpoint(pl.Callback):
     ) -> None:
         torch.set_rng_state(checkpoint[KEY]["rng"])
         trainer.strategy.previous = checkpoint[KEY]["previous"] or None  # type: ignore[attr-defined]
+        trainer.strategy.shares.load(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
 
     def _event(self, trainer: pl.Trainer, kind: str, facts: dict[str, Any]) -> None:
         if trainer.is_global_zero:

@@ -187,7 +187,7 @@ KEYS: dict[str, Rule] = {
     "schedule.tsp.shard": Flag(),
     "schedule.tag": Flag(),
     "schedule.handoff": Flag(),
-    "schedule.shares": ListOf(_NOT_NEGATIVE, words=("equal",), least=1),
+    "schedule.shares": ListOf(_NOT_NEGATIVE, words=("equal", "measured"), least=1),
     "schedule.async_steps": _whole(0, 1),
     "schedule.stale_fraction": Number(0, 1),
     "sampling.steps": _whole(1, 1000),

@@ -44,6 +44,8 @@ class ScheduleSpec:
     """A task may be suspended at a denoising-step boundary and finished elsewhere."""
     shares: tuple[float, ...] = ()
     """Relative speed of each trainer rank; () = equal."""
+    measured_shares: bool = False
+    """`shares` are only the first ones: they follow the trainers' measured speed from step to step."""
     async_steps: int = 0
     """0 = on-policy, 1 = the first groups of the next batch may be one version old."""
     stale_fraction: float = 0.5
@@ -77,6 +79,7 @@ class ScheduleSpec:
             all(s >= 0 and math.isfinite(s) for s in self.shares) and (not self.shares or sum(self.shares) > 0),
             f"schedule.shares = {self.shares}: use non-negative numbers, at least one above 0.",
         )
+        require(not self.measured_shares or min(self.shares, default=0) > 0, "measured shares start above 0.")
 
     @property
     def tasks_per_group(self) -> int:

@@ -59,7 +59,7 @@ def place(spec: ScheduleSpec, trainers: int, groups: tuple[int, ...]) -> tuple[t
     blocks = fragment_blocks(spec, groups)
     unit = 1 if spec.tsp_shard else spec.blocks_per_task
     units = [blocks[i : i + unit] for i in range(0, len(blocks), unit)]
-    equal = all(share == shares[0] for share in shares)
+    equal = not spec.measured_shares and all(share == shares[0] for share in shares)
     counts = apportion(len(units), shares)
     if equal:  # odd units go round the ranks from fragment to fragment instead of always to rank 0
         turn = groups[0] // max(1, spec.fragment_groups) % trainers

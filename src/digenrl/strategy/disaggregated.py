@@ -12,10 +12,10 @@ into the pure `digenrl.schedule`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,11 @@ from digenrl.strategy import gradients, shard
 from digenrl.strategy.book import StepBook
 from digenrl.strategy.cells import Placement, StepBoard
 from digenrl.strategy.control import Aborted, Control, join_store
+from digenrl.strategy.learner import Learner
 from digenrl.strategy.lender import Lender
 from digenrl.strategy.link import SocketLink
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
+from digenrl.strategy.shares import Shares
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.stream import FragmentStream
 from digenrl.strategy.weights import publish
@@ -44,16 +46,6 @@ from digenrl.strategy.world import RoleEnvironment, Session, World
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-class Learner(Protocol):
-    """What the Strategy asks of an algorithm's LightningModule, beyond Lightning's own hooks."""
-
-    def rollout_parameters(self) -> dict[str, Tensor]:
-        """The weights that rollouts must use, by the names of `policy.trained_parameters()`."""
-
-    def rollout_weights(self) -> AbstractContextManager[None]:
-        """Inside, this rank's policy holds `rollout_parameters()`."""
 
 
 class DisaggregatedStrategy(DDPStrategy):
@@ -119,9 +111,9 @@ class DisaggregatedStrategy(DDPStrategy):
         """GAP: which of the pending fragments to train now, or None to wait."""
         return next_fragment(self.spec, pending, board.completed)
 
-    def place_timesteps(self, fragment: tuple[int, ...]) -> Placement:
-        """TSP: which trainer rank trains which cells of a fragment, and in which micro-batch."""
-        return place(self.spec, self.world.trainers, fragment)
+    def place_timesteps(self, fragment: tuple[int, ...], step: int) -> Placement:
+        """TSP: which trainer rank trains which cells of a fragment of RL step `step`, and in which micro-batch."""
+        return place(self.shares.spec_at(step), self.world.trainers, fragment)
 
     def on_bubble(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> int:
         """TAG: how many rollout tasks this idle trainer should take now; the bubble-triggered search decides. Colocated
@@ -158,6 +150,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
         self.lender = Lender(self.spec, world, self.control)
         self.book = StepBook(self.spec, world, self.spans, self.lender, session.run_dir)
+        self.shares = Shares(self.spec, world, self.control, session.run_dir, timed=self.sharding == "ddp")
         self._process_group_backend = self._get_process_group_backend()
         name = "trainers" if world.is_trainer else f"rollout-{world.rank}"
         dist.init_process_group(
@@ -170,7 +163,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.runner = TaskRunner(
             self.spec,
             lambda version: self.plan_tasks(version),
-            lambda fragment: self.place_timesteps(fragment),
+            lambda fragment, step: self.place_timesteps(fragment, step),
             world.rank,
             world.trainers,
             self.engine,
@@ -280,10 +273,15 @@ class DisaggregatedStrategy(DDPStrategy):
             self._accumulating = False
             shard.synchronise_gradients(self.engine.policy.transformer, on=True)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.shares.begin(args[0])
+        return super().training_step(*args, **kwargs)
+
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Undo Lightning's division by the accumulation count and the mean over ranks: losses are sums already."""
         scaled = closure_loss * (self.micro_batches_per_update * self.world.trainers)
         loss = super().backward(scaled, optimizer, *args, **kwargs)
+        self.shares.end()
         if not self._accumulating:
             with self.spans.span("optimizer", step=self.version, what="reduce"):
                 gradients.average(self._trained().values(), self.world.trainers)
@@ -307,11 +305,13 @@ class DisaggregatedStrategy(DDPStrategy):
             WeightsError: replicated trainers disagree about their weights.
         """
         with self.spans.span("publish", version=version) as facts:
+            self.shares.tell()
             source = tensors if tensors is not None else self.learner.rollout_parameters()
             ranks = self.world.rollout_ranks if self.is_global_zero else ()
             agree = partial(gradients.assert_equal_digests, trainers=self.world.trainers, version=version)
             made = publish(version, source, self.link, ranks, agree)
             facts["digest"] = made.digest
+            self.shares.fix(version)
             if self.spec.async_steps and tensors is None:
                 self.previous, self._current = getattr(self, "_current", None), dict(made.tensors)
             if self.is_global_zero:
@@ -345,6 +345,7 @@ class DisaggregatedStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         if self.is_global_zero:
             self.control.set("done", "1")
+        self.barrier()  # no trainer closes its link before rollouts, which still send, can know that the run is over
 
     def on_exception(self, exception: BaseException) -> None:
         if hasattr(self, "control") and not isinstance(exception, Aborted):

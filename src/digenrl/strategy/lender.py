@@ -7,7 +7,7 @@ cost is known nothing is lent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from digenrl.schedule.lending import Costs, Decision, LendingMonitor, LendingState, search
 from digenrl.schedule.spec import ScheduleSpec, Task
@@ -41,7 +41,7 @@ class Lender:
         self._monitor = LendingMonitor()
         self._open: list[Prediction] = []
         self.predicted_end: float | None = None
-        """Run clock at which the latest search expected the step to end."""
+        """Run clock at which the step in progress was expected to end when it began; None before costs are known."""
 
     @property
     def off(self) -> bool:
@@ -64,32 +64,55 @@ class Lender:
         rollouts = [rank for rank in self._world.rollout_ranks if self._known("generate", rank)]
         if self.off or not rollouts or not self._known("train", self._world.rank):
             return 0
-        claimed = self._control.claimed(f"v{tasks[0].version}") if tasks else 0
-        left = [task for task in tasks[claimed:] if task.step == step]
-        free, in_flight = self._busy(rollouts, now)
-        lend = (
-            self._costs.get("generate", self._world.rank)
-            if self._known("generate", self._world.rank)
-            else max(self._costs.get("generate", rank) for rank in rollouts)
-        )
-        state = LendingState(
-            rollout_free=tuple(free[rank] for rank in rollouts),
-            rollout_seconds=tuple(self._costs.get("generate", rank) for rank in rollouts),
-            tasks_left=sum(task.group in fragment for task in left for fragment in pending),
-            fragment_tasks=tuple(sum(task.group in fragment for task in left) for fragment in pending),
-            fragment_ready=tuple(
-                max((end for group, end in in_flight if group in fragment), default=0.0) for fragment in pending
-            ),
-            train_seconds=tuple(self._costs.get("train", self._world.rank) for _ in pending),
-            lend_seconds=lend,
-        )
+        state = self._state(rollouts, self._left([tasks], step), pending, now)
         decision = search(state)
-        self.predicted_end = now + decision.predicted_step_s
         if (
             decision.lend and not self._open
         ):  # later loans of a step have little left to gain, and would drown the first
             self._open.append(Prediction(decision, now))
         return decision.lend
+
+    def predict(
+        self, queues: Sequence[Sequence[Task]], pending: Sequence[tuple[int, ...]], step: int, now: float
+    ) -> None:
+        """Expect an end of the step that begins, under the schedule's own rules and the costs measured so far; no
+        expectation before every generating rank and this trainer have been measured.
+
+        Args:
+            queues: of every version that generates tasks of the step.
+            pending: all fragments of the step, in training order.
+        """
+        generators = self._world.rollout_ranks if self._world.rollouts else range(self._world.trainers)
+        self.predicted_end = None
+        known = all(self._known("generate", rank) for rank in generators)
+        if known and self._known("train", self._world.rank):
+            may_lend = self._spec.tag and not self.off and self._world.rollouts > 0
+            state = self._state(generators, self._left(queues, step), pending, now)
+            self.predicted_end = now + search(replace(state, may_lend=may_lend)).predicted_step_s
+
+    def _left(self, queues: Sequence[Sequence[Task]], step: int) -> list[Task]:
+        """Unclaimed tasks of RL step `step`."""
+        waiting = [tasks[self._control.claimed(f"v{tasks[0].version}") :] for tasks in queues if tasks]
+        return [task for tasks in waiting for task in tasks if task.step == step]
+
+    def _state(
+        self, generators: Sequence[int], left: Sequence[Task], pending: Sequence[tuple[int, ...]], now: float
+    ) -> LendingState:
+        """What the search sees of ranks whose speed is known."""
+        free, in_flight = self._busy(generators, now)
+        seconds = {rank: self._costs.get("generate", rank) for rank in generators}
+        own = self._world.rank
+        return LendingState(
+            rollout_free=tuple(free[rank] for rank in generators),
+            rollout_seconds=tuple(seconds.values()),
+            tasks_left=sum(task.group in fragment for task in left for fragment in pending),
+            fragment_tasks=tuple(sum(task.group in fragment for task in left) for fragment in pending),
+            fragment_ready=tuple(
+                max((end for group, end in in_flight if group in fragment), default=0.0) for fragment in pending
+            ),
+            train_seconds=tuple(self._costs.get("train", own) for _ in pending),
+            lend_seconds=self._costs.get("generate", own) if self._known("generate", own) else max(seconds.values()),
+        )
 
     def finish_step(self, now: float) -> tuple[list[dict[str, float]], str | None]:
         """Compare this step's loans with reality: facts for the log, and the message if that switches TAG off."""

@@ -33,7 +33,14 @@ class FragmentStream:
         step = strategy.version
         self._boards = {number: board for number, board in self._boards.items() if number >= step}
         board = self._board(step)
-        strategy.book.open(step, [*strategy.plan_tasks(step - 1), *strategy.plan_tasks(step)])
+        queues = (strategy.plan_tasks(step - 1), strategy.plan_tasks(step))
+        strategy.book.open(step, [*queues[0], *queues[1]])
+        everything = [
+            fragment
+            for update in range(strategy.spec.updates_per_batch)
+            for fragment in fragments(strategy.spec, update)
+        ]
+        strategy.lender.predict(queues, everything, step, strategy.spans.now())
         for update in range(strategy.spec.updates_per_batch):
             pending = list(fragments(strategy.spec, update))
             while pending:
@@ -49,7 +56,7 @@ class FragmentStream:
             weights = strategy.engine.reward_weights
             self._boards[step] = StepBoard(
                 strategy.spec,
-                strategy.place_timesteps,
+                lambda fragment: strategy.place_timesteps(fragment, step),
                 strategy.world.rank,
                 step,
                 weights,

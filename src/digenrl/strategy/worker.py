@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from digenrl.data import PromptSampler
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import hands_over
-from digenrl.strategy.cells import Place, owned_positions, pack
+from digenrl.strategy.cells import Placement, owned_positions, pack
 from digenrl.strategy.control import Control
 from digenrl.strategy.handoff import pack_state, unpack_state
 from digenrl.strategy.link import Link
@@ -35,7 +36,7 @@ class TaskRunner:
     Args:
         spec: the schedule.
         plan: the Strategy's `plan_tasks`: version -> its queue of tasks, in claim order.
-        place: the Strategy's `place_timesteps`: fragment -> which trainer rank trains which cells.
+        place: the Strategy's `place_timesteps`: (fragment, step) -> which trainer rank trains which cells.
         rank: this launch rank.
         trainers: number of trainer ranks.
         split_over: divide every queue equally among these ranks; None = claim, so that faster ranks take more.
@@ -45,7 +46,7 @@ class TaskRunner:
         self,
         spec: ScheduleSpec,
         plan: Callable[[int], tuple[Task, ...]],
-        place: Place,
+        place: Callable[..., Placement],
         rank: int,
         trainers: int,
         engine: RolloutEngine,
@@ -148,9 +149,10 @@ class TaskRunner:
         try:
             trajectory = scored.result()
             part = task.first_sample // self._spec.task_size
+            place = partial(self._place, step=task.step)
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._trainers):
-                    positions = owned_positions(self._spec, self._place, rank, task.group, part)
+                    positions = owned_positions(self._spec, place, rank, task.group, part)
                     self._link.send(rank, pack(trajectory, positions, self._rank, seconds))
             if (trouble := self._engine.reward_trouble()) is not None:
                 self._control.request_stop(trouble)  # the step in progress is finished and saved before the run stops

@@ -1,0 +1,39 @@
+"""Shares of the trainers from their measured speed.
+
+Invariants: the shares of a step are fixed before any of its cells is shipped, so all ranks place alike (I2); every rank
+keeps a share above zero, or it could never be measured again; small changes are ignored, so that shares come to rest.
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+FINEST = 100
+"""Shares are whole hundredths of the fastest rank's, 1 at least: what a log prints is what was used."""
+WORTHWHILE = 0.05
+"""Part of the slowest rank's time that new shares must save to replace the present ones."""
+
+
+def relative(speeds: Sequence[float]) -> tuple[float, ...]:
+    """Speeds as shares: the fastest rank has 1.0, each a whole number of hundredths.
+
+    Raises:
+        ValueError: a speed that is not above zero.
+    """
+    if not speeds or min(speeds) <= 0:
+        raise ValueError(f"speeds of the trainers = {list(speeds)}: every one must be above 0.")
+    fastest = max(speeds)
+    return tuple(max(1, round(FINEST * speed / fastest)) / FINEST for speed in speeds)
+
+
+def adjusted(current: tuple[float, ...], seconds_per_cell: Sequence[float]) -> tuple[float, ...]:
+    """The shares to use from now on: those of the measured speeds where they save enough, else `current`."""
+    wanted = relative([1.0 / seconds for seconds in seconds_per_cell])
+    before, after = _slowest(current, seconds_per_cell), _slowest(wanted, seconds_per_cell)
+    return wanted if after < (1.0 - WORTHWHILE) * before else current
+
+
+def _slowest(shares: tuple[float, ...], seconds_per_cell: Sequence[float]) -> float:
+    """Seconds per cell of the whole that the last rank to finish needs."""
+    return max(share * seconds for share, seconds in zip(shares, seconds_per_cell, strict=True)) / sum(shares)
