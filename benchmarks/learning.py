@@ -29,7 +29,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-ALGORITHMS = ("flowgrpo", "dancegrpo", "cps", "mixgrpo", "guard", "dppo", "nft")
+ALGORITHMS = ("flowgrpo", "dancegrpo", "cps", "mixgrpo", "guard", "dppo", "nft", "dpo")
+WANTED_GAIN = 0.2
+"""What an algorithm should add to held-out judge B on every seed, at the sample budget that all share."""
 KL_WEIGHTS = ("0", "0.1", "0.25", "0.5", "1.0")
 CORRECTIONS = ("uncorrected", "clipped", "decoupled", "truncated_is", "cispo", "topr")
 FACTS = (
@@ -120,7 +122,7 @@ def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown lines: a row per run, then for `async` the paired losses."""
+    """Markdown lines: a row per run, then for `algorithms` the rise of judge B, for `async` the paired losses."""
     yield "| variant | seed | reward A | held-out judge B | diversity ratio | distance to real | ratio dev. | wall s |"
     yield "|---|---|---|---|---|---|---|---|"
     order = [variant.name for variant in variants(study)]
@@ -131,6 +133,8 @@ def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"| {row['heldout_first']:.3f} -> {row['heldout_last']:.3f} | {row['diversity_ratio']:.2f} "
             f"| {row['nn_distance_first']:.2f} -> {row['nn_distance_last']:.2f} | {ratio} | {row['wall_s']:.0f} |"
         )
+    if study == "algorithms":
+        yield from rises(order, rows)
     if study != "async":
         return
     last = {(row["variant"], row["seed"]): row["heldout_last"] for row in rows}
@@ -141,6 +145,18 @@ def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         losses = [last["on-policy", seed] - value for (variant, seed), value in last.items() if variant == name]
         mean, half = mean_and_half_width(losses)
         yield f"| {name} | {mean:+.4f} | {mean - half:+.4f} .. {mean + half:+.4f} | {len(losses)} |"
+
+
+def rises(order: Sequence[str], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Markdown lines: how much each variant raised held-out judge B on its worst seed, against `WANTED_GAIN`."""
+    yield ""
+    yield f"| variant | rise of judge B, mean | worst seed | at least {WANTED_GAIN} on every seed | seeds |"
+    yield "|---|---|---|---|---|"
+    for name in order:
+        gains = [row["heldout_last"] - row["heldout_first"] for row in rows if row["variant"] == name]
+        if gains:
+            verdict = "yes" if min(gains) >= WANTED_GAIN else "no"
+            yield f"| {name} | {statistics.fmean(gains):+.3f} | {min(gains):+.3f} | {verdict} | {len(gains)} |"
 
 
 def plot(study: str, rows: Sequence[dict[str, Any]], path: Path) -> None:

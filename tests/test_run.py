@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from pathlib import Path
 
@@ -60,3 +62,32 @@ def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(words: t
     composed = configuration.load(["experiment=flux1_flowgrpo", "hardware=cpu_tiny", *words])
     with pytest.raises(ValueError, match=message):
         run.check(composed.config)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("algorithm=grpo_guard", "algorithm/sde=cps"), "Guard needs a Gaussian log-prob, and FlowCPS drops"),
+        (("algorithm.sde.noise_level=0",), "noise level 0"),
+        (("algorithm/advantage=gdpo",), r"renormalise=True.* schedule\.gap = 1 .* set schedule\.gap=0"),
+        (
+            ("algorithm/train_steps=random_window", "algorithm.train_steps.stop=6"),
+            r"\[0, 6\) lies outside the usable steps \[0, 5\) of sampling\.steps=6: lower train_steps\.stop",
+        ),
+    ],
+)
+def test_an_algorithm_that_cannot_train_is_refused_before_any_rank_starts(words: tuple[str, ...], message: str) -> None:
+    composed = configuration.load(["experiment=digits_flowgrpo", *words])
+    with pytest.raises(ValueError, match=message):
+        run.check(composed.config)
+
+
+def test_warnings_of_the_first_rank_become_events(tmp_path: Path) -> None:
+    source = logging.getLogger("digenrl.algorithms.grpo")
+    handler = run.WarningEvents(tmp_path)
+    source.addHandler(handler)
+    source.warning("clip_range=%g looks too large", 0.2)
+    source.info("not this")
+    source.removeHandler(handler)
+    rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["message"]) for row in rows] == [("warning", "clip_range=0.2 looks too large")]

@@ -5,6 +5,7 @@ Every rank of every role runs `build` and then `trainer.fit`; the Strategy makes
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from omegaconf import DictConfig
 
 from digenrl import config as configuration
 from digenrl.algorithms.dump import dump_to
+from digenrl.algorithms.grpo import check_kernel
 from digenrl.data import PromptData
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
@@ -82,14 +84,39 @@ def fit(
     session: Session,
 ) -> None:
     """The life of one rank; `durations` of all ranks make it an emulated one, () a real one."""
+    if world.rank == 0:
+        logging.getLogger("digenrl").addHandler(WarningEvents(session.run_dir))
     build(config, world, session, emulated=durations[world.rank] if durations else None).fit(checkpoint)
 
 
+class WarningEvents(logging.Handler):
+    """Warnings become events of kind "warning": the display shows them, the summary keeps them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._run_dir = run_dir
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one line to events.jsonl."""
+        append_event(self._run_dir, "warning", {"message": record.getMessage()})
+
+
 def check(config: DictConfig) -> None:
-    """Raise ValueError for a model that cannot be built, before anything is written or started."""
+    """Raise ValueError for a model or an algorithm that cannot be built, before anything is written or started."""
     target = get_object(config.model["_target_"])
     if not config.hardware.emulate and isinstance(target, type) and issubclass(target, Policy):
         target.check(config.model)
+    algorithm = config.algorithm
+    configuration.instantiate(algorithm.train_steps).count(config.sampling.steps)
+    advantage = configuration.instantiate(algorithm.advantage)
+    if config.schedule.gap and advantage.needs_whole_batch:
+        raise ValueError(
+            f"algorithm.advantage = {advantage} needs every reward of the batch before the first gradient, but "
+            f"schedule.gap = {config.schedule.gap} trains groups as they complete; set schedule.gap=0 or "
+            "algorithm/advantage=group"
+        )
+    if "surrogate" in algorithm:
+        check_kernel(configuration.instantiate(algorithm.sde), configuration.instantiate(algorithm.surrogate))
 
 
 def describe(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:

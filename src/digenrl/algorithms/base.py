@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage, Advantages
 from digenrl.algorithms.copies import Ema
+from digenrl.algorithms.dump import not_finite
 from digenrl.algorithms.meters import Meters
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepSelection
@@ -196,10 +197,12 @@ class PolicyModule(pl.LightningModule):
         self.skipped_updates += 1
         assert self._suspect is not None, "an optimizer step follows a training_step"
         batch, loss = self._suspect
+        here = ", ".join(not_finite(batch)) or "none of the tensors"
         reason = (
-            f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed (loss {float(loss)}, "
-            f"version {batch.version}, update {batch.update}, {self._skips_in_a_row} of {SKIPS_IN_A_ROW} in a row). "
-            "Usual causes: a non-finite reward, a latent outside the storage dtype, a ratio that overflowed"
+            f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed (version {batch.version}, "
+            f"update {batch.update}, {self._skips_in_a_row} of {SKIPS_IN_A_ROW} in a row; on this rank the loss is "
+            f"{float(loss):.4g}, and {here} of its micro-batch is not finite). Usual causes: an infinite reward, a "
+            "latent outside the storage dtype, a ratio that overflowed; every rank has written its batch to skipped/"
         )
         logger.warning(reason)
         if self.dump_batch is not None:

@@ -1,4 +1,4 @@
-"""The micro-batch behind a skipped update, on disk, to be looked at."""
+"""The micro-batch behind a skipped update: what in it is not finite, and all of it on disk, to be looked at."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from digenrl.types import TrainBatch
+
+
+def not_finite(batch: TrainBatch) -> list[str]:
+    """Names of the batch's tensors that hold an infinity or NaN; a NaN reward is a missing one and does not count."""
+    names = [f"reward/{name}" for name, table in batch.rewards.items() if bool(table.isinf().any())]
+    for index, block in enumerate(batch.blocks):
+        fields = {name: value for name, value in vars(block).items() if isinstance(value, Tensor)}
+        names += [f"{index}/{name}" for name, value in fields.items() if not bool(value.isfinite().all())]
+    return names
 
 
 def dump_to(directory: Path, rank: int = 0, keep: int = 3) -> Callable[[TrainBatch, str], None]:

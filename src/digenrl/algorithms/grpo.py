@@ -68,15 +68,7 @@ class GRPO(PolicyModule):
         self._ratio_peak: Tensor | None = None
 
     def _check(self, policy: Policy) -> None:
-        if not self.sde.stochastic:
-            raise ValueError(
-                "algorithm.sde has noise level 0: without noise there is no log-prob to train, use e.g. 0.7"
-            )
-        if self.surrogate.needs_gaussian and not self.sde.gaussian:
-            raise ValueError(
-                f"{type(self.surrogate).__name__} needs a Gaussian log-prob, and {type(self.sde).__name__} drops the "
-                "variance: use algorithm.sde FlowSDE (or DanceSDE), or another surrogate"
-            )
+        check_kernel(self.sde, self.surrogate)
         if self.kl_weight < 0:
             raise ValueError(f"algorithm.kl_weight must be >= 0, got {self.kl_weight}")
         if self.kl_kind not in ("gaussian", "h_free", "mean_square"):
@@ -199,6 +191,17 @@ class GRPO(PolicyModule):
             return self.ratio_bound
         dtypes = [RATIO_BOUND.get(p.dtype, HALF_RATIO_BOUND) for p in self.policy.transformer.parameters()]
         return max(dtypes, default=HALF_RATIO_BOUND)
+
+
+def check_kernel(sde: Kernel, surrogate: Surrogate) -> None:
+    """Raise ValueError for a kernel whose log-probs the surrogate cannot train on."""
+    if not sde.stochastic:
+        raise ValueError("algorithm.sde has noise level 0: without noise there is no log-prob to train, use e.g. 0.7")
+    if surrogate.needs_gaussian and not sde.gaussian:
+        raise ValueError(
+            f"{type(surrogate).__name__} needs a Gaussian log-prob, and {type(sde).__name__} drops the variance: "
+            "use algorithm/sde=flow (or dance), or another algorithm/surrogate"
+        )
 
 
 def _clip_pair(value: float | Sequence[float]) -> tuple[float, float]:

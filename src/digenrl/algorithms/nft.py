@@ -31,8 +31,10 @@ STREAM = "forward"
 class OldPolicySchedule:
     """old = d*old + (1-d)*new after every `every`-th RL step, d = min(max(step - delay, 0)*ramp, ceiling).
 
-    verl-omni diffusion_trainer_utils.py:20-39: `copy` = ceiling 0 (on-policy), `linear_to_0_5` = ramp 0.001, ceiling
-    0.5, `delayed_linear_to_0_999` = delay 75, ramp 0.0075, ceiling 0.999.
+    The paper's soft update of the sampling policy, and the three schedules of its code (NVlabs/DiffusionNFT
+    `return_decay`) and of verl-omni (diffusion_trainer_utils.py:20-39): type 0, `copy` = ceiling 0 (on-policy); type 1,
+    `linear_to_0_5` = ramp 0.001, ceiling 0.5; type 2, `delayed_linear_to_0_999` = delay 75, ramp 0.0075, ceiling 0.999.
+    They count gradient steps; RL steps count here, so that `updates_per_batch` leaves the schedule alone.
     """
 
     delay: int = 0

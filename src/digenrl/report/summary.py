@@ -45,7 +45,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "alarms": suspicions(run),
         "restarts": len(run.events_of("restart")) + max(0, len(run.attempts()) - 1),
         "world": world(run),
-        "warnings": [*run.warnings, *warnings],
+        "warnings": [*run.warnings, *dict.fromkeys(str(e["message"]) for e in run.events_of("warning")), *warnings],
     }
 
 

@@ -1,0 +1,57 @@
+"""A non-finite number on one of two trainer ranks: both skip the update, and three in a row stop the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import ROOT
+from tests.strategy.cluster import TINY
+
+POISONED = (1, 3, 4, 5)
+CAUSES = ["gradient", *(pytest.param(what, marks=pytest.mark.slow) for what in ("reward", "advantage", "ratio"))]
+
+
+@pytest.mark.parametrize("what", CAUSES)
+def test_a_poisoned_update_is_skipped_on_all_ranks_and_the_third_in_a_row_stops(tmp_path: Path, what: str) -> None:
+    words = [
+        *TINY,
+        "max_rl_steps=9",
+        "allocation.trainers=2",
+        "allocation.rollouts=1",
+        "callbacks.checkpoint.every=1",
+        "allow_targets=[tests]",
+        f"output_root={tmp_path}",
+        f"+callbacks.poison={{_target_: tests.algorithms.poison.Poison, what: {what}, rank: 1, steps: {[*POISONED]}}}",
+    ]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "digenrl.cli.train", *words],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    run_dir = Path(done.stdout.strip().splitlines()[-1])
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "3 updates in a row were not finite, stopping: gradient norm is" in summary["cause"]
+    assert "trainer" in summary["cause"]
+
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    digests = {event["version"]: event["digest"] for event in events if event["kind"] == "publish"}
+    unchanged = [digests[version + 1] == digests[version] for version in range(max(digests))]
+    assert unchanged == [step in POISONED for step in range(5)]  # version 5 is the last that was published
+
+    dumped = sorted(path.name for path in (run_dir / "skipped").iterdir())
+    assert dumped == [f"rank{rank}-version{step}-update0" for rank in (0, 1) for step in POISONED[:3]]
+    reason = json.loads((run_dir / "skipped" / dumped[-1] / "batch.json").read_text())["reason"]
+    assert "skipped on all ranks, no weight changed" in reason
+
+    weights = load_file(run_dir / "checkpoints" / "last" / "policy.safetensors")
+    assert all(bool(torch.isfinite(value).all()) for value in weights.values())
