@@ -91,8 +91,8 @@ bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios. BEN
 
 # The second half starts sixteen ranks, or kills processes and holds the clock to it: nothing runs beside it.
 test: $(STAMP)  ## The default tests: at most ten minutes on two cores
-	@$(PY) -m pytest -q -n 2 --ignore tests/test_train_cli.py --ignore tests/test_emulate.py $(ARGS)
-	@$(PY) -m pytest -q tests/test_emulate.py tests/test_train_cli.py
+	@$(PY) -m pytest -q -n 2 --ignore tests/test_train_cli.py --ignore tests/test_emulate.py --ignore tests/test_faults.py $(ARGS)
+	@$(PY) -m pytest -q tests/test_emulate.py tests/test_train_cli.py tests/test_faults.py
 
 test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
 	@$(PY) -m pytest -q -m "not cluster" $(ARGS)

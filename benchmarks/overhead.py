@@ -28,7 +28,9 @@ from digenrl.data import PromptSampler
 from digenrl.diffusion.denoise import SampleKey, SampleState
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue
+from digenrl.schedule.claims import Claim
 from digenrl.strategy.cells import Part, StepBoard, pack
+from digenrl.strategy.claims import Claims
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.wire import Kind, Message
 from digenrl.strategy.worker import TaskRunner
@@ -106,7 +108,7 @@ def rollout(seat: Seat, groups: int, size: int) -> list[tuple[float, ...]]:
     trajectory = trajectory_of(size)
     runner = TaskRunner(
         SPEC,
-        lambda queue_number: queue(SPEC, 0, 1),
+        lambda version: tuple(replace(task, version=version) for task in queue(SPEC, 0, 1)),
         PLACE,
         seat.rank,
         1,
@@ -115,15 +117,17 @@ def rollout(seat: Seat, groups: int, size: int) -> list[tuple[float, ...]]:
         seat.control,
         seat.link,
         SpanLog(Path(tempfile.mkdtemp()) / "rank-001.jsonl", seat.rank, "rollout", time.time()),
+        range(seat.rank, seat.rank + 1),
     )
-    bare = pack(trajectory, range(STEPS - 1), seat.rank, 0.0)
+    bare = pack(trajectory, range(STEPS - 1), Claim(0, seat.rank, 0), 0.0)
     rows = []
     for number in range((groups + 1) * SPEC.tasks):
         began = time.perf_counter()
         seat.link.send(0, bare)
         seat.receive()
         sent = time.perf_counter()
-        task = runner.claim(size + number // SPEC.tasks)  # every group has a queue of its own
+        version = size + number // SPEC.tasks  # every group has a queue of its own
+        task = None if runner.declines(version) else runner.claim(version)
         claimed = time.perf_counter()
         if task is None:
             raise SystemExit("the queue was empty too early")
@@ -135,17 +139,19 @@ def rollout(seat: Seat, groups: int, size: int) -> list[tuple[float, ...]]:
     return rows[SPEC.tasks :]  # the first group opens connections
 
 
-def trainer(seat: Seat, groups: int) -> float:
+def trainer(seat: Seat, groups: int, size: int) -> float:
     """Answer every message; put the parts of every second one on the board. Milliseconds per task of doing that."""
-    seconds = []
-    for _ in range(groups + 1):
+    seconds, claims = [], Claims(seat.control, seat.rank)
+    for version in range(size, size + groups + 1):
         board, complete, kept = StepBoard(SPEC, PLACE, seat.rank, 0, {"reward": 1.0}), None, []
         for _ in range(SPEC.tasks):
             kept.append(seat.receive())  # as the board keeps its parts: memory that is not in the cache
             seat.link.send(1, Message(Kind.CELLS, {}))
             message = seat.receive()
             began = time.perf_counter()
-            board.add(Part(message))
+            part = Part(message)
+            if claims.accepts(version, part.claim) and board.add(part):
+                claims.received(version, part.claim.position)
             complete = next_fragment(SPEC, [(0,)], board.completed)
             seat.control.check()
             seconds.append(1e3 * (time.perf_counter() - began))
@@ -161,8 +167,8 @@ def main(words: list[str]) -> int:
 
     def body(seat: Seat) -> int:
         if seat.rank == 0:
-            for _ in SIZES:
-                board = torch.tensor(trainer(seat, groups), dtype=torch.float64)
+            for size in SIZES:
+                board = torch.tensor(trainer(seat, groups, size), dtype=torch.float64)
                 dist.send(board, 1)
             return 0
         columns = ("task MiB", "transfer ms", "all ms", "overhead ms", "of it claim ms", "of it board ms")

@@ -64,7 +64,7 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     tree = OmegaConf.to_container(config)
     assert isinstance(tree, dict)
     tree["schedule"]["tsp"]["batch"] = batch
-    tree["allocation"] = {"trainers": trainers, "rollouts": rollouts}
+    tree["allocation"] |= {"trainers": trainers, "rollouts": rollouts}
     numbers = OmegaConf.create(tree)
     OmegaConf.set_readonly(numbers, True)
     return replace(composed, config=numbers)

@@ -76,6 +76,18 @@ def test_wall_time_leaves_out_the_pause_before_a_resume(tmp_path: Path) -> None:
     assert (summary["attempts"], summary["restarts"]) == (2, 1)
 
 
+def test_ranks_that_were_lost_while_the_run_went_on_are_told(tmp_path: Path) -> None:
+    for kind, facts in [
+        ("launch", {}),
+        ("lost", {"rank": 2, "cause": "rank 2 died"}),
+        ("end", {"status": "completed"}),
+    ]:
+        append_event(tmp_path, kind, facts)
+    summary = build_summary(read_run(tmp_path))
+    assert (summary["attempts"], summary["restarts"], summary["lost"]) == (1, 1, ["rank 2 died"])
+    assert "The run went on without a rank: rank 2 died." in alarms(summary)
+
+
 def test_a_run_that_died_at_once_has_a_summary_of_nulls(tmp_path: Path) -> None:
     append_event(tmp_path, "launch", {})
     summary = build_summary(read_run(tmp_path))

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -47,19 +48,25 @@ class InjectedError(RuntimeError):
 class Fault(pl.Callback):
     """Args:
     point: a key of `POINTS`, before_join or after_join.
-    rank: launch rank that it happens to.
-    action: kill (SIGKILL), stop (SIGSTOP), raise, or kill-launcher.
+    rank: launch rank that must come to the point.
+    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGUSR1, where that raises).
     call: at the how-manieth passage.
+    target: whom it happens to: self, launcher, or another launch rank.
     """
 
-    def __init__(self, point: str, rank: int, action: str, call: int = 1) -> None:
-        self._rank, self._action, self._left = rank, action, call
+    def __init__(self, point: str, rank: int, action: str, call: int = 1, target: str | int = "self") -> None:
+        self._rank, self._action, self._left, self._target = rank, action, call, target
         self._here: int | None = None
+        self._pids = Path()
         self._lock = threading.Lock()
         join = DisaggregatedStrategy.setup_distributed
 
         def joining(strategy: DisaggregatedStrategy) -> None:
             self._here = strategy.world.rank
+            self._pids = strategy.session.run_dir / "pids"
+            self._pids.mkdir(parents=True, exist_ok=True)
+            (self._pids / f".{self._here}").write_text(str(os.getpid()))
+            (self._pids / f".{self._here}").rename(self._pids / str(self._here))
             if point == "before_join":
                 self._strike()
             join(strategy)
@@ -90,12 +97,20 @@ class Fault(pl.Callback):
             self._left -= 1
             if self._left:
                 return
-        if self._action == "raise":
+        if self._target == "self" and self._action == "raise":
             raise InjectedError("injected fault")
-        if self._action == "kill-launcher":
-            os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(self._victim(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}[self._action])
+        if self._target == "launcher":  # it dies here, not somewhat later
             threading.Event().wait(60.0)
-        os.kill(os.getpid(), signal.SIGKILL if self._action == "kill" else signal.SIGSTOP)
+
+    def _victim(self) -> int:
+        if self._target == "self":
+            return os.getpid()
+        if self._target == "launcher":
+            return os.getppid()
+        while not (file := self._pids / str(self._target)).exists():
+            threading.Event().wait(0.01)
+        return int(file.read_text())
 
 
 class Broken(DigitJudge):

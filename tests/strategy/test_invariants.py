@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from digenrl import run
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, group_tasks, group_version, place
+from digenrl.schedule.claims import Claim
 from digenrl.schedule.staleness import StalenessError
 from digenrl.strategy import worker
 from digenrl.strategy.cells import Part, StepBoard, owned_positions, pack
@@ -98,7 +99,7 @@ def part(task: Task, rewards: Tensor | None = None) -> Part:
         condition={"text": torch.randn(1, 2)},
     )
     positions = owned_positions(SPEC, placed, 0, task.group, task.first_sample // 2)
-    data = b"".join(bytes(buffer) for buffer in encode(pack(trajectory, positions, 1, 0.1)))
+    data = b"".join(bytes(buffer) for buffer in encode(pack(trajectory, positions, Claim(task.index, 1, 0), 0.1)))
     return Part(decode(reader(data), 1 << 20))
 
 
@@ -275,6 +276,7 @@ def engine() -> RolloutEngine:
 
 PROMPT = Prompt("number seven", target="7")
 TASK = Task(step=2, index=1, group=0, first_sample=2, samples=2, version=2)
+CLAIM = Claim(position=1, rank=3, attempt=1)
 
 
 def generated(engine: RolloutEngine, between: Callable[[Generation], Generation] = lambda g: g) -> Generation:
@@ -309,13 +311,13 @@ def test_I12_a_trajectory_suspended_at_every_step_is_the_same(engine: RolloutEng
     """Through the wire format after each denoising step."""
 
     def travel(generation: Generation) -> Generation:
-        data = b"".join(bytes(buffer) for buffer in encode(pack_state(generation.task, generation.state)))
-        task, state = unpack_state(decode(reader(data), 1 << 20), torch.device("cpu"))
-        assert task == TASK
+        data = b"".join(bytes(buffer) for buffer in encode(pack_state(generation.task, generation.state, CLAIM)))
+        task, state, *claim = unpack_state(decode(reader(data), 1 << 20), torch.device("cpu"))
+        assert (task, *claim) == (TASK, CLAIM.position, CLAIM.attempt)
         return Generation(task, PROMPT, state)
 
     assert_equal_states(generated(engine), generated(engine, travel))
-    message = pack_state(TASK, engine.begin(TASK, PROMPT).state)
+    message = pack_state(TASK, engine.begin(TASK, PROMPT).state, CLAIM)
     with pytest.raises(WireError, match="lacks or garbles"):
         unpack_state(replace(message, meta={"task": {"step": 1}}), torch.device("cpu"))
 

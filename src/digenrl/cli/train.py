@@ -81,8 +81,27 @@ def train(composed: Composed, run_dir: Path) -> int:
             display.close()
 
     rank_main = partial(run.fit, settings, newest(composed, run_dir), sleeps(composed, trainers, rollouts))
+
+    def orphaned(cause: str) -> None:
+        from digenrl.report.build import close
+
+        close(run_dir, "failed", cause, {"trainer": trainers, "rollout": rollouts})
+        print(run_dir, flush=True)
+        say_end(run_dir, "failed", cause)
+
+    most = settings.allocation.max_lost_rollouts
+    plan = Launch(
+        rank_main,
+        trainers,
+        rollouts,
+        run_dir,
+        max_lost=None if most == "auto" else most,
+        on_tick=tick,
+        on_end=end,
+        on_orphaned=orphaned,
+    )
     try:
-        outcome = launch(Launch(rank_main, trainers, rollouts, run_dir, on_tick=tick, on_end=end))
+        outcome = launch(plan)
     except OSError as error:  # no free port
         outcome = Outcome("failed", str(error), 1)
     conclude(run_dir, outcome.status, outcome.cause, trainers, rollouts)
@@ -154,10 +173,17 @@ def conclude(run_dir: Path, status: str, cause: str | None, trainers: int, rollo
 
     summary = finish(run_dir, status, cause, {"trainer": trainers, "rollout": rollouts})
     Console(stderr=True).print(final_table(summary))
+    for loss in summary["lost"]:
+        print(f"went on without a rank: {loss}", file=sys.stderr)
     if status != "completed":
-        print(f"{status}: {cause}", file=sys.stderr)
-        if any((run_dir / "checkpoints").glob("step-*")):
-            print(f"to continue: make resume RUN={run_dir}", file=sys.stderr)
+        say_end(run_dir, status, cause)
+
+
+def say_end(run_dir: Path, status: str, cause: str | None) -> None:
+    """Say why a run ended early, and the way on where there is one."""
+    print(f"{status}: {cause}", file=sys.stderr, flush=True)
+    if any((run_dir / "checkpoints").glob("step-*")):
+        print(f"to continue: make resume RUN={run_dir}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -174,6 +174,7 @@ KEYS: dict[str, Rule] = {
     "allow_targets": ListOf(Text("package name")),
     "allocation.trainers": _whole(1, None, "auto"),
     "allocation.rollouts": _whole(0, None, "auto"),
+    "allocation.max_lost_rollouts": _whole(0, None, "auto"),
     "parallel.sharding": Choice(("ddp", "hsdp", "fsdp")),
     "parallel.shard_group": _whole(1, None, "auto"),
     "data.prompts": Text("path of a .txt or .jsonl prompt file"),

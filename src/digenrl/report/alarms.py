@@ -31,9 +31,7 @@ def alarms(summary: Mapping[str, Any]) -> list[str]:
     dropped = summary["dropped"]
     if dropped:
         found.append("Samples were dropped: " + ", ".join(f"{count} ({why})" for why, count in dropped.items()) + ".")
-    replaced = summary["restarts"] - (summary["attempts"] - 1)
-    if replaced > 0:
-        found.append(f"{replaced} rank(s) died and were replaced while the run went on.")
+    found += [f"The run went on without a rank: {cause}." for cause in summary["lost"]]
     measured, predicted = summary["step_s"], summary["predicted_step_s"]
     if is_number(measured) and is_number(predicted) and measured > 1.5 * predicted > 0:
         found.append(f"An RL step took {measured:.2f} s, {measured / predicted:.1f} times what the schedule predicted.")

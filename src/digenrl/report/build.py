@@ -17,7 +17,7 @@ from digenrl.schedule.trace import perfetto
 def finish(
     run_dir: str | os.PathLike[str], status: str, cause: str | None = None, world: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Close a run: record its end in events.jsonl, then `rebuild`. The launcher calls it once, when all ranks are gone.
+    """`close` a run, then `rebuild` what is made from its files. The launcher calls it once, when all ranks are gone.
 
     Args:
         run_dir: the run's directory.
@@ -28,10 +28,22 @@ def finish(
     Raises:
         ValueError: another status.
     """
+    close(run_dir, status, cause, world)
+    return rebuild(run_dir)
+
+
+def close(
+    run_dir: str | os.PathLike[str], status: str, cause: str | None = None, world: Mapping[str, int] | None = None
+) -> None:
+    """Record a run's end in events.jsonl, and write summary.json: what must be there even if nothing more can be made.
+
+    Args, Raises: see `finish`.
+    """
     if status not in ("completed", "stopped", "failed"):
         raise ValueError(f"status = {status!r}: use completed, stopped or failed.")
     append_event(run_dir, END, {"status": status, "cause": cause} | ({"world": dict(world)} if world else {}))
-    return rebuild(run_dir)
+    run = read_run(run_dir)
+    write_json(run.path / SUMMARY, build_summary(run))
 
 
 def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ LAUNCH = "launch"
 """Kind of the event with which a launcher opens an attempt: the first, and each `make resume`; carries `world`."""
 END = "end"
 """Kind of the event with which a launcher closes an attempt; carries `status`, `cause` and `world`."""
+LOST = "lost"
+"""Kind of the event with which a launcher notes a rank's death while the run continues; carries `rank` and `cause`."""
 
 
 def json_safe(value: Any) -> Any:

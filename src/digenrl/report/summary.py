@@ -9,12 +9,14 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from digenrl.report.run_dir import END, LAUNCH, Row, Run, is_number
+from digenrl.report.run_dir import END, LAUNCH, LOST, Row, Run, is_number
 from digenrl.schedule.trace import bubbles
 
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `alarms`, `warnings`.
+    """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `alarms`, `lost`,
+    `warnings`. `restarts` counts what the run survived: resumes, and ranks that were lost while it continued (`lost`
+    has their causes).
 
     A figure that the files do not hold is null. `reward_first` and `reward_last` are the batch means of the first and
     the last RL step, `heldout_*` those of the first and the last evaluation; seconds in `bubble` are summed over ranks.
@@ -43,7 +45,8 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "predicted_step_s": _median(run, "predicted_step_s"),
         "dropped": dropped(run),
         "alarms": suspicions(run),
-        "restarts": len(run.events_of("restart")) + max(0, len(run.attempts()) - 1),
+        "restarts": max(0, len(run.attempts()) - 1) + len(run.events_of(LOST)),
+        "lost": [str(event.get("cause")) for event in run.events_of(LOST)],
         "world": world(run),
         "warnings": [*run.warnings, *dict.fromkeys(str(e["message"]) for e in run.events_of("warning")), *warnings],
     }

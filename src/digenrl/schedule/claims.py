@@ -8,7 +8,7 @@ Invariants:
   Proof of the last: the accepted finishing times are the n smallest of the union of {free_i + j s_i}. At
   t = (n+m-1)/sum(1/s_i) the union holds sum floor(t/s_i) > n-1 of them, so n fit.
 
-Pure: standard library only; the runtime keeps the counter of `ClaimBook` in its control store.
+Pure: standard library only. The runtime keeps the states of `ClaimBook` in its control store (strategy/claims.py).
 """
 
 from __future__ import annotations
@@ -101,6 +101,10 @@ def swaps(own: int, waiting: Sequence[int], ranks: int) -> int | None:
     return longest if waiting[longest] > own + own // 3 else None
 
 
+MAX_ATTEMPTS = 2
+"""Owners that a task may lose before it is taken for the cause of their deaths (a poisoned prompt, a broken reward)."""
+
+
 class ClaimError(RuntimeError):
     """A task kept losing its owners, or a caller broke the claim protocol."""
 
@@ -114,7 +118,32 @@ class Claim:
     rank: int
     attempt: int
     """0 for the first owner; a hand-over keeps it, a loss adds one."""
-    lease_until: float
+    lease_until: float = math.inf
+    """inf: the lease is the owner's life, as its launcher sees it."""
+
+
+def owns(owner: Claim | None, rank: int, attempt: int) -> bool:
+    """Whether what `rank` did in `attempt` counts: a lost, handed-over or finished task's former owner is refused."""
+    return owner is not None and (owner.rank, owner.attempt) == (rank, attempt)
+
+
+def next_attempt(claim: Claim, task: str, cause: str, max_attempts: int = MAX_ATTEMPTS) -> int:
+    """The attempt id with which a task whose owner was lost goes back.
+
+    Args:
+        claim: the lost owner's.
+        task: what to call the task in an error.
+        cause: of the loss, after "rank 3, which ...".
+
+    Raises:
+        ClaimError: `max_attempts` owners are lost.
+    """
+    if claim.attempt + 1 >= max_attempts:
+        raise ClaimError(
+            f"{task} lost {claim.attempt + 1} owners, the last being rank {claim.rank}, which {cause}: "
+            "the task itself is the likely cause. Look at its prompt and its reward."
+        )
+    return claim.attempt + 1
 
 
 @dataclass
@@ -126,8 +155,7 @@ class ClaimBook:
 
     tasks: tuple[Task, ...]
     lease_seconds: float = math.inf
-    max_attempts: int = 3
-    """Owners that a task may lose before it is taken for the cause of their deaths."""
+    max_attempts: int = MAX_ATTEMPTS
     next_position: int = 0
     """The counter of the atomic add."""
     owners: dict[int, Claim] = field(default_factory=dict)
@@ -137,7 +165,6 @@ class ClaimBook:
     lost: dict[int, int] = field(default_factory=dict)
     """position -> next attempt, of tasks whose owner died."""
     finished: set[int] = field(default_factory=set)
-    last_loss: dict[int, str] = field(default_factory=dict)
 
     @property
     def unclaimed(self) -> int:
@@ -178,15 +205,14 @@ class ClaimBook:
 
     def renew(self, claim: Claim, now: float) -> bool:
         """Extend the lease. False: the claim is no longer the owner's, its work will be refused."""
-        if self.owners.get(claim.position) is None or self.owners[claim.position].attempt != claim.attempt:
+        if not owns(self.owners.get(claim.position), claim.rank, claim.attempt):
             return False
         self.owners[claim.position] = Claim(claim.position, claim.rank, claim.attempt, now + self.lease_seconds)
         return True
 
     def done(self, position: int, rank: int, attempt: int) -> bool:
         """A result arrived. False = refused: the task was reissued, handed over or finished already."""
-        owner = self.owners.get(position)
-        if owner is None or owner.rank != rank or owner.attempt != attempt:
+        if not owns(self.owners.get(position), rank, attempt):
             return False
         del self.owners[position]
         self.finished.add(position)
@@ -194,8 +220,7 @@ class ClaimBook:
 
     def suspend(self, claim: Claim) -> bool:
         """The owner hands its task back at a denoising-step boundary. False when it is no longer the owner."""
-        owner = self.owners.get(claim.position)
-        if owner is None or (owner.rank, owner.attempt) != (claim.rank, claim.attempt):
+        if not owns(self.owners.get(claim.position), claim.rank, claim.attempt):
             return False
         del self.owners[claim.position]
         self.suspended[claim.position] = claim.attempt
@@ -214,13 +239,7 @@ class ClaimBook:
         return [self._lose(position, "let its lease end") for position in late]
 
     def _lose(self, position: int, cause: str) -> int:
-        claim = self.owners.pop(position)
-        if claim.attempt + 1 >= self.max_attempts:
-            task = self.tasks[position]
-            raise ClaimError(
-                f"task {task.index} of step {task.step} (group {task.group}) lost {claim.attempt + 1} owners, the "
-                f"last being rank {claim.rank}, which {cause}: the task itself is the likely cause. Look at its "
-                "prompt and its reward."
-            )
-        self.lost[position] = claim.attempt + 1
+        claim, task = self.owners.pop(position), self.tasks[position]
+        name = f"task {task.index} of step {task.step} (group {task.group})"
+        self.lost[position] = next_attempt(claim, name, cause, self.max_attempts)
         return position

@@ -7,8 +7,10 @@ each thread that waits uses its own clone.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,6 +18,10 @@ import torch.distributed as dist
 
 class Aborted(RuntimeError):
     """The run is over for this rank: another rank or the launcher gave the cause."""
+
+
+class PeerLost(RuntimeError):
+    """A rank died, and the run goes on without it."""
 
 
 class Control:
@@ -33,13 +39,26 @@ class Control:
 
     def claim(self, queue_name: str) -> int:
         """The next number of a queue, from 0: one atomic add."""
-        with self._lock:
-            return int(self._store.add(f"claim/{queue_name}", 1)) - 1
+        return self.add(f"claim/{queue_name}", 1) - 1
 
     def claimed(self, queue_name: str) -> int:
         """How many numbers of a queue have been claimed."""
+        return self.add(f"claim/{queue_name}", 0)
+
+    def add(self, key: str, amount: int) -> int:
+        """The sum after adding, from 0: atomic."""
         with self._lock:
-            return int(self._store.add(f"claim/{queue_name}", 0))
+            return int(self._store.add(key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bool:
+        """Set `key` to `desired` if it holds `expected` ("" = nobody has set it): atomic. `desired` must be a value
+        that the key does not hold yet."""
+        with self._lock:
+            return bool(self._store.compare_set(key, expected, desired).decode() == desired)
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._store.delete_key(key)
 
     def set(self, key: str, value: str) -> None:
         with self._lock:
@@ -50,16 +69,53 @@ class Control:
         with self._lock:
             return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def wait_for(self, key: str, what: str) -> str:
+    def get_all(self, keys: Sequence[str]) -> list[str | None]:
+        """The values of `keys`, in two round trips; all None unless every key is set."""
+        with self._lock:
+            if not keys or not self._store.check(list(keys)):
+                return [None] * len(keys)
+            return [value.decode() for value in self._store.multi_get(list(keys))]
+
+    def lose(self, rank: int) -> None:
+        """Mark a rank as dead while the run goes on; what it announced no longer counts. The launcher alone does so."""
+        self.set("lost", " ".join(str(lost) for lost in sorted(self.lost_ranks() | {rank})))
+        for key in ("work", "idle"):
+            self.set(f"{key}/{rank}", "")
+
+    def lost_ranks(self) -> frozenset[int]:
+        """Ranks that died while the run went on."""
+        return frozenset(int(rank) for rank in (self.get("lost") or "").split())
+
+    def survivors(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that are not lost."""
+        lost = self.lost_ranks()
+        return [rank for rank in ranks if rank not in lost]
+
+    def outlives(self, rank: int, seconds: float) -> bool:
+        """Whether the run goes on without `rank`, to which a connection broke: the launcher says so within `seconds`.
+
+        Raises:
+            Aborted: it does not, and the cause is known.
+        """
+        deadline = time.monotonic() + seconds
+        while not (lost := rank in self.lost_ranks()) and time.monotonic() < deadline:
+            self.check()
+            time.sleep(0.05)
+        return lost
+
+    def wait_for(self, key: str, what: str, rank: int | None = None) -> str:
         """The value of `key` as soon as it is there.
 
         Raises:
             Aborted: the run was aborted, or nothing came within the patience.
+            PeerLost: `rank`, which was to set it, died while the run goes on.
         """
         deadline = time.monotonic() + self._patience
         pause = 0.001
         while (value := self.get(key)) is None:
             self.check()
+            if rank is not None and rank in self.lost_ranks():
+                raise PeerLost(f"rank {rank} is lost: {what} will not come.")
             if time.monotonic() > deadline:
                 raise Aborted(f"rank {self._rank} waited {self._patience:.0f} s for {what}; nobody gave it in time.")
             time.sleep(pause)
@@ -79,6 +135,16 @@ class Control:
         """Tell every rank to stop; the first cause is the one that counts."""
         if self.get("abort") is None:
             self.set("abort", cause)
+
+    def report(self, fatal: bool, error: BaseException) -> None:
+        """Leave this rank's error for the launcher; `fatal` (a trainer's): nobody can go on without this rank."""
+        cause = f"raised {type(error).__name__}: {error}"
+        try:
+            self.set(f"cause/{self._rank}", cause)
+            if fatal:
+                self.abort(f"rank {self._rank} (trainer) {cause}")
+        except RuntimeError:
+            print(f"rank {self._rank} {cause}; the control store is gone, so is the launcher", file=sys.stderr)
 
     def request_stop(self, cause: str) -> None:
         """Ask for a clean stop after the step in progress; the first cause is the one that counts."""

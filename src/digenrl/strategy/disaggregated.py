@@ -32,6 +32,7 @@ from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.book import StepBook
 from digenrl.strategy.cells import Placement, StepBoard
+from digenrl.strategy.claims import Claims
 from digenrl.strategy.control import Aborted, Control, join_store
 from digenrl.strategy.learner import Learner
 from digenrl.strategy.lender import Lender
@@ -93,6 +94,8 @@ class DisaggregatedStrategy(DDPStrategy):
         """Optimizer updates done within the step in progress."""
         self.previous: dict[str, Tensor] | None = None
         """Weights of version-1, kept for an exact resume of one-step asynchrony (part of the checkpoint)."""
+        self.current: dict[str, Tensor] = {}
+        """Weights of `version`, kept for the same."""
         self._first_step = 0
         self._accumulating = False
         self._loan = 0
@@ -117,9 +120,9 @@ class DisaggregatedStrategy(DDPStrategy):
 
     def on_bubble(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> int:
         """TAG: how many rollout tasks this idle trainer should take now; the bubble-triggered search decides. Colocated
-        ranks have nobody to wait for and take one at a time."""
+        ranks have nobody to wait for and take one at a time, unless another one ends it earlier."""
         if self.world.rollouts == 0:
-            return 1
+            return int(self.lockstep or not self.runner.declines(self.version))
         return self.lender.decide(self.plan_tasks(self.version), pending, board.step, self.spans.now())
 
     # ---- roles
@@ -140,15 +143,15 @@ class DisaggregatedStrategy(DDPStrategy):
         reset_seed()
         self.set_world_ranks()
         session, world = self.session, self.world
-        store = join_store(session.store_host, session.store_port, session.prefix)
+        where = (session.store_host, session.store_port, session.prefix)
+        store = join_store(*where)
         self.control = Control(store, world.rank, session.patience_s)
         self.link = SocketLink(self.control, world.rank, session.host, session.token)
-        self._state_control = Control(
-            join_store(session.store_host, session.store_port, session.prefix), world.rank, session.patience_s
-        )
+        self._state_control = Control(join_store(*where), world.rank, session.patience_s)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
-        self.lender = Lender(self.spec, world, self.control)
+        self.claims = Claims(self.control, world.rank)
+        self.lender = Lender(self.spec, world, self.claims)
         self.book = StepBook(self.spec, world, self.spans, self.lender, session.run_dir)
         self.shares = Shares(self.spec, world, self.control, session.run_dir, timed=self.sharding == "ddp")
         self._process_group_backend = self._get_process_group_backend()
@@ -171,7 +174,8 @@ class DisaggregatedStrategy(DDPStrategy):
             self.control,
             self.link,
             self.spans,
-            split_over=self._generators if self._split_claims else None,
+            self._generators,
+            split=self._split_claims,
         )
 
     @property
@@ -307,15 +311,16 @@ class DisaggregatedStrategy(DDPStrategy):
         with self.spans.span("publish", version=version) as facts:
             self.shares.tell()
             source = tensors if tensors is not None else self.learner.rollout_parameters()
-            ranks = self.world.rollout_ranks if self.is_global_zero else ()
+            ranks = self.claims.published(version, self.world.rollout_ranks) if self.is_global_zero else ()
             agree = partial(gradients.assert_equal_digests, trainers=self.world.trainers, version=version)
             made = publish(version, source, self.link, ranks, agree)
             facts["digest"] = made.digest
             self.shares.fix(version)
-            if self.spec.async_steps and tensors is None:
-                self.previous, self._current = getattr(self, "_current", None), dict(made.tensors)
+            if self.spec.async_steps:
+                self.previous, self.current = self.current or None, dict(made.tensors)
             if self.is_global_zero:
                 append_event(self.session.run_dir, "publish", {"version": version, "digest": made.digest})
+                self.claims.forget(version)
         self.version = version
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -349,11 +354,7 @@ class DisaggregatedStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         if hasattr(self, "control") and not isinstance(exception, Aborted):
-            cause = f"rank {self.world.rank} ({self.world.role}) raised {type(exception).__name__}: {exception}"
-            try:
-                self.control.abort(cause)
-            except RuntimeError:  # the store died first; the launcher reports that
-                return
+            self.control.report(self.world.is_trainer, exception)
 
     def teardown(self) -> None:
         if hasattr(self, "link"):

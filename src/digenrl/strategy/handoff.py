@@ -13,13 +13,14 @@ from torch import Tensor
 
 from digenrl.diffusion.denoise import SampleKey, SampleState
 from digenrl.schedule import Task
+from digenrl.schedule.claims import Claim
 from digenrl.strategy.wire import Kind, Message, WireError
 from digenrl.types import move
 
 _KEPT = ("kept_latents", "kept_next_latents", "kept_log_probs", "kept_means")
 
 
-def pack_state(task: Task, state: SampleState) -> Message:
+def pack_state(task: Task, state: SampleState, claim: Claim) -> Message:
     """A suspended task as a message."""
     tensors: dict[str, Tensor] = {"latents": state.latents}
     for name in _KEPT:
@@ -27,11 +28,12 @@ def pack_state(task: Task, state: SampleState) -> Message:
         if kept:
             tensors[name] = torch.stack(kept)
     meta = {"task": asdict(task), "next_step": state.next_step, "seed": state.key.seed, "uid": state.key.uid}
+    meta |= {"position": claim.position, "attempt": claim.attempt}
     return Message(Kind.STATE, meta, tensors)
 
 
-def unpack_state(message: Message, device: torch.device) -> tuple[Task, SampleState]:
-    """The inverse of `pack_state`, on `device`.
+def unpack_state(message: Message, device: torch.device) -> tuple[Task, SampleState, int, int]:
+    """The inverse of `pack_state`, on `device`: task, state, position in the queue, attempt.
 
     Raises:
         WireError: the message is not a suspended task.
@@ -42,6 +44,7 @@ def unpack_state(message: Message, device: torch.device) -> tuple[Task, SampleSt
         key = SampleKey(int(message.meta["seed"]), task.step, int(message.meta["uid"]), rows)
         kept = {name: message.tensors[name].unbind() if name in message.tensors else () for name in _KEPT}
         state = SampleState(key, message.tensors["latents"], int(message.meta["next_step"]), **kept)
+        position, attempt = int(message.meta["position"]), int(message.meta["attempt"])
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"a STATE message lacks or garbles {error}.") from error
-    return task, move(state, device)
+    return task, move(state, device), position, attempt

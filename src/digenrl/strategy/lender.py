@@ -6,12 +6,12 @@ cost is known nothing is lent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from digenrl.schedule.lending import Costs, Decision, LendingMonitor, LendingState, search
 from digenrl.schedule.spec import ScheduleSpec, Task
-from digenrl.strategy.control import Control
+from digenrl.strategy.claims import Claims, Work
 from digenrl.strategy.world import World
 
 
@@ -29,14 +29,12 @@ class Lender:
     Args:
         spec: the schedule.
         world: ranks by role.
-        control: to read who works on what.
+        claims: to read who works on what.
         seeds: seconds by stage ("generate", "train") from the hardware profile, where it has measured ones.
     """
 
-    def __init__(
-        self, spec: ScheduleSpec, world: World, control: Control, seeds: dict[str, float] | None = None
-    ) -> None:
-        self._spec, self._world, self._control = spec, world, control
+    def __init__(self, spec: ScheduleSpec, world: World, claims: Claims, seeds: dict[str, float] | None = None) -> None:
+        self._spec, self._world, self._claims = spec, world, claims
         self._costs = Costs(seeds or {})
         self._monitor = LendingMonitor()
         self._open: list[Prediction] = []
@@ -61,10 +59,10 @@ class Lender:
             step: RL step in progress.
             now: run clock, seconds.
         """
-        rollouts = [rank for rank in self._world.rollout_ranks if self._known("generate", rank)]
-        if self.off or not rollouts or not self._known("train", self._world.rank):
+        working = self._working(self._world.rollout_ranks)
+        if self.off or not working or not self._known("train", self._world.rank):
             return 0
-        state = self._state(rollouts, self._left([tasks], step), pending, now)
+        state = self._state(working, self._left([tasks], step), pending, now)
         decision = search(state)
         if (
             decision.lend and not self._open
@@ -84,26 +82,31 @@ class Lender:
         """
         generators = self._world.rollout_ranks if self._world.rollouts else range(self._world.trainers)
         self.predicted_end = None
-        known = all(self._known("generate", rank) for rank in generators)
-        if known and self._known("train", self._world.rank):
+        working = self._working(generators)
+        known = working.keys() == set(self._claims.working(generators))
+        if working and known and self._known("train", self._world.rank):
             may_lend = self._spec.tag and not self.off and self._world.rollouts > 0
-            state = self._state(generators, self._left(queues, step), pending, now)
+            state = self._state(working, self._left(queues, step), pending, now)
             self.predicted_end = now + search(replace(state, may_lend=may_lend)).predicted_step_s
 
     def _left(self, queues: Sequence[Sequence[Task]], step: int) -> list[Task]:
         """Unclaimed tasks of RL step `step`."""
-        waiting = [tasks[self._control.claimed(f"v{tasks[0].version}") :] for tasks in queues if tasks]
-        return [task for tasks in waiting for task in tasks if task.step == step]
+        found: list[Task] = []
+        for tasks in filter(None, queues):
+            left = self._claims.left(tasks[0].version, len(tasks), range(len(tasks)))
+            found += [task for task in tasks[len(tasks) - left :] if task.step == step]
+        return found
 
     def _state(
-        self, generators: Sequence[int], left: Sequence[Task], pending: Sequence[tuple[int, ...]], now: float
+        self, working: Mapping[int, Work], left: Sequence[Task], pending: Sequence[tuple[int, ...]], now: float
     ) -> LendingState:
-        """What the search sees of ranks whose speed is known."""
-        free, in_flight = self._busy(generators, now)
-        seconds = {rank: self._costs.get("generate", rank) for rank in generators}
+        """What the search sees of generating ranks whose speed is known."""
+        free = {rank: _free_in(work, now) for rank, work in working.items()}
+        in_flight = [(work.group, free[rank]) for rank, work in working.items() if work.group >= 0]
+        seconds = {rank: self._costs.get("generate", rank) for rank in working}
         own = self._world.rank
         return LendingState(
-            rollout_free=tuple(free[rank] for rank in generators),
+            rollout_free=tuple(free.values()),
             rollout_seconds=tuple(seconds.values()),
             tasks_left=sum(task.group in fragment for task in left for fragment in pending),
             fragment_tasks=tuple(sum(task.group in fragment for task in left) for fragment in pending),
@@ -133,22 +136,18 @@ class Lender:
 
     def first_free(self, now: float) -> int | None:
         """The rollout rank expected to be free first; None without rollout ranks whose speed is known."""
-        rollouts = [rank for rank in self._world.rollout_ranks if self._known("generate", rank)]
-        free, _ = self._busy(rollouts, now)
-        return min(free, key=lambda rank: (free[rank], rank), default=None)
+        working = self._working(self._world.rollout_ranks)
+        return min(working, key=lambda rank: (_free_in(working[rank], now), rank), default=None)
 
     def _known(self, stage: str, rank: int) -> bool:
         return (stage, rank) in self._costs.table or stage in self._costs.seeds
 
-    def _busy(self, rollouts: Sequence[int], now: float) -> tuple[dict[int, float], list[tuple[int, float]]]:
-        """Seconds until each rollout is free, and (group, seconds until done) of the tasks in flight."""
-        free: dict[int, float] = {}
-        in_flight: list[tuple[int, float]] = []
-        for rank in rollouts:
-            note = self._control.get(f"task/{rank}") or ""
-            free[rank] = 0.0
-            if note:
-                group, since = note.split(":")
-                free[rank] = max(0.0, float(since) + self._costs.get("generate", rank) - now)
-                in_flight.append((int(group), free[rank]))
-        return free, in_flight
+    def _working(self, ranks: Iterable[int]) -> dict[int, Work]:
+        """What each living generating rank of known speed does."""
+        found = self._claims.working(ranks)
+        return {rank: work for rank, work in found.items() if self._known("generate", rank)}
+
+
+def _free_in(work: Work, now: float) -> float:
+    """Seconds until a rank is free."""
+    return max(0.0, work.until - now) if work.group >= 0 else 0.0

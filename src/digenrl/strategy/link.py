@@ -20,13 +20,15 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
-from digenrl.strategy.control import Aborted, Control
+from digenrl.strategy.control import Aborted, Control, PeerLost
 from digenrl.strategy.wire import Buffers, Kind, Message, WireError, decode, encode
 
 _BUFFER = 4 << 20
 _VECTOR = 1024
 """Buffers that one system call takes (IOV_MAX of Linux)."""
 _CLOSE_SECONDS = 10.0
+_VERDICT_SECONDS = 6.0
+"""How long the launcher may take to say that a dead peer is not missed."""
 MAX_MESSAGE_BYTES = 64 << 30
 MAX_HELLO_BYTES = 4096
 """All that a client may send before it has shown the token."""
@@ -78,7 +80,7 @@ class SocketLink:
             except queue.Full:
                 self._control.check()
                 if not thread.is_alive():
-                    if self._finished():
+                    if self._finished() or peer in self._control.lost_ranks():
                         return None
                     raise ConnectionError(f"rank {self._rank} can no longer send to rank {peer}.") from None
 
@@ -120,7 +122,8 @@ class SocketLink:
 
     def _sender(self, peer: int, outbox: queue.Queue[Buffers | None]) -> None:
         try:
-            host, port = self._control.wait_for(f"address/{peer}", f"address of rank {peer}").rsplit(":", 1)
+            address = self._control.wait_for(f"address/{peer}", f"address of rank {peer}", peer)
+            host, port = address.rsplit(":", 1)
             with socket.create_connection((host, int(port)), timeout=30.0) as sock:
                 sock.settimeout(None)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -129,9 +132,18 @@ class SocketLink:
                 _write(sock, hello)
                 while (buffers := outbox.get()) is not None:
                     _write(sock, buffers)
+        except PeerLost:
+            return
         except (OSError, Aborted) as error:
-            if not self._closing.is_set() and not self._finished():
+            if not self._closing.is_set() and not self._finished() and not self._outlives(peer):
                 self._inbox.put(ConnectionError(f"rank {self._rank} lost its link to rank {peer}: {error}"))
+
+    def _outlives(self, peer: int) -> bool:
+        """Whether the run goes on without `peer`, to which the connection broke."""
+        try:
+            return self._control.outlives(peer, _VERDICT_SECONDS)
+        except (Aborted, RuntimeError):
+            return False
 
     def _accept(self) -> None:
         while True:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from digenrl.schedule import Task, fragments
 from digenrl.strategy.cells import Part, StepBoard
+from digenrl.strategy.weights import publish
 from digenrl.strategy.wire import Kind
 from digenrl.types import TrainBatch
 
@@ -24,6 +25,7 @@ class FragmentStream:
     def __init__(self, strategy: DisaggregatedStrategy) -> None:
         self._strategy = strategy
         self._boards: dict[int, StepBoard] = {}
+        self._recalled = 0
 
     def __len__(self) -> int:
         return self._strategy.micro_batches_per_update * self._strategy.spec.updates_per_batch
@@ -92,6 +94,7 @@ class FragmentStream:
             if waiting_since is None:
                 waiting_since = spans.now()
                 strategy.show("wait fragment")
+            self._recall()
             self._receive(0.2)
             strategy.runner.settle()
             strategy.control.check()
@@ -126,6 +129,7 @@ class FragmentStream:
                     return pending.index(fragment)
                 if strategy.may_lend and strategy.wants_loan(board, pending):
                     return -1
+                self._recall()
                 self._receive(0.2)
                 strategy.runner.settle()
                 strategy.control.check()
@@ -162,8 +166,27 @@ class FragmentStream:
         if message is None:
             return False
         if message.kind is Kind.CELLS:
-            part = Part(message)
-            self._strategy.lender.measured("generate", part.maker, part.seconds)
-            if part.meta["step"] >= self._strategy.version:  # older: a re-issued task that came twice
-                self._board(part.meta["step"]).add(part)
+            strategy, part = self._strategy, Part(message)
+            step, version = part.meta["step"], part.meta["version"]
+            # Refused: a late result of a task that went back when its owner was lost.
+            if step >= strategy.version and strategy.claims.accepts(version, part.claim):
+                strategy.lender.measured("generate", part.claim.rank, part.seconds)
+                if self._board(step).add(part):
+                    strategy.claims.received(version, part.claim.position)
         return True
+
+    def _recall(self) -> None:
+        """One-step asynchrony: a task of the version before came back, and perhaps no rank holds those weights any
+        more. One rollout gets them again, and then the present ones."""
+        strategy = self._strategy
+        if not strategy.is_global_zero or strategy.previous is None:
+            return
+        before = strategy.version - 1
+        waiting = strategy.claims.returned(before, len(strategy.plan_tasks(before)))
+        if waiting > self._recalled:
+            heir = strategy.lender.first_free(strategy.spans.now())
+            if heir is None:
+                heir = strategy.control.survivors(strategy.world.rollout_ranks)[0]
+            for version, tensors in ((before, strategy.previous), (strategy.version, strategy.current)):
+                publish(version, tensors, strategy.link, [heir], agree=lambda digest: None)
+        self._recalled = waiting

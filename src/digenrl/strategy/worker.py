@@ -7,7 +7,7 @@ depend on who made it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from digenrl.data import PromptSampler
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task
-from digenrl.schedule.claims import hands_over
+from digenrl.schedule.claims import Claim, hands_over
 from digenrl.strategy.cells import Placement, owned_positions, pack
+from digenrl.strategy.claims import Claims, Work, left_to_others
 from digenrl.strategy.control import Control
 from digenrl.strategy.handoff import pack_state, unpack_state
 from digenrl.strategy.link import Link
@@ -39,7 +40,8 @@ class TaskRunner:
         place: the Strategy's `place_timesteps`: (fragment, step) -> which trainer rank trains which cells.
         rank: this launch rank.
         trainers: number of trainer ranks.
-        split_over: divide every queue equally among these ranks; None = claim, so that faster ranks take more.
+        generators: ranks that generate by trade; a slow one leaves the last tasks to faster ones.
+        split: divide every queue equally among the generators instead of claiming.
     """
 
     def __init__(
@@ -54,49 +56,70 @@ class TaskRunner:
         control: Control,
         link: Link,
         spans: SpanLog,
-        split_over: range | None = None,
+        generators: range,
+        split: bool = False,
     ) -> None:
-        self._split_over = split_over
-        self._taken: dict[int, int] = {}
-        """version -> tasks that this rank took of its own part of a divided queue."""
         self._spec, self._plan, self._place = spec, plan, place
-        self._rank, self._trainers = rank, trainers
+        self._rank, self._trainers, self._generators, self._split = rank, trainers, generators, split
         self._engine, self._sampler, self._control, self._link, self._spans = engine, sampler, control, link, spans
+        self.claims = Claims(control, rank)
+        self._held: dict[tuple[int, int], Claim] = {}
+        """(step, index) -> claim of each task that this rank has begun and not shipped."""
         self.step_seconds = 0.0
         """Measured seconds of one denoising step on this rank; 0 before the first."""
+        self._task_seconds = 0.0
         self._unshipped: deque[Future[None]] = deque()
+        self.claims.announce(Work())
 
     def claim(self, version: int) -> Task | None:
-        """The next task of the version's queue, or None when all are claimed."""
-        tasks = self._queue(version)
-        if self._split_over is None:
-            number = self._control.claim(f"v{version}")
-        else:
-            number = self._taken.get(version, 0)
-            self._taken[version] = number + 1
-        return tasks[number] if number < len(tasks) else None
+        """The next task of the version's queue; None when all are claimed."""
+        tasks = self._plan(version)
+        claim = self.claims.take(version, tasks, self._part(tasks))
+        if claim is None:
+            return None
+        task = tasks[claim.position]
+        self._held[task.step, task.index] = claim
+        return task
+
+    def declines(self, version: int) -> bool:
+        """Whether this free rank leaves what is left of the version's queue to ranks that end it earlier. Colocated
+        ranks do so only where all is generated before anything is trained: else nobody knows when they are free."""
+        if self._split or (self._rank < self._trainers and self._spec.gap):
+            return False
+        left = self.remaining(version)
+        if left == 0:
+            return False
+        work = self.claims.working(self._generators)
+        return left_to_others(self._spec, self._rank, version, self._spans.now(), work, left)
 
     def remaining(self, version: int) -> int:
-        """Unclaimed tasks of the version's queue."""
-        shared = self._split_over is None
-        claimed = self._control.claimed(f"v{version}") if shared else self._taken.get(version, 0)
-        return max(0, len(self._queue(version)) - claimed)
-
-    def _queue(self, version: int) -> tuple[Task, ...]:
-        """The whole queue, or this rank's part of a divided one."""
+        """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody has finished."""
         tasks = self._plan(version)
-        if self._split_over is None:
-            return tasks
-        part, parts = self._rank - self._split_over.start, len(self._split_over)
-        return tasks[part * len(tasks) // parts : (part + 1) * len(tasks) // parts]
+        return self.claims.left(version, len(tasks), self._part(tasks))
+
+    def _part(self, tasks: Sequence[Task]) -> range:
+        """Positions of the queue that this rank may claim."""
+        if not self._split:
+            return range(len(tasks))
+        part, parts = self._rank - self._generators.start, len(self._generators)
+        return range(part * len(tasks) // parts, (part + 1) * len(tasks) // parts)
+
+    def announce(self, version: int, group: int = -1, share: float = 0.0) -> None:
+        """Tell the others what this rank does now: the last `share` of a task of `group`; group -1 = nothing."""
+        until = self._spans.now() + share * self._task_seconds
+        self.claims.announce(Work(version, self._task_seconds, self.step_seconds, group, until))
 
     def run(self, task: Task, stage: str = "generate", interrupt: Interrupt | None = None) -> None:
         """Generate one task and ship it, unless `interrupt` names another rank to finish it."""
         self._finish(self._engine.begin(task, self._sampler.batch(task.step)[task.group]), stage, interrupt)
 
     def resume(self, message: Message, interrupt: Interrupt | None = None) -> None:
-        """Finish a task that another rank began."""
-        task, state = unpack_state(message, self._engine.policy.device)
+        """Finish a task that another rank began, unless it has been given to somebody else since."""
+        task, state, position, attempt = unpack_state(message, self._engine.policy.device)
+        claim = self.claims.confirm(task.version, position, attempt)
+        if claim is None:
+            return
+        self._held[task.step, task.index] = claim
         prompt = self._sampler.batch(task.step)[task.group]
         self._finish(Generation(task, prompt, state), "generate", interrupt)
 
@@ -114,22 +137,26 @@ class TaskRunner:
         task, spans = generation.task, self._spans
         self.settle()
         began = spans.now()
-        self._control.set(f"task/{self._rank}", f"{task.group}:{began:.6f}")
+        share = self._engine.steps_left(generation) / self._spec.denoise_steps
+        self.announce(task.version, task.group, share)
         with spans.span(stage, step=task.step, group=task.group, version=task.version, samples=task.samples) as facts:
             generation, heir = self._denoise(generation, began, interrupt)
             if heir is not None:
                 facts["handed_to"] = heir
+        claim = self._held.pop((task.step, task.index))
         if heir is None:
             with spans.span("decode", step=task.step, group=task.group):
                 media = self._engine.decode(generation)
             seconds = spans.now() - began
+            if share == 1.0:
+                self._task_seconds = 0.5 * (seconds + (self._task_seconds or seconds))
             shipped: Future[None] = Future()
             self._unshipped.append(shipped)
             scored = self._engine.score(generation, media)
-            scored.add_done_callback(lambda done: self._ship(task, done, shipped, seconds))
-        self._control.set(f"task/{self._rank}", "")
+            scored.add_done_callback(lambda done: self._ship(task, claim, done, shipped, seconds))
+        self.announce(task.version)
         if heir is not None:
-            self._link.send(heir, pack_state(task, generation.state))
+            self._link.send(heir, pack_state(task, generation.state, claim))
 
     def _denoise(
         self, generation: Generation, began: float, interrupt: Interrupt | None
@@ -139,12 +166,16 @@ class TaskRunner:
         while left := self._engine.steps_left(generation):
             done = generation.state.next_step - first
             if interrupt is not None and done and (heir := interrupt(generation.task, left)) is not None:
-                return generation, heir
+                task = generation.task
+                if self.claims.give(task.version, self._held[task.step, task.index], heir):
+                    return generation, heir
             generation = self._engine.advance(generation)
             self.step_seconds = (self._spans.now() - began) / (done + 1)
         return generation, None
 
-    def _ship(self, task: Task, scored: Future[Trajectory], shipped: Future[None], seconds: float) -> None:
+    def _ship(
+        self, task: Task, claim: Claim, scored: Future[Trajectory], shipped: Future[None], seconds: float
+    ) -> None:
         """Send a scored trajectory to every trainer rank. Runs in the scorer's thread."""
         try:
             trajectory = scored.result()
@@ -153,7 +184,7 @@ class TaskRunner:
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._trainers):
                     positions = owned_positions(self._spec, place, rank, task.group, part)
-                    self._link.send(rank, pack(trajectory, positions, self._rank, seconds))
+                    self._link.send(rank, pack(trajectory, positions, claim, seconds))
             if (trouble := self._engine.reward_trouble()) is not None:
                 self._control.request_stop(trouble)  # the step in progress is finished and saved before the run stops
             shipped.set_result(None)
@@ -187,51 +218,67 @@ class RolloutWorker:
         self._suspended: deque[Message] = deque()
         self._announced = 0
         self._version = -1
+        self._idle_since: float | None = None
 
     def run(self) -> None:
         """Work until a trainer says that the run is done."""
-        cause = "startup"
-        while (weights := self._next_weights(cause)) is not None:
-            self._version = weights.number
-            with self._spans.span("adopt", version=self._version, digest=weights.digest):
-                adopt(self._parameters, weights)
-            while self._control.get("done") is None and self._work_once():
-                self._control.check()
-            cause = "weights"
+        while self._control.get("done") is None:
+            self._control.check()
+            self._receive(0.0)
+            if self._recalled() or not self._work_once():
+                if self._weights:
+                    self._adopt()
+                else:
+                    self._wait()
+
+    def _recalled(self) -> bool:
+        """Whether an older version came back: a task of its queue lost its owner when nobody held it any more."""
+        return bool(self._weights) and self._weights[0].number < self._version
 
     def _work_once(self) -> bool:
-        """Run a suspended task, else the next of the queue; False when there is neither."""
-        self._receive(0.0)
+        """Run a suspended task, else the next of the queue; False when there is neither for this rank."""
         if self._suspended:
+            self._end_wait("tail")
             self._runner.resume(self._suspended.popleft(), self._interrupt)
             return True
+        if self._version < 0 or self._runner.declines(self._version):
+            return False
         task = self._runner.claim(self._version)
         if task is None:
             return False
+        self._end_wait("tail")
         self._runner.run(task, interrupt=self._interrupt)
         return True
 
-    def _next_weights(self, cause: str) -> Version | None:
-        """The next version, or None at the end of the run; suspended tasks that arrive meanwhile are finished."""
-        began = self._spans.now()
-        self._spans.announce(f"wait {cause}")
-        self._announce()
-        while True:
-            if self._suspended:
-                self._spans.add("wait", began, self._spans.now(), cause="tail")
-                self._control.set(f"idle/{self._rank}", "")
-                self._runner.resume(self._suspended.popleft(), self._interrupt)
-                began = self._spans.now()
-                self._announce()
-            if self._weights:
-                self._spans.add("wait", began, self._spans.now(), cause=cause)
-                self._control.set(f"idle/{self._rank}", "")
-                return self._weights.popleft()
-            if self._control.get("done") is not None:
-                return None
-            self._control.check()
-            self._runner.settle()
-            self._receive(0.2)
+    def _adopt(self) -> None:
+        """Take the next version into use."""
+        self._end_wait("startup" if self._version < 0 else "weights")
+        weights = self._weights.popleft()
+        self._version = weights.number
+        with self._spans.span("adopt", version=self._version, digest=weights.digest):
+            adopt(self._parameters, weights)
+        self._runner.announce(self._version)
+
+    def _wait(self) -> None:
+        """A moment without work; with hand-off, this rank says that it is idle, and how fast it is."""
+        if self._idle_since is None:
+            self._idle_since = self._spans.now()
+            self._spans.announce("wait startup" if self._version < 0 else "wait weights")
+            if self._interrupt is not None and self._runner.step_seconds:
+                self._announced += 1
+                text = f"{self._version}:{self._announced}:{self._runner.step_seconds:.6f}"
+                self._control.set(f"idle/{self._rank}", text)
+        self._runner.settle()
+        self._receive(0.2)
+
+    def _end_wait(self, cause: str) -> None:
+        """Something came: book the wait, if there was one."""
+        if self._idle_since is None:
+            return
+        self._spans.add("wait", self._idle_since, self._spans.now(), cause=cause)
+        self._idle_since = None
+        if self._interrupt is not None:
+            self._control.set(f"idle/{self._rank}", "")
 
     def _receive(self, timeout: float) -> None:
         """Sort arriving messages; wait up to `timeout` seconds for the first."""
@@ -242,13 +289,6 @@ class RolloutWorker:
                     self._weights.append(version)
             elif message.kind is Kind.STATE:
                 self._suspended.append(message)
-
-    def _announce(self) -> None:
-        """Say that this rank has nothing to do, and how fast it is."""
-        if self._interrupt is not None and self._runner.step_seconds:
-            self._announced += 1
-            text = f"{self._version}:{self._announced}:{self._runner.step_seconds:.6f}"
-            self._control.set(f"idle/{self._rank}", text)
 
     def _faster_idle_peer(self, task: Task, steps_left: int) -> int | None:
         """An idle rank that would finish the task a step earlier than this one, reserved by an atomic add; or None.

@@ -1,0 +1,118 @@
+"""A rollout rank may die alone: its tasks go back, and the run computes what it would have computed (I1, I11)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from digenrl import run
+from digenrl.rollout.engine import Generation
+from digenrl.strategy.launcher import Launch, launch
+from digenrl.strategy.world import Session, World
+from tests.strategy.cluster import Cluster, assert_same_cells, completed, configured, run_cluster
+from tests.strategy.faults import Fault
+from tests.strategy.test_equality import LIGHT, reference_of
+
+CAUSES = {
+    "kill": "was killed by signal 9",
+    "stop": "stopped responding",
+    "raise": "raised InjectedError: injected fault",
+}
+
+
+def inject(*faults: tuple[str, int, str, int]) -> Callable[[World, Session], None]:
+    """Order faults (point, rank, action, call) in every rank."""
+
+    def before(world: World, session: Session) -> None:
+        for point, rank, action, call in faults:
+            Fault(point, rank, action, call)
+
+    return before
+
+
+def lost(cluster: Cluster) -> list[dict[str, object]]:
+    return [row for row in cluster.events() if row["kind"] == "lost"]
+
+
+@pytest.mark.parametrize("action", ["kill", "raise", pytest.param("stop", marks=pytest.mark.slow)])
+def test_a_rollout_lost_in_mid_denoise_changes_no_result(tmp_path: Path, action: str) -> None:
+    """In its third denoising step of its first task; with hand-off and lending on."""
+    words = ("schedule=full", "schedule.tsp.batch=1", "schedule.async_steps=0")
+    config = configured(*LIGHT, *words)
+    cluster = run_cluster(tmp_path, 1, 2, config, before=inject(("denoise", 2, action, 3)))
+    found, wanted = completed(cluster), reference_of(config)
+    assert_same_cells(found, wanted)
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
+    (event,) = lost(cluster)
+    assert event["rank"] == 2
+    assert f"rank 2 (rollout) {CAUSES[action]}" in str(event["cause"])
+    assert len(event["reissued"]) == 1  # type: ignore[arg-type]
+
+
+def test_the_last_rollouts_death_and_a_forbidden_one_end_the_run(tmp_path: Path) -> None:
+    config = configured(*LIGHT)
+
+    def rank_main(world: World, session: Session) -> None:
+        Fault("claim", 1, "kill")
+        run.build(config, world, session).fit()
+
+    for rollouts, most in ((1, None), (2, 0)):
+        outcome = launch(Launch(rank_main, 1, rollouts, tmp_path / str(rollouts), max_lost=most))
+        assert outcome.status == "failed"
+        assert str(outcome.cause).startswith("rank 1 (rollout) was killed by signal 9")
+
+
+def test_a_task_that_kills_two_rollouts_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    def poison(rank: run.Rank, world: World) -> None:
+        advance = rank.strategy.engine.advance
+
+        def fatal(generation: Generation) -> Generation:
+            if (generation.task.step, generation.task.index) == (0, 3) and not world.is_trainer:
+                raise ValueError("a poisoned prompt")
+            return advance(generation)
+
+        rank.strategy.engine.advance = fatal  # type: ignore[method-assign]
+
+    cluster = run_cluster(tmp_path, 1, 3, configured(*LIGHT), after_build=poison)
+    assert cluster.outcome.status == "failed"
+    cause = str(cluster.outcome.cause)
+    assert cause.startswith("task 3 of step 0 (group 1) lost 2 owners")
+    assert "raised ValueError: a poisoned prompt: the task itself is the likely cause" in cause
+    assert len(lost(cluster)) == 1
+
+
+def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_needs(tmp_path: Path) -> None:
+    """One-step asynchrony: rank 2 dies with a task of version 0 when the other rollout already holds version 1."""
+    others_hold_next = tmp_path / "adopted"
+
+    def die_late(rank: run.Rank, world: World) -> None:
+        if world.is_trainer:
+            return
+        advance = rank.strategy.engine.advance
+
+        def slow(generation: Generation) -> Generation:
+            task = generation.task
+            if world.rank == 2 and (task.step, task.version) == (1, 0):
+                while not others_hold_next.exists():
+                    threading.Event().wait(0.02)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if world.rank == 1 and task.version == 1:
+                others_hold_next.touch()
+            return advance(generation)
+
+        rank.strategy.engine.advance = slow  # type: ignore[method-assign]
+
+    words = ("schedule=full", "schedule.tsp.batch=1", "schedule.tag=false", "schedule.handoff=false", "max_rl_steps=3")
+    config = configured(*LIGHT, *words)
+    cluster = run_cluster(tmp_path, 1, 2, config, after_build=die_late)
+    found, wanted = completed(cluster), reference_of(config)
+    assert_same_cells(found, wanted)
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
+    adopted = [row["version"] for row in cluster.spans("adopt") if row["rank"] == 1]
+    assert adopted[:4] == [0, 1, 0, 1]

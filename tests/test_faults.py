@@ -1,0 +1,86 @@
+"""The fault matrix: launcher, trainer or rollout is killed, suspended or raises, wherever the run stands.
+
+A rollout's end leaves the run going on with the others; any other ends it within ten seconds, with its cause in
+standard error and summary.json, and with no process left. A handful runs by default, the whole matrix in test-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training import SMALL, assert_failed, commands, fault, watch
+
+APART = (*SMALL, "schedule=gap", "allocation.trainers=2", "allocation.rollouts=2")
+"""Ranks 0 and 1 train, 2 and 3 generate."""
+TOGETHER = (*SMALL, "schedule=colocated", "allocation.trainers=2")
+"""Both ranks do everything."""
+ACTIONS = ("kill", "stop", "raise")
+TRAINING = ("before_join", "after_join", "receive", "accumulate", "reduce", "publish")
+GENERATING = ("claim", "denoise", "reward", "send")
+ANYWHERE = [*((point, 0) for point in TRAINING), *((point, 2) for point in GENERATING)]
+"""Point, and a rank that comes to it in `APART`."""
+LAUNCHER = {"kill": "was killed", "stop": "stopped responding (it is suspended)", "raise": "injected fault"}
+RANK = {"kill": "was killed by signal 9", "stop": "stopped responding", "raise": "raised InjectedError: injected fault"}
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Any]:
+    """Starts train commands, and leaves none behind."""
+    yield from commands(tmp_path)
+
+
+def some(*chosen: tuple[object, ...], of: list[tuple[Any, ...]]) -> list[Any]:
+    """All parameters; those that are not chosen are slow."""
+    assert set(chosen) <= set(of)
+    return [pytest.param(*row, marks=() if row in chosen else pytest.mark.slow) for row in of]
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "action"),
+    some(
+        ("denoise", 2, "kill"), ("accumulate", 0, "stop"),
+        of=[(point, rank, action) for point, rank in ANYWHERE for action in ACTIONS],
+    ),
+)  # fmt: skip
+def test_launcher(running: Any, point: str, rank: int, action: str) -> None:
+    train = running(*APART, *fault(point, rank, action, target="launcher"), fork=True)
+    assert_failed(train, LAUNCHER[action])
+    assert "the launcher" in train.summary["cause"]
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "action"),
+    some(
+        ("reduce", 1, "stop"), ("publish", 0, "raise"),
+        of=[(point, rank, action) for point in (*TRAINING, *GENERATING) for rank in (0, 1) for action in ACTIONS],
+    ),
+)  # fmt: skip
+def test_trainer(running: Any, point: str, rank: int, action: str) -> None:
+    train = running(*(APART if point in TRAINING else TOGETHER), *fault(point, rank, action), fork=True)
+    assert_failed(train, f"rank {rank} (trainer) {RANK[action]}")
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "action"),
+    some(
+        ("publish", 0, "kill"), ("reward", 2, "raise"),
+        of=[
+            *((point, 2, action) for point in (*GENERATING, *TRAINING[:3]) for action in ACTIONS),
+            *((point, 0, action) for point in ("accumulate", "reduce", "publish") for action in ACTIONS),
+        ],
+    ),
+)  # fmt: skip
+def test_rollout(running: Any, point: str, rank: int, action: str) -> None:
+    """Rank 2 fails, at its own point or when a trainer comes to one; the run goes on with rank 3."""
+    train = running(*APART, *fault(point, rank, action, target="self" if rank == 2 else 2), fork=True)
+    watch(train)
+    assert train.finish() == 0, train.stderr
+    summary = train.summary
+    assert (summary["status"], summary["rl_steps"], summary["restarts"]) == ("completed", 2, 1)
+    assert len(summary["lost"]) == 1
+    assert f"rank 2 (rollout) {RANK[action]}" in summary["lost"][0]
+    assert summary["lost"][0] in train.stderr

@@ -1,0 +1,197 @@
+"""A train command in progress, as tests watch it: its files, its processes, and how it must end when it fails."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from tests.conftest import ROOT
+from tests.strategy.cluster import TINY
+from tests.strategy.faults import InjectedError
+
+GONE_WITHIN_S = 10.0
+"""Every process of a failed run."""
+PATIENCE_S = 150.0
+"""For a whole run on a machine that does other things too."""
+SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.every=1")
+
+
+@dataclass
+class Train:
+    """A train command in progress."""
+
+    pid: int
+    root: Path
+    poll: Callable[[], int | None]
+    """The exit code, or None while it runs."""
+
+    @property
+    def run_dir(self) -> Path:
+        return next(iter(self.root.glob("outputs/*/*")))
+
+    @property
+    def stdout(self) -> str:
+        return (self.root / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.root / "stderr").read_text()
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks that the command has forked, and its witness (not what a library starts for a moment)."""
+        try:
+            parent = psutil.Process(self.pid)
+            own = parent.cmdline()
+            return [child for child in parent.children() if _command(child) == own]
+        except psutil.NoSuchProcess:
+            return []
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        files = list(self.root.glob(f"outputs/*/*/{name}"))
+        return [json.loads(line) for line in files[0].read_text().splitlines() if line.endswith("}")] if files else []
+
+    def wait_for_step(self, step: int) -> None:
+        """Until `step` RL steps are finished."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(row["kind"] == "step" and row["rl_step"] >= step for row in self.rows("metrics.jsonl")):
+            assert self.poll() is None, f"ended early: {self.stderr}"
+            assert time.monotonic() < deadline, f"no step {step}: {self.stderr}"
+            time.sleep(0.05)
+
+    def finish(self) -> int:
+        """The exit code, when it has ended."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (code := self.poll()) is None:
+            assert time.monotonic() < deadline, f"hangs: {self.stderr}"
+            time.sleep(0.02)
+        return code
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return loaded
+
+
+def start_command(root: Path, words: Sequence[str]) -> Train:
+    """`python -m digenrl.cli.train WORDS`, from nothing, with `root` as its working directory."""
+    root.mkdir()
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    with (root / "stdout").open("w") as out, (root / "stderr").open("w") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "digenrl.cli.train", *words],
+            cwd=root, stdout=out, stderr=err, env=environment, text=True, start_new_session=True,
+        )  # fmt: skip
+    return Train(process.pid, root, process.poll)
+
+
+def fork_command(root: Path, words: Sequence[str]) -> Train:
+    """The same in a fork of the test's process, which has imported everything. SIGUSR1 makes it or a rank raise."""
+    root.mkdir()
+    process = multiprocessing.get_context("fork").Process(target=_main, args=(root, list(words)))
+    process.start()
+    assert process.pid is not None
+    return Train(process.pid, root, lambda: process.exitcode)
+
+
+def _main(root: Path, words: list[str]) -> None:
+    from digenrl.cli import train
+
+    os.setsid()
+    os.chdir(root)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    signal.signal(signal.SIGUSR1, _raise)
+    os._exit(train.main(words))
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise InjectedError("injected fault")
+
+
+def commands(tmp_path: Path) -> Iterator[Callable[..., Train]]:
+    """Starts train commands (`fork=True`: forked), and leaves none behind."""
+    started: list[Train] = []
+
+    def start(*words: str, tiny: Sequence[str] = TINY, fork: bool = False) -> Train:
+        begin = fork_command if fork else start_command
+        started.append(begin(tmp_path / str(len(started)), [*tiny, *words]))
+        return started[-1]
+
+    yield start
+    for train in started:
+        if train.poll() is None:
+            for pid in (*(process.pid for process in train.ranks()), train.pid):
+                os.kill(pid, signal.SIGKILL)
+            train.finish()
+
+
+def fault(point: str, rank: int, action: str, call: int = 1, target: str | int = "self") -> list[str]:
+    """Words that order a fault (see tests.strategy.faults)."""
+    settings = {"_target_": "tests.strategy.faults.Fault", "point": point, "rank": rank, "action": action}
+    settings |= {"call": call, "target": target}
+    inside = ",".join(f"{key}:{value}" for key, value in settings.items())
+    return ["allow_targets=[tests]", f"+callbacks.fault={{{inside}}}"]
+
+
+def watch(train: Train) -> float:
+    """Wait for the end of the command; seconds from the first sign of trouble (a process that is gone or suspended) to
+    the disappearance of the last one, and no process may be left."""
+    limit = time.monotonic() + PATIENCE_S
+    ranks: dict[int, psutil.Process] = {}
+    first_gone, last_seen = None, 0.0
+    while train.poll() is None:
+        assert time.monotonic() < limit, f"hangs: {train.stderr}"
+        ranks |= {process.pid: process for process in train.ranks()}
+        states = [state_of(pid) for pid in ranks]
+        if first_gone is None and any(state in ("gone", "stopped") for state in (*states, state_of(train.pid))):
+            first_gone = time.monotonic()
+        if any(state != "gone" for state in states):
+            last_seen = time.monotonic()
+        time.sleep(0.05)
+    while any(state_of(pid) != "gone" for pid in ranks):
+        last_seen = time.monotonic()
+        assert last_seen < limit, f"left behind: {[pid for pid in ranks if state_of(pid) != 'gone']}"
+        time.sleep(0.02)
+    return max(0.0, last_seen - (first_gone or last_seen))
+
+
+def assert_failed(train: Train, cause: str) -> None:
+    """The command fails in time, names the cause and the way on, and nothing of it is left."""
+    assert watch(train) < GONE_WITHIN_S
+    assert train.finish() != 0
+    assert train.summary["status"] == "failed"
+    assert cause in train.summary["cause"]
+    assert f"failed: {train.summary['cause']}" in train.stderr
+    saved = any(train.run_dir.glob("checkpoints/step-*"))
+    assert (f"resume RUN={train.run_dir}" in train.stderr) == saved
+    assert train.stdout.splitlines()[-1] == str(train.run_dir)
+    assert "Traceback" not in train.stderr
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+def state_of(pid: int) -> str:
+    """gone (a zombie too), stopped, or another state of the process."""
+    try:
+        state = str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return "gone"
+    return "gone" if state == "zombie" else state
