@@ -12,7 +12,7 @@ BENCH ?=
 ARGS ?=
 
 # benchmarks/learning.py trains dozens of runs (hours): start it by hand.
-BENCHES := $(filter-out benchmarks/learning.py benchmarks/count_facts.py,$(sort $(wildcard benchmarks/[a-z]*.py)))
+BENCHES := $(filter-out learning count_facts,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
 
 # Threads that spin while they wait would take a core from another rank.
 export OMP_WAIT_POLICY ?= passive
@@ -85,8 +85,8 @@ pretrain: $(STAMP)  ## Train the digits base model and its judges again, into th
 	@OMP_NUM_THREADS=1 $(PY) -m digenrl.cli.pretrain $(ARGS)
 
 bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios. BENCH=name: one; ARGS=quick=true: short, no tables
-	@failed=; for file in $(if $(BENCH),benchmarks/$(BENCH).py,$(BENCHES)); do \
-	    echo "== $$file" && $(PY) $$file $(ARGS) || failed="$$failed $$file"; done; \
+	@failed=; for name in $(or $(BENCH),$(BENCHES)); do \
+	    echo "== $$name" && $(PY) -m benchmarks.$$name $(ARGS) || failed="$$failed $$name"; done; \
 	    test -z "$$failed" || { echo "below a bar, or broken:$$failed" >&2; exit 1; }
 
 # The second half starts sixteen ranks, or kills processes and holds the clock to it: nothing runs beside it.

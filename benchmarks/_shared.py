@@ -1,4 +1,8 @@
-"""What the benchmarks share: their words on the command line, their dated tables, and ranks on one machine."""
+"""What the benchmarks share: their words on the command line, their dated tables, and ranks on one machine.
+
+They run as modules (`python -m benchmarks.link`): a script's own directory would come first on the import path, and
+`kernels` is also a package that transformers looks for.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +47,19 @@ class Report:
     def __init__(self, title: str, notes: str, columns: Sequence[str]) -> None:
         self._name, self.met = Path(sys.argv[0]).stem, True
         self._date = datetime.date.today().isoformat()
-        command = " ".join(["python", f"benchmarks/{self._name}.py", *sys.argv[1:]])
+        command = " ".join(["python -m", f"benchmarks.{self._name}", *sys.argv[1:]])
         load = os.getloadavg()[0]
         machine = (
             f"{os.cpu_count()} CPU cores ({_processor()}), load {load:.1f} at the start, Python "
             f"{platform.python_version()}, torch {torch.__version__}."
         )
-        self._lines = [f"# {title} ({self._date})", "", f"Command: `{command}`. {machine}", *notes.splitlines(), ""]
+        self._lines = [f"# {title} ({self._date})", "", f"Command: `{command}`. {machine}", *notes.splitlines()]
+        self.table(columns)
+
+    def table(self, columns: Sequence[str]) -> None:
+        """Begin a table (the first one, or one more)."""
         self._widths = [len(column) for column in columns]
+        self._lines.append("")
         self._print(columns)
         self._print(["-" * width for width in self._widths])
 

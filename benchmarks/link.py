@@ -1,6 +1,6 @@
 """The data link against a bare gloo send, in the same run, alternating.
 
-    python benchmarks/link.py [rounds=15]
+    python -m benchmarks.link [rounds=15]
 
 The time of one message at each size and the ratio of bandwidths (link / gloo), of the medians and of the best rounds.
 Two processes on this machine; a round is several messages and one acknowledgement. Exit code 1 below a bar.
@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from _shared import Report, Seat, on_ranks, options
 
+from benchmarks._shared import Report, Seat, on_ranks, options
 from digenrl.strategy.wire import Kind, Message
 
 MIB = 1 << 20

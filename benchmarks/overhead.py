@@ -1,6 +1,6 @@
 """What one task costs beside its generation and the transfer of its bytes: claim, dispatch, hand-over.
 
-    python benchmarks/overhead.py [tasks=60]
+    python -m benchmarks.overhead [tasks=60]
 
 A rollout rank claims tasks on a real control store and runs them with the real `TaskRunner`, in which an engine that
 computes nothing takes the model's place; a trainer rank puts the arriving parts on its `StepBoard` until the group of
@@ -22,8 +22,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from _shared import Report, Seat, on_ranks, options
 
+from benchmarks._shared import Report, Seat, on_ranks, options
 from digenrl.data import PromptSampler
 from digenrl.diffusion.denoise import SampleKey, SampleState
 from digenrl.rollout.engine import Generation, RolloutEngine

@@ -1,6 +1,6 @@
 """From a trainer's optimizer step to adopted weights, against a bare gloo broadcast in the same run, alternating.
 
-    python benchmarks/publish.py [rollouts=1] [rounds=9]
+    python -m benchmarks.publish [rollouts=1] [rounds=9]
 
 Publish-to-adopted is everything: the copy of the parameters, the digest, the sends, the check of the digest and the
 adoption by every (idle) rollout. Wanted: at most twice the broadcast plus 10 ms. Exit code 1 above that.
@@ -14,8 +14,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from _shared import Report, Seat, on_ranks, options
 
+from benchmarks._shared import Report, Seat, on_ranks, options
 from digenrl.strategy.weights import Arrivals, adopt, publish
 from digenrl.strategy.wire import Kind, Message
 
