@@ -61,6 +61,14 @@ def test_base_needs_no_checkpoint_and_takes_other_prompts_and_steps(run_dir: Pat
         evaluate(Request.from_arguments([f"run={bare}"]))
 
 
+def test_another_reward_scores_the_same_samples(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = evaluate(Request.from_arguments([f"run={run_dir}", "step=base", "reward=jpeg", SMALL]))
+    assert result["base"]["reward"] == result["base"]["reward/jpeg_size"] < 0
+    assert "heldout" not in result["base"]
+    assert main([f"run={run_dir}", "step=base", "reward=jpg", SMALL]) == 2
+    assert "jpeg" in capsys.readouterr().err
+
+
 def test_a_damaged_checkpoint_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "run"
     folder = broken / "checkpoints" / "last"

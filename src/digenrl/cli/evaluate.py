@@ -2,9 +2,11 @@
 
     python -m digenrl.cli.evaluate run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
     python -m digenrl.cli.evaluate run=RUN step=base data=prompts.txt sampling.eval.steps=20
+    python -m digenrl.cli.evaluate run=RUN reward=jpeg sampling.guidance_scale=3 sampling.height=768
 
 Samples the base model and, unless step=base, the last checkpoint, both from the same noise, under the run's own
-configuration; every further `key=value` changes that configuration for this evaluation. Writes RUN/eval.json and
+configuration; `reward=` names another option of that group to score with, every further `key=value` changes the
+configuration for this evaluation. Writes RUN/eval.json and
 RUN/eval.png (before above after). The last line of standard output is the path of eval.json.
 """
 
@@ -21,7 +23,8 @@ from omegaconf import OmegaConf
 from digenrl import config as configuration
 
 USAGE = (
-    "usage: python -m digenrl.cli.evaluate run=<run directory> [step=base|last] [data=<prompt file>] [key=value ...]"
+    "usage: python -m digenrl.cli.evaluate run=<run directory> [step=base|last] [data=<prompt file>] [reward=<option>] "
+    "[key=value ...]"
 )
 STEPS = ("base", "last")
 MIRRORS = {
@@ -48,6 +51,8 @@ class Request:
     run: Path
     step: str
     """"base": only the base model; "last": the base model and the last checkpoint."""
+    reward: str | None
+    """Option of the `reward` group to score with; None = the run's own."""
     words: tuple[str, ...]
     """Changes of the run's configuration."""
 
@@ -60,7 +65,7 @@ class Request:
             key, separator, value = argument.partition("=")
             if not separator:
                 raise ValueError(f"{argument}: settings are key=value. {USAGE}")
-            if key in ("run", "step"):
+            if key in ("run", "step", "reward"):
                 own[key] = value
             else:
                 words.append(f"data.heldout={value}" if key == "data" else argument)
@@ -69,7 +74,7 @@ class Request:
         step = own.get("step", "last")
         if step not in STEPS:
             raise ValueError(f"step={step}: use {' or '.join(STEPS)}. {USAGE}")
-        return cls(Path(own["run"]), step, tuple(words))
+        return cls(Path(own["run"]), step, own.get("reward"), tuple(words))
 
 
 def mirrored(request: Request) -> list[str]:
@@ -99,6 +104,9 @@ def evaluate(request: Request) -> dict[str, Any]:
         raise ValueError(f"run={request.run}: no config.yaml there; name a run directory. {USAGE}")
     composed = configuration.load([f"resume={request.run}", *mirrored(request)])
     config = composed.config
+    scoring = config.reward
+    if request.reward is not None:
+        scoring = configuration.load([f"reward={request.reward}"]).config.reward
     if "evaluation" not in (config.callbacks or {}):
         raise ValueError(f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; add one")
 
@@ -119,7 +127,8 @@ def evaluate(request: Request) -> dict[str, Any]:
     evaluation: Evaluation = configuration.instantiate(config.callbacks.evaluation)
     policy = configuration.instantiate(config.model)
     module = configuration.instantiate(config.algorithm, policy=policy)
-    rewards = configuration.instantiate(config.reward)
+    rewards = configuration.instantiate(scoring)
+    rewards.check_prompts(evaluation.prompts)
     engine = RolloutEngine(policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed)
     result: dict[str, Any] = {
         "run": str(composed.run_dir),
