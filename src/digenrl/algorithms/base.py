@@ -197,11 +197,11 @@ class PolicyModule(pl.LightningModule):
         self.skipped_updates += 1
         assert self._suspect is not None, "an optimizer step follows a training_step"
         batch, loss = self._suspect
-        here = ", ".join(not_finite(batch)) or "none of the tensors"
+        here = ", ".join(not_finite(batch)) or "nothing"
         reason = (
             f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed (version {batch.version}, "
-            f"update {batch.update}, {self._skips_in_a_row} of {SKIPS_IN_A_ROW} in a row; on this rank the loss is "
-            f"{float(loss):.4g}, and {here} of its micro-batch is not finite). Usual causes: an infinite reward, a "
+            f"update {batch.update}, {self._skips_in_a_row} of {SKIPS_IN_A_ROW} in a row; this rank's loss is "
+            f"{float(loss):.4g}; not finite in its micro-batch: {here}). Usual causes: an infinite reward, a "
             "latent outside the storage dtype, a ratio that overflowed; every rank has written its batch to skipped/"
         )
         logger.warning(reason)
