@@ -29,7 +29,7 @@ from digenrl.diffusion.denoise import SampleKey, SampleState
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue
 from digenrl.schedule.claims import Claim
-from digenrl.strategy.cells import Part, StepBoard, pack
+from digenrl.strategy.cells import Part, Placement, StepBoard, pack
 from digenrl.strategy.claims import Claims
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.wire import Kind, Message
@@ -50,7 +50,11 @@ SPEC = ScheduleSpec(
     trained_steps=STEPS - 1,
     tsp_batch=STEPS - 1,
 )
-PLACE = partial(place, SPEC, 1)
+
+
+def one_trainer(fragment: tuple[int, ...], step: int = 0) -> Placement:
+    """The only trainer rank trains everything."""
+    return place(SPEC, 1, fragment)
 
 
 class Idle:
@@ -109,7 +113,7 @@ def rollout(seat: Seat, groups: int, size: int) -> list[tuple[float, ...]]:
     runner = TaskRunner(
         SPEC,
         lambda version: tuple(replace(task, version=version) for task in queue(SPEC, 0, 1)),
-        PLACE,
+        one_trainer,
         seat.rank,
         1,
         cast(RolloutEngine, Idle(trajectory)),
@@ -120,11 +124,16 @@ def rollout(seat: Seat, groups: int, size: int) -> list[tuple[float, ...]]:
         range(seat.rank, seat.rank + 1),
     )
     bare = pack(trajectory, range(STEPS - 1), Claim(0, seat.rank, 0), 0.0)
+
+    def answered() -> None:
+        while seat.link.receive(0.2) is None:
+            runner.settle()  # raises what kept a task from being sent
+
     rows = []
     for number in range((groups + 1) * SPEC.tasks):
         began = time.perf_counter()
         seat.link.send(0, bare)
-        seat.receive()
+        answered()
         sent = time.perf_counter()
         version = size + number // SPEC.tasks  # every group has a queue of its own
         task = None if runner.declines(version) else runner.claim(version)
@@ -132,7 +141,7 @@ def rollout(seat: Seat, groups: int, size: int) -> list[tuple[float, ...]]:
         if task is None:
             raise SystemExit("the queue was empty too early")
         runner.run(task)
-        seat.receive()
+        answered()
         ended = time.perf_counter()
         runner.settle(wait=True)
         rows.append(tuple(1e3 * seconds for seconds in (sent - began, claimed - sent, ended - sent)))
@@ -143,7 +152,7 @@ def trainer(seat: Seat, groups: int, size: int) -> float:
     """Answer every message; put the parts of every second one on the board. Milliseconds per task of doing that."""
     seconds, claims = [], Claims(seat.control, seat.rank)
     for version in range(size, size + groups + 1):
-        board, complete, kept = StepBoard(SPEC, PLACE, seat.rank, 0, {"reward": 1.0}), None, []
+        board, complete, kept = StepBoard(SPEC, one_trainer, seat.rank, 0, {"reward": 1.0}), None, []
         for _ in range(SPEC.tasks):
             kept.append(seat.receive())  # as the board keeps its parts: memory that is not in the cache
             seat.link.send(1, Message(Kind.CELLS, {}))
