@@ -1,4 +1,5 @@
-"""3 RL steps + resume + 3 are the same run as 6: weights, gradients and samples, bit for bit."""
+"""3 RL steps + resume + 3 are the same run as 6: weights, gradients and samples, bit for bit. The prompt stream stops
+in the middle of an epoch (6 of 10 prompts)."""
 
 from __future__ import annotations
 
