@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from digenrl.types import Prompt
 from reward_models.clip_backbone import ClipBackbone
 from reward_models.digests import module_digest
-from reward_models.tiny import checkpoint
+from reward_models.tiny import checkpoint, read_state
 
 _HEAD_FILE = "head.safetensors"
 
 
 class AestheticHead(nn.Module):
-    """Embedding [N, D] -> rating [N]; module names are the published checkpoint's."""
+    """Embedding [N, D] -> rating [N]; module names are the published checkpoints' (ImageReward took the head over)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Aesthetic:
         self.head = AestheticHead(self.clip.width)
         with checkpoint(head, build, lambda folder: save_head(AestheticHead(self.clip.width), folder)) as source:
             file = Path(source) / _HEAD_FILE if build == "tiny" else Path(source)
-            self.head.load_state_dict(_read(file))
+            self.head.load_state_dict(read_state(file, "give `head` the path of the downloaded weights"))
         self.head.to(self.clip.device).eval().requires_grad_(False)
         self.model_id = f"aesthetic({self.clip.name}, frames={frames})"
         self.weights_digest = module_digest(self.clip.model, self.head)
@@ -87,11 +87,3 @@ class Aesthetic:
 def save_head(head: AestheticHead, folder: Path) -> None:
     """Writes `head` where the tiny build looks for it."""
     save_file(head.state_dict(), folder / _HEAD_FILE)
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    if not file.is_file():
-        raise FileNotFoundError(f"No aesthetic head at {file}: give `head` the path of the downloaded weights.")
-    if file.suffix == ".safetensors":
-        return load_file(file)
-    return torch.load(file, map_location="cpu", weights_only=True)

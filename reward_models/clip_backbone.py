@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from digenrl.rewards.protocol import as_rgb, resolve_device, sample_frames
+from digenrl.types import Prompt
 from reward_models.digests import module_digest
 from reward_models.tiny import checkpoint, make_clip
 
@@ -87,6 +89,37 @@ class ClipBackbone:
     def _embed_images(self, pictures: Tensor) -> Tensor:
         pixels = clip_pixels(pictures.to(self.device), self.image_size)
         return _unit(self.model.get_image_features(pixel_values=pixels.to(self.dtype)))
+
+
+class CosineScorer:
+    """What `clip_score` and `pickscore` share: the cosine of picture and prompt under a CLIP, and the identity.
+
+    Args:
+        path: a CLIP checkpoint with its tokenizer, directory or hub id; the tiny build needs none.
+        build: "real" or "tiny".
+        frames: frames sampled from a video.
+        device: "auto", or as torch reads it.
+        dtype: of the model.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        path: str | None = None,
+        build: str = "real",
+        frames: int = 4,
+        device: str = "auto",
+        dtype: str = "float32",
+    ) -> None:
+        self.clip, self._frames = ClipBackbone(path, build, device, dtype), frames
+        self.model_id = f"{self.name}({self.clip.name}, frames={frames})"
+        self.weights_digest = self.clip.digest
+
+    def cosines(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """[B] in [-1, 1]; a video gives the mean of its sampled frames."""
+        texts = self.clip.texts([prompt.text for prompt in prompts])
+        return (self.clip.frames(media, self._frames) * texts[:, None]).sum(-1).mean(1)
 
 
 def clip_pixels(pictures: Tensor, size: int) -> Tensor:

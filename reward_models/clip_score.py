@@ -10,33 +10,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from digenrl.types import Prompt
-from reward_models.clip_backbone import ClipBackbone
+from reward_models.clip_backbone import CosineScorer
 
 
-class ClipScore:
-    """Cosine in [-1, 1]; a video scores the mean of its sampled frames.
+class ClipScore(CosineScorer):
+    """Cosine in [-1, 1]; arguments in `CosineScorer`."""
 
-    Args:
-        path: a CLIP checkpoint, directory or hub id.
-        build: "real" or "tiny".
-        frames: frames sampled from a video.
-        device: "auto", or as torch reads it.
-        dtype: of the model.
-    """
-
-    def __init__(
-        self,
-        path: str | None = "openai/clip-vit-large-patch14",
-        build: str = "real",
-        frames: int = 4,
-        device: str = "auto",
-        dtype: str = "float32",
-    ) -> None:
-        self.clip, self.frames = ClipBackbone(path, build, device, dtype), frames
-        self.model_id = f"clip_score({self.clip.name}, frames={frames})"
-        self.weights_digest = self.clip.digest
+    name = "clip_score"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[B] cosines."""
-        texts = self.clip.texts([prompt.text for prompt in prompts])
-        return (self.clip.frames(media, self.frames) * texts[:, None]).sum(-1).mean(1)
+        return self.cosines(media, prompts)

@@ -13,7 +13,7 @@ from typing import Any
 
 import open_clip
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,7 +21,7 @@ from digenrl.rewards.protocol import resolve_device, sample_frames
 from digenrl.types import Prompt
 from reward_models.clip_backbone import CHUNK, clip_pixels
 from reward_models.digests import module_digest
-from reward_models.tiny import checkpoint
+from reward_models.tiny import checkpoint, read_state
 
 _REAL = "ViT-H-14"
 _TINY_FILE = "hps.safetensors"
@@ -52,7 +52,8 @@ class HPSv2:
         self.tokenizer = open_clip.SimpleTokenizer()
         with checkpoint(path, build, _write_tiny) as source:
             model = _architecture(build)
-            model.load_state_dict(_read(Path(source) / _TINY_FILE if build == "tiny" else Path(source)))
+            file = Path(source) / _TINY_FILE if build == "tiny" else Path(source)
+            model.load_state_dict(read_state(file, "give `path` the downloaded HPS_v2.1_compressed.pt"))
         self.model = model.to(self.device, self.dtype).eval().requires_grad_(False)
         self.image_size = int(self.model.visual.image_size[0])
         self.model_id = f"hpsv2({Path(path).name if path and build == 'real' else 'tiny'}, frames={frames})"
@@ -81,12 +82,3 @@ def _architecture(build: str) -> Any:
 def _write_tiny(folder: Path) -> None:
     model: nn.Module = _architecture("tiny")
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / _TINY_FILE)
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    if not file.is_file():
-        raise FileNotFoundError(f"No HPS checkpoint at {file}: give `path` the downloaded HPS_v2.1_compressed.pt.")
-    if file.suffix == ".safetensors":
-        return load_file(file)
-    content = torch.load(file, map_location="cpu", weights_only=True)
-    return content.get("state_dict", content)

@@ -11,36 +11,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from digenrl.types import Prompt
-from reward_models.clip_backbone import ClipBackbone
+from reward_models.clip_backbone import CosineScorer
 
 _SCALE = 26.0
 
 
-class PickScore:
-    """Scaled preference logit; a video scores the mean of its sampled frames.
+class PickScore(CosineScorer):
+    """Scaled preference logit; arguments in `CosineScorer`."""
 
-    Args:
-        path: checkpoint with its tokenizer, directory or hub id.
-        build: "real" or "tiny".
-        frames: frames sampled from a video.
-        device: "auto", or as torch reads it.
-        dtype: of the model.
-    """
-
-    def __init__(
-        self,
-        path: str | None = "yuvalkirstain/PickScore_v1",
-        build: str = "real",
-        frames: int = 4,
-        device: str = "auto",
-        dtype: str = "float32",
-    ) -> None:
-        self.clip, self.frames = ClipBackbone(path, build, device, dtype), frames
-        self.model_id = f"pickscore({self.clip.name}, frames={frames})"
-        self.weights_digest = self.clip.digest
+    name = "pickscore"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[B] scores."""
-        texts = self.clip.texts([prompt.text for prompt in prompts])
-        cosines = (self.clip.frames(media, self.frames) * texts[:, None]).sum(-1).mean(1)
-        return self.clip.logit_scale * cosines / _SCALE
+        return self.clip.logit_scale * self.cosines(media, prompts) / _SCALE

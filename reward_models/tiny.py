@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 BUILDS = ("real", "tiny")
 _SEED = 20240607
@@ -35,6 +37,20 @@ def checkpoint(path: str | None, build: str, make: Callable[[Path], None]) -> It
             torch.manual_seed(_SEED)
             make(Path(directory))
         yield directory
+
+
+def read_state(file: Path, needed: str) -> dict[str, Tensor]:
+    """The tensors of a `.safetensors` file, or of a `.pt` / `.pth` one (read with weights_only=True).
+
+    Raises FileNotFoundError saying what is `needed`.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"No weights at {file}: {needed}.")
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    content = torch.load(file, map_location="cpu", weights_only=True)
+    state: dict[str, Tensor] = content.get("state_dict", content)
+    return state
 
 
 def make_clip(directory: Path, projection: int = 16) -> None:

@@ -26,9 +26,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reward_models": {"types", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
     "data": {"types", "prompts"},
-    "report": {"schedule"},
+    "report": {"schedule", "config.redact"},
     "display": {"report"},
-    "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "report"},
+    "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "report", "config.redact"},
     "callbacks": {"types", "data", "report", "models", "rewards", "rollout"},
 }
 """Room -> what it may import besides itself. Rooms not listed are the top and may import everything."""

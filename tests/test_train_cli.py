@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from digenrl.strategy.launcher import EXIT_STOPPED
 from tests.training import SMALL, assert_failed, commands, fault
 
 
@@ -56,6 +57,28 @@ def test_a_killed_rollout_is_named_and_the_run_can_be_resumed(running: Any) -> N
 def test_a_scorer_that_raises_fails_the_run_with_its_message(running: Any) -> None:
     words = ["allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Broken"]
     assert_failed(running(*SMALL, *words), "the scorer has a bug")
+
+
+def test_too_many_missing_rewards_stop_the_run_with_a_checkpoint(running: Any) -> None:
+    """No sample counts as zero: the groups are dropped, the step is finished and saved, the cause is named."""
+    scorer = ["allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Absent"]
+    train = running(
+        *SMALL, *scorer, "reward.min_missing_samples=8", "max_rl_steps=1000", "callbacks.checkpoint.every=999"
+    )
+    assert train.finish() == EXIT_STOPPED, train.stderr
+    summary = train.summary
+    assert (summary["status"], summary["rl_steps"]) == ("stopped", 1)
+    for said in ("Reward `judge_a` is missing for 8 of 8 samples", "allows 25%", "the judge's service is down"):
+        assert said in summary["cause"]
+        assert said in train.stderr
+    assert summary["missing"]["judge_a"] >= 8  # the rollout may be in the next step already
+    assert summary["dropped"] == {"missing_reward": 8}
+    (step,) = [row for row in train.rows("metrics.jsonl") if row["kind"] == "step"]
+    assert step["missing/judge_a"] == 8
+    assert step.get("reward") is None
+    assert (train.run_dir / "checkpoints/last").resolve().name == "step-000001"
+    assert f"resume RUN={train.run_dir}" in train.stderr
+    assert "the judge's service is down" in (train.run_dir / "report.html").read_text().replace("&#x27;", "'")
 
 
 @pytest.mark.parametrize(

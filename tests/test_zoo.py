@@ -92,7 +92,7 @@ class Run:
 
     @property
     def final(self) -> dict[str, Tensor]:
-        return read_weights(self.directory / "checkpoints" / "last", "trained")
+        return read_weights(self.directory / "checkpoints" / "last", "trained")[0]
 
 
 def composed(experiment: str) -> DictConfig:

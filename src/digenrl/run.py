@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.policy import Policy
 from digenrl.preflight import shard_group, trainer_speeds
 from digenrl.report.run_dir import append_event
+from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.schedule.shares import relative
@@ -170,7 +172,8 @@ def build(
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     policy = configuration.instantiate(config.model) if emulated is None else EmulatedPolicy(emulated)
-    rewards = configuration.instantiate(config.reward if emulated is None else REWARD)
+    rewards: RewardSuite = configuration.instantiate(config.reward if emulated is None else REWARD)
+    rewards.on_missing = partial(_write_missing, session.run_dir, world.rank)
     module = configuration.instantiate(config.algorithm, policy=policy)
     module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
     engine = RolloutEngine(
@@ -219,3 +222,7 @@ def _loggers(config: DictConfig, world: World, session: Session) -> list[Any]:
     if world.rank != 0 or not config.logger:
         return []
     return [configuration.instantiate(logger)(save_dir=str(session.run_dir)) for logger in config.logger.values()]
+
+
+def _write_missing(run_dir: Path, rank: int, reward: str, samples: int, cause: str) -> None:
+    append_event(run_dir, "missing", {"rank": rank, "reward": reward, "samples": samples, "cause": cause})

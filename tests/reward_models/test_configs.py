@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from digenrl.config import instantiate
+from digenrl.cli.score import reward_config, reward_suite
 from digenrl.types import Prompt
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "reward"
 NEEDS_A_SERVICE = {"remote", "vlm_judge"}
 ONE_SIZE_ONLY = {"digits"}
-NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - ONE_SIZE_ONLY)
+NAMES = sorted({path.stem for path in CONFIGS.glob("[a-z]*.yaml")} - ONE_SIZE_ONLY)
 PROMPTS = [Prompt('a sign "OPEN"'), Prompt('a sign "SHUT"')]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_builds_and_scores(name):
-    tree = OmegaConf.create({"hardware": {"build": "tiny"}, "reward": OmegaConf.load(CONFIGS / f"{name}.yaml")})
-    suite = instantiate(tree.reward)
+    suite = reward_suite(reward_config([f"reward={name}", "hardware.build=tiny"], "serve_reward", (), ""))
     suite.check_prompts(PROMPTS)
     assert any(suite.weights.values())
     if name not in NEEDS_A_SERVICE:

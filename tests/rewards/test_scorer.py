@@ -92,7 +92,7 @@ def test_the_same_sample_is_scored_once_and_a_missing_one_again(gated):
     assert scorer.statistics.cached == 3
     scorer.close()
 
-    answers = [RewardUnavailable("down"), None]
+    answers = [RewardUnavailable("down"), RewardUnavailable("down"), None]
 
     def flaky(media, prompts):
         if error := answers.pop(0):

@@ -54,9 +54,31 @@ def test_unavailable_is_missing_never_zero_and_counted():
         rewards.check_missing()
 
 
+def test_a_sample_is_asked_for_once_more_before_it_counts_as_missing():
+    asked = []
+
+    def flaky(media, prompts):
+        asked.append([prompt.text for prompt in prompts])
+        scores = brightness(media, prompts)
+        lost = [prompt.text == "b" or (prompt.text == "c" and len(asked) == 1) for prompt in prompts]
+        return torch.where(torch.tensor(lost), torch.nan, scores)
+
+    rewards, told = suite(flaky), []
+    rewards.on_missing = lambda *facts: told.append(facts)
+    scores = rewards.score(MEDIA, PROMPTS)["r"]
+    assert asked == [["a", "b", "c"], ["b", "c"]]
+    assert scores.isnan().tolist() == [False, True, False]
+    torch.testing.assert_close(scores[[0, 2]], brightness(MEDIA, PROMPTS)[[0, 2]])
+    assert (rewards.failures()["r"].scored, rewards.failures()["r"].missing) == (2, 1)
+    assert told == [("r", 1, "the scorer gave no score")]
+
+
 def test_a_missing_member_stays_missing_in_the_sum():
     rewards = RewardSuite(
-        {"a": {"scorer": brightness}, "b": {"scorer": lambda m, p: torch.tensor([1.0, math.nan, 1.0])}},
+        {
+            "a": {"scorer": brightness},
+            "b": {"scorer": lambda m, p: torch.tensor([math.nan if prompt.text == "b" else 1.0 for prompt in p])},
+        },
         placement="inline",
     )
     total = combine(rewards.score(MEDIA, PROMPTS), rewards.weights)

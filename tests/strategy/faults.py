@@ -7,9 +7,11 @@ with `allow_targets=[tests]`. Callbacks are built on every rank before it joins 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms.base import PolicyModule
+from digenrl.rewards.protocol import RewardUnavailable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.strategy import gradients
@@ -113,11 +116,31 @@ class Fault(pl.Callback):
         return int(file.read_text())
 
 
+class Leak(pl.Callback):
+    """A rank that says every secret of its environment, and then fails with one: after the second RL step."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch < 1:
+            return
+        for name in ("DIGENRL_REWARD_TOKEN", "WANDB_API_KEY", "DIGENRL_JUDGE_TOKEN", "HF_TOKEN"):
+            print(f"said on purpose: {os.environ[name]}")
+            warnings.warn(f"warned on purpose: {os.environ[name]}", stacklevel=1)
+            logging.getLogger("lightning.pytorch").warning("logged on purpose: %s", os.environ[name])
+        raise InjectedError(f"told on purpose: {os.environ['DIGENRL_REWARD_TOKEN']}")
+
+
 class Broken(DigitJudge):
     """A scorer with a bug."""
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         raise InjectedError("the scorer has a bug")
+
+
+class Absent(DigitJudge):
+    """A scorer whose service is away for good."""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        raise RewardUnavailable("the judge's service is down")
 
 
 class Forgetful(DigitJudge):

@@ -12,13 +12,12 @@ from typing import Any, Protocol, cast, runtime_checkable
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from digenrl.data import PromptSet
 from digenrl.report.run_dir import METRICS, SAMPLES, append_event, append_jsonl
-from digenrl.rewards.alarms import of_evaluations
+from digenrl.rewards.alarms import canary, of_evaluations
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
@@ -47,6 +46,12 @@ class Evaluates(Protocol):
     def evaluate(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, steps: int | None = None
     ) -> Scored: ...
+
+    def rescore(self, media: Tensor, prompts: Sequence[Prompt]) -> Mapping[str, Tensor]: ...
+
+
+CANARIES = 4
+"""Pictures of the first evaluation that every later one scores again, to notice a reward model that changed."""
 
 
 @runtime_checkable
@@ -178,7 +183,7 @@ class Evaluation(pl.Callback):
         self.heldout_reward, self.statistics = heldout_reward, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
         self._configured = run_dir
-        self._first: NDArray[np.uint8] | None = None
+        self._first: Pictures | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -207,18 +212,22 @@ class Evaluation(pl.Callback):
         run_dir = Path(self._configured or trainer.default_root_dir)
         save_pictures(run_dir / SAMPLES / f"eval-{rl_step}.npz", pictures, self.saved_per_prompt)
         append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
-        self._raise_alarms(run_dir, rl_step, pictures, engine.reward_weights)
+        self._raise_alarms(run_dir, rl_step, pictures, engine)
         for logger in trainer.loggers:
             logger.log_metrics({f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step)
 
-    def _raise_alarms(self, run_dir: Path, rl_step: int, pictures: Pictures, weights: Mapping[str, float]) -> None:
+    def _raise_alarms(self, run_dir: Path, rl_step: int, pictures: Pictures, engine: Evaluates) -> None:
         """Compare with this process's first evaluation, and write what is suspicious to events.jsonl."""
-        media = pictures.media.numpy()
         if self._first is None:
-            self._first = media
+            self._canaries = _canaries(pictures, engine)
+            self._first = pictures
             return
-        scores = {name: pictures.rewards[name].numpy() for name in weights}
-        for alarm in of_evaluations(self._first, media, scores, [prompt.text for prompt in pictures.prompts]):
+        scores = {name: pictures.rewards[name].numpy() for name in engine.reward_weights}
+        texts = [prompt.text for prompt in pictures.prompts]
+        found = of_evaluations(self._first.media.numpy(), pictures.media.numpy(), scores, texts)
+        again = _canaries(self._first, engine)
+        changed = [canary(name, again[name], expected) for name, expected in self._canaries.items()]
+        for alarm in [*found, *(alarm for alarm in changed if alarm is not None)]:
             append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
 
     def sample(self, engine: Evaluates, rank: int = 0, ranks: int = 1) -> Pictures:
@@ -247,6 +256,11 @@ class Evaluation(pl.Callback):
             prompts=tuple(prompt for prompt in self.prompts for _ in range(self.samples_per_prompt)),
             rewards={name: _gathered(trainer, scores)[:rows] for name, scores in local.rewards.items()},
         )
+
+
+def _canaries(pictures: Pictures, engine: Evaluates) -> Mapping[str, Tensor]:
+    """Scores of the first few pictures, as stored: 8 bits."""
+    return engine.rescore(pictures.media[:CANARIES].float() / 255.0, pictures.prompts[:CANARIES])
 
 
 def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:

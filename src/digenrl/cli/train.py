@@ -171,6 +171,7 @@ def conclude(run_dir: Path, status: str, cause: str | None, trainers: int, rollo
     from digenrl.display import final_table
     from digenrl.report.build import finish
 
+    cause = None if cause is None else configuration.redact_text(cause)
     summary = finish(run_dir, status, cause, {"trainer": trainers, "rollout": rollouts})
     Console(stderr=True).print(final_table(summary))
     for loss in summary["lost"]:

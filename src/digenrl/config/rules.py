@@ -209,16 +209,24 @@ KEYS: dict[str, Rule] = {
     "algorithm.sde.noise_level": _NOT_NEGATIVE,
     "algorithm.sde.eta": _NOT_NEGATIVE,
     "algorithm.advantage.std": Choice(("group", "batch", "none", "max_group")),
+    "reward.placement": Choice(("inline", "thread", "process", "http")),
+    "reward.max_missing_share": Number(0, 1),
+    "reward.min_missing_samples": _whole(1),
+    "reward.pending": _whole(1),
+    "reward.max_batch": _whole(0),
+    "reward.cache_size": _whole(0),
     "model.lora.rank": _whole(1, 4096),
     "model.lora.alpha": _POSITIVE,
     "hardware.build": Choice(("tiny", "real")),
     "hardware.emulate": Flag(),
     "hardware.time_scale": _POSITIVE,
 }
-"""Dotted key -> rule. A key below a node with `_target_` (model, algorithm, ...) is checked where it is present."""
+"""Dotted key -> rule. A key below a node with `_target_` (model, algorithm, reward) is checked where it is present."""
 
 REQUIRED: tuple[str, ...] = tuple(
-    key for key in KEYS if key.partition(".")[0] not in ("model", "algorithm") and key != "sampling.eval.steps"
+    key
+    for key in KEYS
+    if key.partition(".")[0] not in ("model", "algorithm", "reward") and key != "sampling.eval.steps"
 )
 """Keys that every training configuration holds."""
 

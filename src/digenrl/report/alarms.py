@@ -31,6 +31,8 @@ def alarms(summary: Mapping[str, Any]) -> list[str]:
     dropped = summary["dropped"]
     if dropped:
         found.append("Samples were dropped: " + ", ".join(f"{count} ({why})" for why, count in dropped.items()) + ".")
+    if missing := summary["missing"]:
+        found.append("Scores are missing: " + ", ".join(f"{count} of {name}" for name, count in missing.items()) + ".")
     found += [f"The run went on without a rank: {cause}." for cause in summary["lost"]]
     measured, predicted = summary["step_s"], summary["predicted_step_s"]
     if is_number(measured) and is_number(predicted) and measured > 1.5 * predicted > 0:

@@ -42,12 +42,15 @@ def finish_axes(axes: Axes, title: str, ylabel: str = "", xlabel: str = "RL step
     axes.set_xlabel(xlabel)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.margins(x=0.02)
+    if xlabel == "RL step" and (left := axes.dataLim.x0) == axes.dataLim.x1:
+        axes.set_xlim(left - 1, left + 1)  # one step: its neighbours give the scale
 
 
 def reward(run: Run) -> Figure | None:
-    """Optimised reward (batch mean per RL step) and the held-out score that is never optimised (evaluations)."""
+    """Optimised reward (batch mean per RL step; fixed prompts and noise at evaluations), and the held-out score."""
     steps, values = run.column("reward")
     eval_steps, heldout = run.column("heldout", "eval")
+    fixed_steps, fixed = run.column("reward", "eval")
     if not values and not heldout:
         return None
     parts = [name for name in run.names("reward/") if len(run.column(name)[1]) > 0]
@@ -55,6 +58,9 @@ def reward(run: Run) -> Figure | None:
     rows = figure.subplots(1 if len(parts) < 2 else 2, 1, squeeze=False)[:, 0]
     if values:
         draw_line(rows[0], steps, values, "reward, training batch", BLUE)
+    if fixed:
+        rows[0].plot(fixed_steps, fixed, color=BLUE, marker="D", markersize=5, markerfacecolor="white", linewidth=1.0,
+                     linestyle=(0, (4, 2)), label="reward, evaluation")  # fmt: skip
     same_scale = not values or (_in_unit(values) == _in_unit(heldout))
     axes = rows[0] if same_scale else rows[0].twinx()
     if heldout:
@@ -198,7 +204,7 @@ def step_time(run: Run) -> Figure | None:
         steps, rate = run.column("samples_per_s")
         draw_line(grid[1], steps, rate, "samples/s", GREEN)
         finish_axes(grid[1], "Throughput, all ranks", "samples / s")
-        grid[1].set_ylim(bottom=0)
+        grid[1].set_ylim(0, 1.1 * max(rate))
     return figure
 
 

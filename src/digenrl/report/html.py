@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -11,7 +12,7 @@ from typing import Any
 from digenrl.report.alarms import alarms
 from digenrl.report.plots import PICTURES
 from digenrl.report.run_dir import Run, is_number
-from digenrl.report.tables import duration, facts, number
+from digenrl.report.tables import DASH, duration, facts, number
 
 _STYLE = """
 :root { --ink: #20242b; --soft: #667080; --line: #e3e6eb; --wash: #f6f7f9; --accent: #0072b2; }
@@ -31,12 +32,15 @@ dl.facts dt { color: var(--soft); font-size: .8rem; }
 dl.facts dd { margin: 0; font-size: 1.12rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 ul.alarms { margin: 1.6rem 0 0; padding: .8rem 1rem .8rem 2rem; background: #fff6e6; border-left: 4px solid #e69f00;
   border-radius: .3rem; }
+p.calm { margin: 1.6rem 0 0; padding: .6rem 1rem; background: #eef8f4; border-left: 4px solid #009e73;
+  border-radius: .3rem; font-size: .9rem; }
 figure { margin: 0 0 1.2rem; } img { max-width: 100%; height: auto; display: block; }
 .tables { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .32rem .9rem .32rem 0; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-td.text { text-align: left; overflow-wrap: anywhere; }
+th.text { text-align: left; }
+td.text { text-align: left; overflow-wrap: anywhere; } td:first-child { white-space: nowrap; }
 pre { background: var(--wash); padding: 1rem; border-radius: .5rem; overflow-x: auto; font-size: .8rem;
   line-height: 1.45; }
 summary { cursor: pointer; color: var(--accent); }
@@ -45,6 +49,11 @@ footer { margin-top: 3rem; color: var(--soft); font-size: .82rem; }
 """
 
 _MAX_EVENTS = 60
+_CHECKED = (
+    "No alarm. Looked for: a held-out score or variety that falls while the reward rises, blur and grids in the "
+    "samples, rewards that became constant or whose model changed, missing scores, dropped samples, stale weights, and "
+    "replay that differs from the rollout."
+)
 
 
 def render(run: Run, summary: Mapping[str, Any]) -> str:
@@ -54,9 +63,10 @@ def render(run: Run, summary: Mapping[str, Any]) -> str:
     body = [
         f'<h1>{title} <span class="status {status}">{status}</span></h1>',
         f'<p class="where">{escape(str(run.path))}{_began(run)}</p>',
-        _alarm_list(summary),
+        _alarm_list(run, summary),
         _facts(summary),
         *(_picture(run, name, heading) for name, (heading, _) in PICTURES.items()),
+        _section("Rewards", _rewards(run, summary)),
         _section("Bubbles: seconds waited, summed over ranks", _bubbles(summary)),
         _section("Evaluations", _evaluations(run)),
         _section("Events", _events(run)),
@@ -80,9 +90,11 @@ def _section(heading: str, content: str) -> str:
     return f"<h2>{escape(heading)}</h2>\n{content}" if content else ""
 
 
-def _alarm_list(summary: Mapping[str, Any]) -> str:
+def _alarm_list(run: Run, summary: Mapping[str, Any]) -> str:
     lines = [*alarms(summary), *(f"Warning: {warning}" for warning in summary["warnings"])]
-    return f'<ul class="alarms">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>' if lines else ""
+    if lines:
+        return f'<ul class="alarms">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+    return f'<p class="calm">{_CHECKED}</p>' if len(run.evals) > 1 else ""
 
 
 def _facts(summary: Mapping[str, Any]) -> str:
@@ -106,7 +118,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], text_last: bool =
         if text_last:
             cells[-1] = f'<td class="text">{row[-1]}</td>'
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    header = "".join(f"<th>{cell}</th>" for cell in head)
+    header = "".join(f"<th>{cell}</th>" for cell in head[:-1])
+    header += f'<th class="text">{head[-1]}</th>' if text_last else f"<th>{head[-1]}</th>"
     return f'<div class="tables"><table><thead><tr>{header}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
@@ -134,6 +147,30 @@ def _evaluations(run: Run) -> str:
     return _table(["RL step", *(escape(key) for key in keys)], rows)
 
 
+def _rewards(run: Run, summary: Mapping[str, Any]) -> str:
+    """What was scored, by which model, to what end, and how often it could not be."""
+    group = run.config.get("reward") or {}
+    identities = next((event.get("identities") or {} for event in reversed(run.events_of("rewards"))), {})
+    causes: dict[str, Counter[str]] = defaultdict(Counter)
+    for event in run.events_of("missing"):
+        causes[str(event.get("reward"))][str(event.get("cause"))] += int(event.get("samples") or 0)
+    rows = []
+    for role in ("rewards", "heldout"):
+        for name, entry in (group.get(role) or {}).items():
+            weight = "held out" if role == "heldout" else f"{float(entry.get('weight', 1.0)):g}"
+            prefix = "heldout" if weight in ("held out", "0") else "reward"
+            values = run.column(f"{prefix}/{name}", "eval")[1] or run.column(f"reward/{name}")[1]
+            model = identities.get(name) or {}
+            lost = summary["missing"].get(name, 0)
+            why = f"{lost}: {causes[name].most_common(1)[0][0]}" if lost else "0"
+            cells = [name, weight, number(values[0] if values else None), number(values[-1] if values else None),
+                     why, f"{model.get('model_id', DASH)} {str(model.get('weights_digest', ''))[:8]}"]  # fmt: skip
+            rows.append([escape(cell) for cell in cells])
+    return (
+        _table(["reward", "weight", "at first", "at last", "missing", "model and digest"], rows, True) if rows else ""
+    )
+
+
 def _events(run: Run) -> str:
     told = [event for event in run.events if event.get("kind") != "publish"]
     if not told:
@@ -141,11 +178,19 @@ def _events(run: Run) -> str:
     began = next((float(event["time"]) for event in run.events if is_number(event.get("time"))), 0.0)
     rows = []
     for event in told[-_MAX_EVENTS:]:
-        rest = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "kind"))
+        facts_told = {k: v for k, v in event.items() if k not in ("time", "kind") and v is not None}
+        rest = ", ".join(f"{key} {_plain(value)}" for key, value in facts_told.items())
         when = duration(float(event["time"]) - began) if is_number(event.get("time")) else ""
         rows.append([escape(when), escape(str(event.get("kind"))), escape(rest)])
     note = f"<p>The last {_MAX_EVENTS} of {len(told)}.</p>" if len(told) > _MAX_EVENTS else ""
     return note + _table(["after", "event", ""], rows, text_last=True)
+
+
+def _plain(value: Any) -> str:
+    """A value of an event as people read it."""
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {_plain(item)}" for key, item in value.items())
+    return " ".join(_plain(item) for item in value) if isinstance(value, list) else str(value)
 
 
 def _config(run: Run) -> str:

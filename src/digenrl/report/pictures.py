@@ -19,6 +19,8 @@ from digenrl.report.style import BLUE, FAINT, INK, VERMILION
 MAX_PROMPTS = 10
 SAMPLES_PER_PROMPT = 3
 STRIP_FRAMES = 5
+NARROW = 32
+"""Pictures up to so many pixels wide are drawn small, ten in a row, under a short caption."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def comparison(before: Samples, after: Samples, prompts: int = MAX_PROMPTS, rows
         raise ValueError(f"no prompt in common between RL steps {before.rl_step} and {after.rl_step}")
     if before.is_video:
         return _film_strips(before, after, pairs, min(prompts, 5))
-    wide = before.media.shape[-1] > 64
+    wide = before.media.shape[-1] > NARROW
     return _image_grid(before, after, pairs, min(prompts, 6 if wide else prompts), min(rows, 2) if wide else rows)
 
 
@@ -121,8 +123,8 @@ def _image_grid(
     texts = list(pairs)[:prompts]
     rows = min(rows, max(len(pairs[text]) for text in texts))
     height, width = before.media.shape[-2:]
-    cell = 0.72 if width <= 64 else 1.55
-    head = 0.5 if width <= 64 else 0.75
+    cell = 0.72 if width <= NARROW else 1.55
+    head = 0.5 if width <= NARROW else 0.85
     figure = Figure(figsize=(0.75 + cell * len(texts), head + 2 * rows * cell * height / width + 0.15))
     blocks = figure.add_gridspec(
         2, 1, hspace=0.1, left=0.75 / figure.get_figwidth(), right=0.995, bottom=0.01,
@@ -139,7 +141,7 @@ def _image_grid(
                 if row < len(pairs[text]):
                     _show(axes, _image(samples.media[pairs[text][row][side]]))
                 if block == 0 and row == 0:
-                    axes.set_title(_caption(text, 9 if width <= 64 else 26), fontsize=8, fontweight="normal",
+                    axes.set_title(_caption(text, 9 if width <= NARROW else 24), fontsize=8, fontweight="normal",
                                    loc="center", color=INK, pad=4)  # fmt: skip
         box = blocks[block].get_position(figure)
         figure.text(0.3 / figure.get_figwidth(), (box.y0 + box.y1) / 2, title, rotation=90, ha="center", va="center",
@@ -188,7 +190,5 @@ def _moment(samples: Samples, word: str) -> str:
 
 
 def _caption(text: str, width: int) -> str:
-    lines = textwrap.wrap(text, width)
-    if len(lines) > 3:
-        lines = [*lines[:2], textwrap.shorten(lines[2], width - 4, placeholder="") + " ..."]
-    return "\n".join(lines)
+    """At most three lines of whole words; what is left out is marked."""
+    return "\n".join(textwrap.wrap(text, width, max_lines=3, placeholder=" ..."))

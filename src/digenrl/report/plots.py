@@ -6,10 +6,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from digenrl.report import curves, timeline
-from digenrl.report.pictures import before_after, read_samples, sample_files
+from digenrl.report.pictures import Samples, before_after, read_samples, sample_files
 from digenrl.report.run_dir import BEFORE_AFTER, PLOTS, Run
 from digenrl.report.style import BLUE, VERMILION, paper_style
 
@@ -23,14 +25,16 @@ def reward_distribution(run: Run) -> Figure | None:
     if len(files) < 2:
         return None
     before, after = read_samples(files[0]), read_samples(files[-1])
-    names = [name for name in before.scores if name in after.scores][:4]
+    names = [name for name in before.scores if _known(before, name).size and _known(after, name).size]
     if not names:
         return None
-    figure = Figure(figsize=(curves.WIDTH, 2.6), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        first, last = (
-            samples.scores[name][samples.scores[name] == samples.scores[name]] for samples in (before, after)
-        )
+    rows, columns = -(-len(names) // 3), min(3, len(names))
+    figure = Figure(figsize=(curves.WIDTH, 2.5 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
+    for axes, name in zip(panels, names, strict=False):
+        first, last = _known(before, name), _known(after, name)
         low, high = min(first.min(), last.min()), max(first.max(), last.max())
         edges = [low + (high - low) * index / 24 for index in range(25)] if high > low else 10
         axes.hist(first, bins=edges, color=VERMILION, alpha=0.55, label=f"RL step {before.rl_step}")
@@ -39,6 +43,12 @@ def reward_distribution(run: Run) -> Figure | None:
         axes.xaxis.get_major_locator().set_params(integer=False)
         axes.legend(loc="best")
     return figure
+
+
+def _known(samples: Samples, name: str) -> NDArray[np.float32]:
+    """The scores of reward `name` without the missing ones."""
+    scores = samples.scores.get(name, np.empty(0, np.float32))
+    return scores[~np.isnan(scores)]
 
 
 PICTURES: dict[str, tuple[str, Plot]] = {

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
+from digenrl.config.redact import redact
 from digenrl.schedule.trace import Span
 
 Row = dict[str, Any]
@@ -70,8 +71,9 @@ def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
 
 
 def append_event(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any] | None = None) -> None:
-    """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl."""
-    append_jsonl(Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **(facts or {})})
+    """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl, secrets masked: facts hold what
+    errors said."""
+    append_jsonl(Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **redact(facts or {})})
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2) -> None:

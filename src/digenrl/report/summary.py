@@ -14,8 +14,8 @@ from digenrl.schedule.trace import bubbles
 
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `alarms`, `lost`,
-    `warnings`. `restarts` counts what the run survived: resumes, and ranks that were lost while it continued (`lost`
+    """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `missing`, `alarms`,
+    `lost`, `warnings`. `restarts` counts what the run survived: resumes, and ranks that were lost while it continued (`lost`
     has their causes).
 
     A figure that the files do not hold is null. `reward_first` and `reward_last` are the batch means of the first and
@@ -44,6 +44,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "bubble": {role: dict(sorted(causes.items())) for role, causes in sorted(bubbles(run.spans).items())},
         "predicted_step_s": _median(run, "predicted_step_s"),
         "dropped": dropped(run),
+        "missing": missing(run),
         "alarms": suspicions(run),
         "restarts": max(0, len(run.attempts()) - 1) + len(run.events_of(LOST)),
         "lost": [str(event.get("cause")) for event in run.events_of(LOST)],
@@ -100,6 +101,14 @@ def dropped(run: Run) -> dict[str, int]:
     for event in run.events_of("dropped"):
         count = event.get("samples")
         counts[str(event.get("reason"))] += int(count) if is_number(count) else 1
+    return dict(sorted(counts.items()))
+
+
+def missing(run: Run) -> dict[str, int]:
+    """reward -> samples that it could not score, evaluations included."""
+    counts: dict[str, int] = defaultdict(int)
+    for event in run.events_of("missing"):
+        counts[str(event.get("reward"))] += int(event["samples"]) if is_number(event.get("samples")) else 1
     return dict(sorted(counts.items()))
 
 

@@ -1,7 +1,8 @@
 """Alarms against rewards that are plausible but wrong, and against policies that game them: pure functions.
 
 Each takes what a report has read from a run and returns `Alarm`s; none means nothing was found, not that all is well.
-`of_evaluations` calls those that need only the samples and scores of two evaluations (samples/eval-*.npz).
+`of_evaluations` calls those that need only the samples and scores of two evaluations (samples/eval-*.npz). That a
+reward rises while a held-out one falls, or variety shrinks, is told from the eval lines (`digenrl.report.alarms`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from digenrl.rewards.pictures import laplacian, luma
 COLLAPSED_SHARE = 0.9
 BLUR_SHARE = 0.5
 GRID_RATIO = 4.0
+CANARY_TOLERANCE = 1e-3
+"""Relative to the score, or to 1.0 where the score is smaller: room for kernels that round differently."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Alarm:
     """One suspicion."""
 
     name: str
-    """variance_collapse | saturated | heldout_gap | blur | grid | canary"""
+    """variance_collapse | blur | grid | canary"""
     value: float
     """What was measured."""
     threshold: float
@@ -86,43 +89,6 @@ def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm 
     )
 
 
-def saturated(name: str, history: Sequence[float], window: int = 5, tolerance: float = 1e-6) -> Alarm | None:
-    """Whether the last `window` mean rewards are the same number: a constant scorer, or one at its ceiling."""
-    last = [value for value in history if math.isfinite(value)][-window:]
-    if len(last) < window or max(last) - min(last) > tolerance * max(1.0, abs(last[0])):
-        return None
-    return Alarm(
-        "saturated",
-        last[-1],
-        tolerance,
-        f"Reward `{name}` has been {last[-1]:.6g} for {window} steps: is it still a judge?",
-    )
-
-
-def heldout_gap(reward: Sequence[float], heldout: Sequence[float], rise: float = 0.1) -> Alarm | None:
-    """Whether the optimised reward rose while the held-out one fell: the mark of a reward that is being gamed.
-
-    Args:
-        reward, heldout: values of the evaluations, first to last, in any units.
-        rise: change of the optimised reward, in units of its own standard deviation over the evaluations, that counts.
-    """
-    pairs = [(a, b) for a, b in zip(reward, heldout, strict=True) if math.isfinite(a) and math.isfinite(b)]
-    if len(pairs) < 3:
-        return None
-    columns = torch.tensor(pairs, dtype=torch.float64)
-    gained, lost = (columns[-1] - columns[0]).tolist()
-    spread = columns[:, 0].std().item()
-    if spread == 0 or gained / spread < rise or lost >= 0:
-        return None
-    return Alarm(
-        "heldout_gap",
-        lost,
-        0.0,
-        f"The optimised reward rose by {gained:.4g} while the held-out one fell by {-lost:.4g}: look at the samples, "
-        "raise kl_weight or add the held-out reward to the mixture.",
-    )
-
-
 def blur(before: Tensor, after: Tensor) -> Alarm | None:
     """Whether the samples `after` have lost detail against `before` (both [N, (F,) C, H, W] in [0, 1])."""
     old, new = sharpness(before).median().item(), sharpness(after).median().item()
@@ -149,19 +115,17 @@ def grid(before: Tensor, after: Tensor) -> Alarm | None:
     )
 
 
-def canary(name: str, scores: Mapping[str, float], expected: Mapping[str, float], tolerance: float) -> Alarm | None:
-    """Whether fixed pictures still score what they scored when the run began (picture name -> score)."""
-    if unknown := sorted(set(expected) - set(scores)):
-        raise KeyError(f"No canary scores for {unknown}; got {sorted(scores)}.")
-    gaps = {key: abs(scores[key] - value) for key, value in expected.items()}
-    worst = max(gaps, key=lambda key: gaps[key] if math.isfinite(gaps[key]) else math.inf)
-    if gaps[worst] <= tolerance:
+def canary(name: str, scores: Tensor, expected: Tensor) -> Alarm | None:
+    """Whether the same pictures still score what they scored when the run began; both [N], NaN = not scored."""
+    gaps = (scores - expected).abs().double() / expected.abs().clamp_min(1.0)
+    if gaps.isnan().all() or (worst := float(gaps[~gaps.isnan()].max())) <= CANARY_TOLERANCE:
         return None
+    row = int(gaps.nan_to_num(-1.0).argmax())
     return Alarm(
         "canary",
-        gaps[worst],
-        tolerance,
-        f"Reward `{name}` scores the fixed picture {worst} {scores[worst]:.6g}, it scored {expected[worst]:.6g}: "
+        worst,
+        CANARY_TOLERANCE,
+        f"Reward `{name}` scores a picture {scores[row]:.6g} that it scored {expected[row]:.6g} when the run began: "
         "the reward model changed.",
     )
 

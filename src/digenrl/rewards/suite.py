@@ -10,7 +10,7 @@ import difflib
 import math
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,8 @@ class FailureCount:
 
 class RewardSuite:
     """Scores media with every reward of a mixture.
+
+    The defaults are those of configs/reward/_suite.yaml.
 
     Args:
         rewards: name -> {scorer, weight = 1.0, placement}. Weight 0 = scored and logged in every step, never optimised.
@@ -111,11 +113,15 @@ class RewardSuite:
             )
         self.names: tuple[str, ...] = tuple(rewards)
         self.heldout: tuple[str, ...] = tuple(heldout)
+        self.on_missing: Callable[[str, int, str], None] = lambda name, samples, cause: None
+        """Told (reward, samples, cause) whenever samples stay without a score; a run writes it down."""
         self._failures = {name: FailureCount() for name in self._scorers}
         self._lock = threading.Lock()
 
     def score(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> dict[str, Tensor]:
         """Raw scores: name -> [B] fp32 on CPU, NaN = missing.
+
+        A sample that a scorer gave no score is asked for once more before it counts as missing.
 
         Args:
             media: [B, C, H, W] or [B, F, C, H, W] in [0, 1].
@@ -131,22 +137,31 @@ class RewardSuite:
         return {name: self._score_one(name, media, prompts) for name in wanted}
 
     def _score_one(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        cause = "the scorer gave no score"
-        try:
-            with torch.no_grad():
-                scores = check_scores(name, self._scorers[name](media, prompts), len(prompts))
-        except RewardUnavailable as error:
-            cause = str(error)
-            kept = torch.full((len(prompts),), math.nan) if error.scores is None else error.scores
-            scores = check_scores(name, kept, len(prompts))
-        missing = int(torch.isnan(scores).sum())
+        scores, cause = self._ask(name, media, prompts)
+        lost = scores.isnan()
+        if lost.any():
+            asked = [prompt for prompt, gone in zip(prompts, lost.tolist(), strict=True) if gone]
+            scores[lost], cause = self._ask(name, media[lost.to(media.device)], asked)
+        missing = int(scores.isnan().sum())
         with self._lock:
             count = self._failures[name]
             count.scored += len(prompts) - missing
             count.missing += missing
             if missing and (cause in count.causes or len(count.causes) < CAUSES_KEPT):
                 count.causes[cause] += missing
+        if missing:
+            self.on_missing(name, missing, cause)
         return scores
+
+    def _ask(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, str]:
+        """([B] scores, why some of them are missing)."""
+        try:
+            with torch.no_grad():
+                scores = check_scores(name, self._scorers[name](media, prompts), len(prompts))
+            return scores.clone(), "the scorer gave no score"
+        except RewardUnavailable as error:
+            kept = torch.full((len(prompts),), math.nan) if error.scores is None else error.scores
+            return check_scores(name, kept, len(prompts)).clone(), str(error)
 
     def scorer(self, name: str) -> Scorer:
         """The scorer of one reward, held-out ones included. Raises KeyError with the known names."""

@@ -158,7 +158,7 @@ class RolloutEngine:
 
         def deliver(scored: Future[dict[str, Tensor]]) -> None:
             try:
-                finished.set_result(replace(unscored, rewards=self._complete_scores(scored.result(), media, prompts)))
+                finished.set_result(replace(unscored, rewards=scored.result()))
             except BaseException as error:  # the one who waits for the trajectory must see it
                 finished.set_exception(error)
 
@@ -192,24 +192,16 @@ class RolloutEngine:
         rewards = self._rewards.score(pictures, rows, heldout=True)
         return Evaluation(pictures, tuple(rows), rewards, torch.cat(finals))
 
+    def rescore(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """Scores of media [N, ...] in [0, 1] that somebody kept: name -> [N], held-out rewards included."""
+        return self._rewards.score(media, prompts, heldout=True)
+
     def _plan(self, task: Task) -> StepPlan:
         return self._selection.plan(self.seed, task.step, self.sampling.steps)
 
     def close(self) -> None:
         """Stop the scorers."""
         self._scorer.close()
-
-    def _complete_scores(
-        self, scores: dict[str, Tensor], media: Tensor, prompts: Sequence[Prompt]
-    ) -> dict[str, Tensor]:
-        """Scores of one task; samples without one are scored a second time before they count as missing."""
-        missing = torch.stack([torch.isnan(scores[name]) for name in self.reward_weights]).any(dim=0)
-        if missing.any():
-            rows = missing.nonzero().flatten()
-            again = self._rewards.score(media[rows], [prompts[int(row)] for row in rows])
-            for name, values in again.items():
-                scores[name][rows] = torch.where(torch.isnan(scores[name][rows]), values, scores[name][rows])
-        return scores
 
     def reward_trouble(self) -> str | None:
         """Why the run should stop: more samples than `reward.max_missing_share` allows have no score; else None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class StepBook:
         self._spec, self._world, self._spans, self._lender, self._run_dir = spec, world, spans, lender, run_dir
         self._began = 0.0
         self._staleness = 0
+        self._missing: Counter[str] = Counter()
         self._training: tuple[float, StepBoard, tuple[int, ...]] | None = None
         self.ledger = Ledger()
         """Samples of this process's life: issued, trained, dropped, in flight (I10)."""
@@ -32,6 +34,7 @@ class StepBook:
         and the one before."""
         self._began = self._spans.now()
         self._staleness = 0
+        self._missing.clear()
         groups = {(task.step, task.group) for task in tasks if task.step >= step}
         for key in sorted(groups - self.ledger.open.keys()):
             self.ledger.issue(*key, self._spec.group_size)
@@ -45,6 +48,8 @@ class StepBook:
         self.end_fragment()
         for version in board.versions(fragment):
             self._staleness = max(self._staleness, check_staleness(version, board.step, self._spec.async_steps))
+        for name, scores in board.rewards.items():
+            self._missing[name] += int(scores[list(fragment)].isnan().sum())
         self._spans.announce(f"train g{fragment[0]}")
         self._training = (self._spans.now(), board, fragment)
 
@@ -84,6 +89,7 @@ class StepBook:
             "step_s": seconds,
             "samples_per_s": samples / seconds,
             "staleness_max": self._staleness,
+            **{f"missing/{name}": count for name, count in self._missing.items()},
         }
         for (stage, cause), spent in self._spans.take_seconds().items():
             if stage == "wait":

@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
+from digenrl.config.redact import redact_text
 from digenrl.report.run_dir import LOST, append_event
 from digenrl.schedule.claims import ClaimError
 from digenrl.strategy.claims import Claims
@@ -143,6 +144,7 @@ def _child(
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    mask_secrets()
     code = 0
     try:
         beat(session, world.rank)
@@ -159,6 +161,14 @@ def _child(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # interpreter shutdown would wait for threads that wait for peers
+
+
+def mask_secrets() -> None:
+    """Mask secrets in what this rank prints from now on: its output is a file of the run directory. The streams stay
+    the same objects, because logging handlers hold on to them."""
+    for stream in (sys.stdout, sys.stderr):
+        write = stream.write
+        stream.write = lambda text, write=write: write(redact_text(text))  # type: ignore[method-assign, misc]
 
 
 def keep_memory() -> None:
