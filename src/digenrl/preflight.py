@@ -93,7 +93,7 @@ def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ..
 def sized(composed: Composed) -> bool:
     """Whether the model is a real build whose sizes have been counted."""
     config: Any = composed.config
-    return composed.choices.get("model") in facts()["models"] and config.hardware.build == "real"
+    return composed.choices.get("model") in facts()["models"] and config.model.get("build") == "real"
 
 
 def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:

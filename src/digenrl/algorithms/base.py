@@ -75,6 +75,7 @@ class PolicyModule(pl.LightningModule):
         self._optimizer = optimizer
         self._meters = Meters()
         self._skips_in_a_row = 0
+        self._reached = False
         self._suspect: tuple[TrainBatch, Tensor] | None = None
 
     # ---- what an algorithm is
@@ -177,7 +178,11 @@ class PolicyModule(pl.LightningModule):
         state.
 
         Gradients are equal (or shards of one gradient) on all ranks here, so all ranks decide alike.
+
+        Raises RuntimeError at the first update for trained parameters that the loss does not reach.
         """
+        if not self._reached:
+            self._require_gradients()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -190,6 +195,16 @@ class PolicyModule(pl.LightningModule):
         self._meters.mean("grad_norm", norm, 1.0)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+
+    def _require_gradients(self) -> None:
+        trained = self.policy.trained_parameters()
+        if unreached := [name for name, parameter in trained.items() if parameter.grad is None]:
+            raise RuntimeError(
+                f"{len(unreached)} of {len(trained)} trained parameters got no gradient in the first update (first: "
+                f"{unreached[0]}): the loss does not reach them, so they would never change. Leave them out of "
+                "model.lora.targets, or freeze them in the adapter (`unread`)."
+            )
+        self._reached = True
 
     def _skip(self, optimizer: Optimizer, norm: float) -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from digenrl.diffusion import denoise, keys
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan, StepSelection
-from digenrl.models.policy import Policy
+from digenrl.models.policy import Policy, wide
 from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
@@ -183,7 +183,8 @@ class RolloutEngine:
             shape = self.policy.latent_shape
             noise = keys.noise(seed, 0, prompt.uid, range(samples_per_prompt), keys.INITIAL, shape, EVAL_STREAM)
             condition = self.policy.encode([prompt])
-            latents = noise.to(self.policy.device, self.sampling.storage_dtype)
+            # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
+            latents = noise.to(self.policy.device, wide(self.sampling.storage_dtype))
             final = denoise.ode_sample(self.policy, condition, latents, grid)
             media.append(self.policy.decode(final).cpu())
             finals.append(final.cpu())

@@ -168,7 +168,7 @@ def mask_secrets() -> None:
     the same objects, because logging handlers hold on to them."""
     for stream in (sys.stdout, sys.stderr):
         write = stream.write
-        stream.write = lambda text, write=write: write(redact_text(text))  # type: ignore[method-assign, misc]
+        stream.write = lambda text, write=write: write(redact_text(text))  # type: ignore[method-assign]
 
 
 def keep_memory() -> None:

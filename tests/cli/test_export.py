@@ -1,0 +1,186 @@
+"""`make export`: a plain diffusers pipeline with the exported weights draws a stored evaluation sample again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from digenrl import config as configuration
+from digenrl.callbacks.evaluation import save_pictures
+from digenrl.cli.export import main
+from digenrl.diffusion import denoise, keys
+from digenrl.models.export import LORA_FILE
+from digenrl.models.policy import Policy
+from digenrl.rollout.engine import EVAL_STREAM, RolloutEngine
+from digenrl.run import sampling_spec
+from digenrl.strategy.checkpoint import DirectoryCheckpointIO
+from digenrl.types import Prompt
+
+RL_STEP = 7
+SHOWN = "callbacks.evaluation.max_prompts=2", "callbacks.evaluation.samples_per_prompt=2"
+EMA = "+algorithm.ema={_target_: digenrl.algorithms.copies.Ema, decay: 0.5, every: 1}"
+
+
+def make_run(directory: Path, *words: str) -> tuple[DictConfig, Policy]:
+    """What training leaves: config.yaml, a checkpoint whose weights are not the initial ones (and whose average is
+    neither), and the evaluation samples of the weights that a run evaluates with."""
+    config = configuration.load([*words, *SHOWN]).config
+    directory.mkdir()
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    policy = configuration.instantiate(config.model)
+    module = configuration.instantiate(config.algorithm, policy=policy)
+    if module.ema is not None:
+        module.ema.begin(policy.trained_parameters())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.trained_parameters().values():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    if module.ema is not None:
+        module.ema.update(policy.trained_parameters())
+    checkpoint = {"epoch": RL_STEP - 1, "state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    DirectoryCheckpointIO().save_checkpoint(checkpoint, directory / "checkpoints" / f"step-{RL_STEP:06d}")
+    rewards = configuration.instantiate(config.reward)
+    engine = RolloutEngine(policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed)
+    evaluation = configuration.instantiate(config.callbacks.evaluation)
+    with module.averaged():
+        save_pictures(directory / "samples" / f"eval-{RL_STEP}.npz", evaluation.sample(engine), per_prompt=2)
+    engine.close()
+    return config, policy
+
+
+def stored(directory: Path) -> tuple[np.ndarray, list[str]]:
+    with np.load(directory / "samples" / f"eval-{RL_STEP}.npz") as arrays:
+        return arrays["media"], [str(text) for text in arrays["prompts"]]
+
+
+def noise_of(config: DictConfig, policy: Policy, text: str) -> Tensor:
+    """The evaluation noise of a prompt's first two samples, from its key."""
+    evaluation = configuration.instantiate(config.callbacks.evaluation)
+    (uid,) = [prompt.uid for prompt in evaluation.prompts if prompt.text == text]
+    return keys.noise(evaluation.seed, 0, uid, range(2), keys.INITIAL, policy.latent_shape, EVAL_STREAM)
+
+
+def flux(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
+    """Two samples [2, H, W, 3] in [0, 1] of a plain FluxPipeline: nothing of digenrl but the folder."""
+    from digenrl.models import tiny
+
+    pipeline = diffusers.FluxPipeline.from_pretrained(tiny.ensure("flux"))
+    pipeline.set_progress_bar_config(disable=True)
+    if export is not None:
+        pipeline.load_lora_weights(export, weight_name=LORA_FILE)
+    return _images(pipeline, config, noise, text, guidance_scale=config.sampling.guidance_scale)
+
+
+def sd3(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
+    """The same of a plain StableDiffusion3Pipeline, which takes its sigmas from its scheduler's default range."""
+    from digenrl.models import tiny
+
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny.ensure("sd3"))
+    pipeline.set_progress_bar_config(disable=True)
+    if export is not None:
+        pipeline.load_lora_weights(export, weight_name=LORA_FILE)
+    steps = config.sampling.eval.steps
+    sigmas = None if config.model.grid == "scheduler" else list(np.linspace(1, 1 / steps, steps))
+    return _images(pipeline, config, noise, text, guidance_scale=config.sampling.guidance_scale, sigmas=sigmas)
+
+
+def _images(pipeline: Any, config: DictConfig, noise: Tensor, text: str, **settings: Any) -> np.ndarray:
+    sampling, length = config.sampling, 64
+    drawn: list[np.ndarray] = []
+    for row in noise:
+        result = pipeline(
+            prompt=text, latents=row[None], height=sampling.height, width=sampling.width,
+            num_inference_steps=sampling.eval.steps, max_sequence_length=length, output_type="np", **settings,
+        )  # fmt: skip
+        drawn.append(result.images[0])
+    return np.stack(drawn)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "draw", "words"), [("flux1_flowgrpo", flux, (EMA,)), ("sd35_flowgrpo", sd3, ())]
+)
+def test_a_plain_pipeline_draws_the_stored_evaluation_samples(
+    experiment: str, draw: Callable[..., np.ndarray], words: tuple[str, ...], tmp_path: Path, capsys: Any
+) -> None:
+    run = tmp_path / "run"
+    config, policy = make_run(run, f"experiment={experiment}", "hardware=cpu_tiny", *words)
+    assert main([f"run={run}"]) == 0
+    export = Path(capsys.readouterr().out.splitlines()[-1])
+    media, prompts = stored(run)
+    for row in (0, 2):
+        noise = noise_of(config, policy, prompts[row])
+        wanted = np.moveaxis(media[row : row + 2], 1, -1).astype(int)
+        drawn = np.rint(draw(config, noise, prompts[row], export) * 255).astype(int)
+        assert np.abs(drawn - wanted).max() <= 1, "8 bits: the last one may round the other way"
+        base = np.rint(draw(config, noise, prompts[row], None) * 255).astype(int)
+        assert np.abs(base - wanted).max() > 8, "without the adapter another picture"
+
+
+def test_the_digits_policy_draws_the_stored_evaluation_samples(tmp_path: Path, capsys: Any) -> None:
+    run = tmp_path / "run"
+    config, policy = make_run(run, "experiment=digits_flowgrpo")
+    (run / "summary.json").write_text(json.dumps({"status": "completed", "heldout_last": 0.5}))
+    assert main([f"run={run}", f"out={tmp_path / 'out'}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out")
+    tree = OmegaConf.to_container(config.model, resolve=True)
+    assert isinstance(tree, dict)
+    plain = configuration.instantiate(OmegaConf.create(tree | {"lora": None}))
+    plain.transformer.load_lora_adapter(str(tmp_path / "out"), prefix="transformer", weight_name=LORA_FILE)
+    plain.eval()
+    media, prompts = stored(run)
+    grid = plain.sigma_grid(config.sampling.eval.steps)
+    drawn = denoise.ode_sample(plain, plain.encode([Prompt(prompts[0])]), noise_of(config, policy, prompts[0]), grid)
+    with torch.no_grad():
+        assert np.array_equal(plain.decode(drawn).mul(255).round().byte().numpy(), media[:2])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| heldout_last | 0.5 |" in card
+    assert "(samples.png)" in card
+
+
+def test_videos_are_exported_as_mp4_and_the_average_only_where_there_is_one(tmp_path: Path, capsys: Any) -> None:
+    run = tmp_path / "run"
+    make_run(run, "experiment=wan21_flowgrpo", "hardware=cpu_tiny")
+    assert main([f"run={run}"]) == 0
+    assert "moving average" in capsys.readouterr().err
+    assert (run / "export" / "video-00.mp4").stat().st_size > 500
+    assert (run / "export" / "video-03.mp4").exists()
+    averaged = (run / "export" / LORA_FILE).read_bytes()
+    assert main([f"run={run}", "weights=trained"]) == 0
+    assert (run / "export" / LORA_FILE).read_bytes() != averaged
+    other = tmp_path / "other"
+    make_run(other, "experiment=digits_flowgrpo")
+    assert main([f"run={other}", "weights=average"]) == 1
+    assert "keeps no moving average" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "run=... is missing"),
+        (["run=/nowhere"], "/nowhere"),
+        (["run=x", "weights=best"], "weights=best: use evaluated, trained, average"),
+        (["run=x", "wieghts=trained"], "wieghts=trained: unknown"),
+    ],
+)
+def test_bad_words_are_refused_in_words(arguments: list[str], message: str, capsys: Any) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path, capsys: Any) -> None:
+    config = configuration.load(["experiment=digits_flowgrpo"]).config
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    assert main([f"run={tmp_path}"]) == 1
+    assert "Nothing to export" in capsys.readouterr().err
