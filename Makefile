@@ -72,6 +72,8 @@ export: $(STAMP)  ## Write a run's trained weights as other tools read them. RUN
 
 score: $(STAMP)  ## Score pictures or videos. REWARD=ocr IMAGES=directory PROMPTS=file
 	$(call need,REWARD,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)
+	$(call need,IMAGES,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)
+	$(call need,PROMPTS,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)
 	@$(PY) -m digenrl.cli.score reward=$(REWARD) images=$(IMAGES) prompts=$(PROMPTS) $(ARGS)
 
 serve-reward: $(STAMP)  ## Serve a reward over HTTP. REWARD=ocr

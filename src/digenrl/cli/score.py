@@ -73,7 +73,7 @@ def reward_config(argv: Sequence[str], name: str, needed: Sequence[str], usage: 
     if chosen[-1] not in rewards:
         raise ConfigError([unknown_option("reward", chosen[-1], rewards)])
     tree, problems = compose_words([_quoted(word) for word in argv], name)
-    missing = [key for key in needed if OmegaConf.is_missing(tree, key)]
+    missing = [key for key in needed if OmegaConf.is_missing(tree, key) or tree[key] in ("", None)]
     problems += [f"{key}=... is missing. {usage}" for key in missing]
     keys = [str(key) for key in tree if key not in ("hydra", *missing)]
     config = OmegaConf.masked_copy(tree, keys)
