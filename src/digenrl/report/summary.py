@@ -15,8 +15,8 @@ from digenrl.schedule.trace import bubbles
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `missing`, `alarms`,
-    `lost`, `warnings`. `restarts` counts what the run survived: resumes, and ranks that were lost while it continued (`lost`
-    has their causes).
+    `lost`, `warnings`. `restarts` counts what the run survived: resumes, and ranks that were lost while it continued
+    (`lost` has their causes).
 
     A figure that the files do not hold is null. `reward_first` and `reward_last` are the batch means of the first and
     the last RL step, `heldout_*` those of the first and the last evaluation; seconds in `bubble` are summed over ranks.
