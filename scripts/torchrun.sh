@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Start a run on several machines with torchrun. On every machine:
+# Start a run on several machines with torchrun. On every machine, in the same directory of a shared file system:
 #   NODES=2 RANKS=8 HEAD=host-of-the-first-machine scripts/torchrun.sh experiment=wan21_flowgrpo hardware=testbed_c \
 #       allocation.trainers=8 allocation.rollouts=8
-# Trainers are the first ranks. Any rank's death ends the job on all machines; continue with resume=RUN.
+# The hardware profile says which processes train, when machines are started in the order of its pools (the first joins
+# first). Any rank's death ends the job on all machines; continue with resume=RUN.
+# ADDRESS: this machine's address, where its name does not resolve to it. GLOO_SOCKET_IFNAME: the network to use.
 set -euo pipefail
 exec torchrun --nnodes "${NODES:-1}" --nproc-per-node "${RANKS:?ranks per machine}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:-localhost}:${PORT:-29400}" --rdzv-id "${RUN_ID:-digenrl}" \
-    -m digenrl.cli.train "$@"
+    ${ADDRESS:+--local-addr "$ADDRESS"} -m digenrl.cli.train "$@"

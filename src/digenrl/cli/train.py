@@ -109,9 +109,10 @@ def train(composed: Composed, run_dir: Path) -> int:
 
 
 def join(composed: Composed, place: Place) -> int:
-    """Be the rank that torchrun or SLURM started; returns the exit code. Rank 0 also reports."""
+    """Be the rank that torchrun or SLURM started; returns the exit code. Process 0 also reports."""
     from digenrl import run
-    from digenrl.strategy.attach import attach
+    from digenrl.simulate.hardware import numbering, parse_hardware
+    from digenrl.strategy.attach import attach, check_allocation
 
     settings = composed.config
     trainers, rollouts = settings.allocation.trainers, settings.allocation.rollouts
@@ -125,14 +126,16 @@ def join(composed: Composed, place: Place) -> int:
         run.fit(settings, newest(composed, session.run_dir), sleeps(composed, trainers, rollouts), world, session)
 
     try:
-        run_dir, cause = attach(place, trainers, rollouts, prepare, rank_main)
+        check_allocation(place, trainers, rollouts)
+        ranks = numbering(parse_hardware(settings.hardware), trainers, rollouts)
+        run_dir, outcome = attach(place, ranks, trainers, prepare, rank_main)
     except ValueError as error:
         print(error, file=sys.stderr)
         return configuration.EXIT_CODE
     if place.rank == 0:
-        conclude(run_dir, "failed" if cause else "completed", cause, trainers, rollouts)
+        conclude(run_dir, outcome.status, outcome.cause, trainers, rollouts)
         print(run_dir)
-    return 1 if cause else 0
+    return outcome.exit_code
 
 
 def sleeps(composed: Composed, trainers: int, rollouts: int) -> Sequence[Durations]:

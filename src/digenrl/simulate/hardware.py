@@ -108,6 +108,16 @@ def parse_hardware(node: Mapping[str, Any], name: str = "hardware") -> Hardware:
     return Hardware(tuple(pools), efficiency, seconds)
 
 
+def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:
+    """Rank of each process that a scheduler started, trainers being the first ranks.
+
+    Processes are started pool by pool in the profile's order, in each as many as `assign` gives it; which of them train
+    is the profile's to say. ([3, 0, 1, 2]: the first process is on a pool of rollouts and becomes rank 3.)
+    """
+    placed = [pool for pool, _ in assign(hardware, trainers, rollouts)]
+    return tuple(rank for pool in hardware.pools for rank, name in enumerate(placed) if name == pool.name)
+
+
 def shard_group(trainers: int, per_node: int) -> int:
     """Trainers that hold one copy of the weights under hsdp: those of a node where they all fit into one, else the
     most that divide both numbers, so that no group spans two nodes."""

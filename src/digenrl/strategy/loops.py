@@ -24,9 +24,10 @@ class Begin(Callback):
 
     def __init__(self, strategy: DisaggregatedStrategy) -> None:
         self._strategy = strategy
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)  # before Lightning takes it over
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's handler starts a collective that nobody joins
+        signal.signal(signal.SIGTERM, self._on_sigterm)  # Lightning's handler starts a collective that nobody joins
         self._strategy.begin(trainer)
 
 
