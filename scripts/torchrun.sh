@@ -4,8 +4,13 @@
 #       allocation.trainers=8 allocation.rollouts=8
 # The hardware profile says which processes train, when machines are started in the order of its pools (the first joins
 # first). Any rank's death ends the job on all machines; continue with resume=RUN.
-# ADDRESS: this machine's address, where its name does not resolve to it. GLOO_SOCKET_IFNAME: the network to use.
+# ADDRESS: this machine's address (and HEAD the first one's), where names do not resolve to them.
+# GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface to use.
 set -euo pipefail
+own=()
+if [[ -n "${ADDRESS:-}" ]]; then
+    own=(--local-addr "$ADDRESS" --rdzv-conf "is_host=$([[ "$ADDRESS" == "${HEAD:-}" ]] && echo 1 || echo 0)")
+fi
 exec torchrun --nnodes "${NODES:-1}" --nproc-per-node "${RANKS:?ranks per machine}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:-localhost}:${PORT:-29400}" --rdzv-id "${RUN_ID:-digenrl}" \
-    ${ADDRESS:+--local-addr "$ADDRESS"} -m digenrl.cli.train "$@"
+    "${own[@]}" -m digenrl.cli.train "$@"
