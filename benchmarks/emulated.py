@@ -5,7 +5,7 @@
 Every GPU of the testbed is a process of `digenrl.cli.train` with `hardware.emulate=true`; `time_scale` makes a step
 last about `--seconds`, and three steps are measured after one that warms up. The prediction is the simulator's, with
 the same sleeps and with this machine's own overheads in place of the profile's links and optimizer. The overheads come
-from a run of one trainer and one rollout rank that sleep for nothing (`overheads`), never from the runs compared.
+from a short run apart with as many ranks (`overheads`), never from the runs compared.
 
 Stated subset: trainers that each hold the whole model (ddp), because sharded ones would gather tiny tensors where the
 real ones gather gigabytes; the allocation of each schedule is the simulator's best. `of bound` is the bound of the
@@ -32,14 +32,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.schedule import MECHANISMS, bench_of, disaggregated, naive_colocated
-from digenrl.emulate import Overheads, emulated_cluster
-from digenrl.schedule import micro_batches_per_update
+from digenrl import config as configuration
+from digenrl import run
+from digenrl.cli.plan import trained_steps
+from digenrl.emulate import Overheads, durations, emulated_cluster
+from digenrl.schedule import place
 from digenrl.simulate.candidate import Bench, Candidate, Outcome, evaluate
 from digenrl.simulate.engine import simulate
 from digenrl.simulate.report import overrides
@@ -57,6 +60,8 @@ SCHEDULES = {
 }
 """Schedule of configs/schedule -> mechanisms of benchmarks/schedule.py (None: no rollout ranks)."""
 WARM_UP, STEPS = 1, 3
+STEP_SLEEP = 0.06
+"""Seconds of a denoising step in the run that measures overheads: of the order of the compared runs'."""
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "emulated.jsonl"
 
@@ -162,34 +167,51 @@ def published(run_dir: Path) -> list[float]:
     return [float(span["end"]) for span in spans]
 
 
-def overheads(output: Path) -> Overheads:
-    """What this machine adds to sleeps: one trainer and one rollout rank that sleep for nothing, medians."""
-    bench, _ = bench_of(MODELS[0], TESTBEDS[0])
-    candidate = Candidate(1, 1)
-    work = bench.work
-    words = [f"experiment={MODELS[0]}", f"hardware={TESTBEDS[0]}", "schedule=gap_tsp", "schedule.tsp.batch=1"]
-    words += [
-        "allocation.trainers=1",
-        "allocation.rollouts=1",
-        "sampling.task_size=1",
-        "model.gradient_checkpointing=false",
-    ]
-    train(output / "overheads", 1e-9, 3, words)
-    spans = spans_of(output / "overheads")
-    making, decoding = spans["rollout", "generate"], spans["rollout", "decode"]
-    micro = micro_batches_per_update(bench.spec(candidate), 1) * work.updates / work.prompts
-    step = median(_seconds(span) for span in making) / work.steps
-    between = [later["start"] - earlier["end"] for earlier, later in pairwise(making)]
-    publishing, adopting = spans["trainer", "publish"], spans["rollout", "adopt"]
+def overheads(testbed: str, output: Path) -> Overheads:
+    """What this machine adds to sleeps when it runs as many ranks as `testbed` has GPUs, half of them trainers.
+
+    A run of its own: another group size and other lengths than any of the runs compared. Each figure is the mean of
+    (span - sleep): ranks that wake up together queue for the cores, and the mean counts that.
+    """
+    gpus = bench_of(MODELS[0], testbed)[0].hardware.gpus
+    half, run_dir = gpus // 2, output / f"{testbed}-overheads"
+    words = [f"experiment={MODELS[0]}", f"hardware={testbed}", "schedule=gap_tsp", "schedule.tsp.batch=1"]
+    words += [f"allocation.trainers={half}", f"allocation.rollouts={gpus - half}", f"data.group_size={2 * gpus}"]
+    words += ["data.prompts_per_batch=4", "sampling.steps=5", "sampling.task_size=1", "algorithm.train_steps.stop=4"]
+    composed = configuration.load([*words, "hardware.emulate=true"])
+    unscaled = durations(composed, half, gpus - half)
+    scale = STEP_SLEEP / max(rank.step for rank in unscaled)
+    sleeps = [rank.scaled(scale) for rank in unscaled]
+    train(run_dir, scale, 3, words)
+    count = trained_steps(composed.config.algorithm.train_steps, composed.config.sampling.steps)
+    spec = run.schedule_spec(composed.config, count, half)
+    spans = spans_of(run_dir)
+    steps, tasks = [], []
+    for earlier, later in _pairs(spans["rollout", "generate"]):
+        sleep = sleeps[earlier["rank"]]
+        steps.append(_seconds(earlier) / spec.denoise_steps - sleep.step)
+        encoded = sleep.encode if later["group"] != earlier["group"] else 0.0
+        if later["version"] == earlier["version"]:
+            tasks.append(later["start"] - earlier["end"] - sleep.decode - encoded)
+    micro = []
+    for span in spans["trainer", "train"]:
+        own = place(spec, half, (span["group"],))[span["rank"]]
+        slept = sleeps[span["rank"]].cell * sum(len(block.steps) for blocks in own for block in blocks)
+        micro.append((_seconds(span) - slept) / len(own))
+    published = {span["version"]: span for span in spans["trainer", "publish"] if span["rank"] == 0}
+    ended: dict[int, float] = defaultdict(float)
+    for span in spans["trainer", "train"]:
+        ended[span["step"]] = max(ended[span["step"]], span["end"])
+    adopted = [span for span in spans["rollout", "adopt"] if span["version"] in range(1, 3)]
     return Overheads(
-        task=median(between),
-        step=step,
-        micro_batch=median(_seconds(span) for span in spans["trainer", "train"]) / micro,
-        update=median(_after(span, publishing) for span in _last_of_steps(spans["trainer", "train"])) / work.updates,
-        publish=median(_seconds(span) for span in publishing),
-        weights=median(_after(span, adopting) for span in publishing[:-1]),
-        deliver=median(_after(span, spans["rollout", "send"]) + _seconds(span) for span in decoding),
-        move=median(_seconds(span) for span in spans["rollout", "send"]),
+        task=mean(tasks),
+        step=mean(steps),
+        micro_batch=mean(micro),
+        update=mean(max(0.0, published[step + 1]["start"] - end) for step, end in ended.items()),
+        publish=mean(_seconds(span) for span in published.values()),
+        weights=mean(span["end"] - published[span["version"]]["end"] for span in adopted),
+        deliver=mean(_until_sent(span, spans["rollout", "send"]) for span in spans["rollout", "decode"]),
+        move=mean(_seconds(span) for span in spans["rollout", "send"]),
     )
 
 
@@ -197,21 +219,26 @@ def _seconds(span: dict[str, Any]) -> float:
     return float(span["end"]) - float(span["start"])
 
 
-def _after(span: dict[str, Any], others: Sequence[dict[str, Any]]) -> float:
-    """From the end of `span` to the start of the next of `others`."""
-    return min((float(o["start"]) - float(span["end"]) for o in others if o["start"] >= span["end"]), default=0.0)
+def _pairs(spans: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Consecutive spans of each rank."""
+    for rank in {span["rank"] for span in spans}:
+        yield from pairwise([span for span in spans if span["rank"] == rank])
 
 
-def _last_of_steps(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list({span["step"]: span for span in spans}.values())
+def _until_sent(decode: dict[str, Any], sends: Sequence[dict[str, Any]]) -> float:
+    """From the end of a decode until its rank has sent the next result."""
+    own = [span for span in sends if span["rank"] == decode["rank"] and span["start"] >= decode["end"]]
+    return float(own[0]["end"] - decode["end"]) if own else 0.0
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Markdown: a table per testbed and model, and whether the simulator ranks the schedules as the runs do."""
     for testbed, model in dict.fromkeys((row["testbed"], row["model"]) for row in rows):
         own = [row for row in rows if (row["testbed"], row["model"]) == (testbed, model)]
+        apart = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in own[0]["overheads"].items())
         speeds = {row["schedule"]: row["measured_s"] / row["time_scale"] for row in own}
         yield f"\n### {testbed}, {model}\n"
+        yield f"Overheads of this machine, measured apart (ms): {apart}.\n"
         yield "| schedule | ranks | b | K | time scale | measured | predicted | error | of bound | x naive | cores |"
         yield "|---|---|---|---|---|---|---|---|---|---|---|"
         for row in own:
@@ -232,16 +259,13 @@ def write(rows: Sequence[dict[str, Any]]) -> Path:
     """The dated table of all results."""
     date = datetime.date.today().isoformat()
     path = RESULTS / f"emulated-{date}.md"
-    own = rows[-1]["overheads"]
     text = [
         f"# Emulated clusters against the simulator ({date})",
         "",
         f"Command: `python benchmarks/emulated.py`, {os.cpu_count()} cores. Three steps after one that warms up; real",
         "processes, sleeping networks, trainers replicated. Seconds are of the emulated run; divide by the time scale",
         "for the testbed's. `x naive` compares with the measured colocated_naive of the same table; `cores` is what",
-        "the run kept busy. Overheads of this machine, measured apart (seconds): "
-        + ", ".join(f"{name} {seconds:.4f}" for name, seconds in own.items())
-        + ".",
+        "the run kept busy.",
     ]
     path.write_text("\n".join([*text, *lines_of(rows)]) + "\n", encoding="utf-8")
     return path
@@ -263,7 +287,7 @@ def main() -> None:
         for model in arguments.models.split(",")
         for schedule in arguments.schedules.split(",")
     ]
-    own = None
+    measured: dict[str, Overheads] = {}
     for case in wanted:
         known = [
             row
@@ -272,8 +296,9 @@ def main() -> None:
         ]
         if known and not arguments.again:
             continue
-        own = own or overheads(arguments.output)
-        row = run_case(case, own, arguments.output)
+        if case.testbed not in measured:
+            measured[case.testbed] = overheads(case.testbed, arguments.output)
+        row = run_case(case, measured[case.testbed], arguments.output)
         if row is None:
             print(f"{case.name}: no replicated trainer fits into memory", flush=True)
             continue
