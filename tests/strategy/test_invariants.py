@@ -28,7 +28,7 @@ from digenrl.strategy.checkpoint import DirectoryCheckpointIO, newest_valid
 from digenrl.strategy.handoff import pack_state, unpack_state
 from digenrl.strategy.stream import FragmentStream
 from digenrl.strategy.wire import Message, WireError, decode, encode
-from digenrl.strategy.worker import RolloutWorker
+from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.strategy.world import Session, World
 from digenrl.types import Prompt, Trajectory
 from tests.strategy.cluster import (
@@ -168,16 +168,19 @@ def slow_rollouts(rank: run.Rank, world: World, seconds: float = 0.02) -> None:
 
 
 def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: Path) -> None:
-    """A trainer that lends once before a step's first fragment, and whenever it may after it: nothing of its own moves,
-    no lent work starts while a fragment is ready, none after the first update of a batch, and the run equals its
-    reference. The rollout rank holds back the later groups of a step until the trainer has lent in an open update."""
+    """A trainer that lends once before a step's first fragment, and whenever it may after it, also between the two
+    updates of a batch: nothing of its own moves, no lent work starts while a fragment is ready, the published weights
+    are used, and the run equals its reference. The rollout rank holds back the later groups of a step until the trainer
+    has lent in an open update, the last ones until it has lent between updates."""
 
     def hold_back(rank: run.Rank) -> None:
         advance = rank.strategy.engine.advance
 
         def patient(generation: Generation) -> Generation:
             deadline = time.monotonic() + 100.0
-            while generation.task.group and not (tmp_path / f"open-{generation.task.step}").exists():
+            task = generation.task
+            wanted = f"{'between' if task.group >= 3 else 'open'}-{task.step}"
+            while task.group and not (tmp_path / wanted).exists():
                 assert time.monotonic() < deadline, "the trainer did not lend inside an open update"
                 time.sleep(0.01)
             return advance(generation)
@@ -187,8 +190,18 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
     def lend_always(rank: run.Rank, world: World) -> None:
         if not world.is_trainer:
             return hold_back(rank)
-        strategy, lend = rank.strategy, FragmentStream._lend
+        strategy, lend, publish, generate = rank.strategy, FragmentStream._lend, rank.strategy.publish, TaskRunner.run
         early: set[int] = set()
+        published: dict[str, Tensor] = {}
+
+        def remember(version: int, tensors: dict[str, Tensor] | None = None) -> None:
+            publish(version, tensors)
+            published.update(_weights(rank))
+
+        def with_published_weights(runner: TaskRunner, *words: Any) -> None:
+            now = _weights(rank)
+            assert all(torch.equal(now[name], tensor) for name, tensor in published.items()), "unpublished weights"
+            generate(runner, *words)
 
         def one_then_always(board: StepBoard, pending: list[tuple[int, ...]]) -> int:
             if 0 not in board.completed and board.step in early:
@@ -200,16 +213,18 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
 
         def watched(stream: FragmentStream, board: StepBoard, pending: list[tuple[int, ...]], task: Task) -> None:
             assert strategy.cut_fragment(pending, board) is None, "lent although a fragment was ready"
-            assert strategy.updates_done == 0, "lent with weights that nobody has published"
             before = _own_state(rank)
             lend(stream, board, pending, task)
             after = _own_state(rank)
             assert before.keys() == after.keys()
             assert all(torch.equal(before[name], after[name]) for name in before)
             accumulated = any(name.startswith("grad/") for name in before)
-            (tmp_path / f"{'open' if accumulated else 'before'}-{board.step}").touch()
+            moment = "between" if strategy.updates_done else "open" if accumulated else "before"
+            (tmp_path / f"{moment}-{board.step}").touch()
 
         FragmentStream._lend = watched  # type: ignore[method-assign]
+        TaskRunner.run = with_published_weights  # type: ignore[method-assign]
+        strategy.publish = remember  # type: ignore[method-assign]
 
     words = ("schedule.gap=1", "schedule.tag=true", "algorithm.updates_per_batch=2", "algorithm.optimizer.momentum=0.9")
     config = configured(*LIGHT, *[f"+{w}" if "momentum" in w else w for w in words], "data.prompts_per_batch=6")
@@ -217,13 +232,20 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
     wanted = reference(config)
     assert_same_cells(found, wanted)
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
-    assert sorted(file.name for file in tmp_path.glob("open-*")) == ["open-0", "open-1"]
+    moments = [file.name for pattern in ("between-*", "open-*") for file in sorted(tmp_path.glob(pattern))]
+    assert moments == ["between-0", "between-1", "open-0", "open-1"]
+
+
+def _weights(rank: run.Rank) -> dict[str, Tensor]:
+    """Copies of the trained parameters."""
+    parameters = rank.module.policy.trained_parameters()  # type: ignore[union-attr, operator]
+    return {f"weight/{name}": parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def _own_state(rank: run.Rank) -> dict[str, Tensor]:
     """Everything of a trainer that lending must not touch."""
     parameters = rank.module.policy.trained_parameters()  # type: ignore[union-attr, operator]
-    state = {f"weight/{name}": p.detach().clone() for name, p in parameters.items()}
+    state = _weights(rank)
     state |= {f"grad/{name}": p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     for number, slots in enumerate(rank.trainer.optimizers[0].state.values()):
         state |= {f"slot/{number}/{name}": v.clone() for name, v in slots.items() if isinstance(v, Tensor)}

@@ -65,6 +65,11 @@ def fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(groups[i : i + size]) for i in range(0, len(groups), size))
 
 
+def later_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
+    """The fragments of the updates of a batch that follow `update`."""
+    return tuple(f for later in range(update + 1, spec.updates_per_batch) for f in fragments(spec, later))
+
+
 def next_fragment(
     spec: ScheduleSpec, pending: Sequence[tuple[int, ...]], completed: Sequence[int]
 ) -> tuple[int, ...] | None:

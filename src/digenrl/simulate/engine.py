@@ -13,7 +13,7 @@ from typing import Any
 
 from digenrl.schedule import ScheduleSpec, fragments, next_fragment
 from digenrl.schedule.lending import Decision, LendingMonitor, search
-from digenrl.schedule.order import group_version
+from digenrl.schedule.order import group_version, later_fragments
 from digenrl.schedule.staleness import Ledger, check_staleness
 from digenrl.schedule.trace import Span
 from digenrl.simulate.bubble import lending_state
@@ -379,8 +379,7 @@ class _Engine:
         lender = self.gen.workers[units[0].ranks[0]] if units else None
         if lender is None or self.gen.left(self.version, lender) == 0:
             return
-        later = range(self.updates_done + 1, self.spec.updates_per_batch)
-        open_fragments = [*units[0].pending, *(f for update in later for f in fragments(self.spec, update))]
+        open_fragments = [*units[0].pending, *later_fragments(self.spec, self.updates_done)]
         state = lending_state(
             self.gen,
             self.version,

@@ -29,6 +29,7 @@ from digenrl.data import PromptSampler
 from digenrl.report.run_dir import append_event
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
+from digenrl.schedule.order import later_fragments
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.book import StepBook
 from digenrl.strategy.cells import Placement, StepBoard
@@ -41,7 +42,7 @@ from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.stream import FragmentStream
-from digenrl.strategy.weights import publish
+from digenrl.strategy.weights import PublishedCopy, publish
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.strategy.world import RoleEnvironment, Session, World
 
@@ -79,11 +80,8 @@ class DisaggregatedStrategy(DDPStrategy):
         split_claims: bool = False,
         checkpoint_io: Any = None,
     ) -> None:
-        super().__init__(
-            cluster_environment=RoleEnvironment(world),
-            checkpoint_io=checkpoint_io,
-            timeout=timedelta(seconds=session.timeout_s),
-        )
+        timeout = timedelta(seconds=session.timeout_s)
+        super().__init__(cluster_environment=RoleEnvironment(world), checkpoint_io=checkpoint_io, timeout=timeout)
         self.world, self.session, self.spec, self.engine = world, session, spec, engine
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
         self._sampler, self._last_step = sampler, last_step
@@ -150,6 +148,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self._state_control = Control(join_store(*where), world.rank, session.patience_s)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
+        self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
         self.claims = Claims(self.control, world.rank)
         self.lender = Lender(self.spec, world, self.claims)
         self.book = StepBook(self.spec, world, self.spans, self.lender, session.run_dir)
@@ -219,8 +218,9 @@ class DisaggregatedStrategy(DDPStrategy):
 
     @property
     def may_lend(self) -> bool:
-        """Whether this trainer holds exactly the published version, and may generate with it."""
-        return self.updates_done == 0 and (self.world.rollouts == 0 or self.spec.tag)
+        """Whether this trainer may generate: its weights are the published version, or it keeps a copy of that."""
+        lends = self.world.rollouts == 0 or self.spec.tag
+        return lends and (self.updates_done == 0 or (self.published.kept and self.world.rollouts > 0))
 
     def owes_generation(self, pending: Sequence[tuple[int, ...]]) -> bool:
         """Whether tasks must be generated before the fragment at hand is trained: it is the last before an optimizer
@@ -248,11 +248,10 @@ class DisaggregatedStrategy(DDPStrategy):
             if event[1] == 0 or (self.world.rollouts and event == self._asked):
                 return False
             self._asked = event
-            self._loan = self.on_bubble(board, pending)
-        if self._loan == 0:
-            return False
-        self._loan -= 1
-        return True
+            self._loan = self.on_bubble(board, [*pending, *later_fragments(self.spec, self.updates_done)])
+        granted = self._loan > 0
+        self._loan -= granted
+        return granted
 
     def lend(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> Task | None:
         """A rollout task for this idle trainer, or None."""
@@ -315,6 +314,7 @@ class DisaggregatedStrategy(DDPStrategy):
             agree = partial(gradients.assert_equal_digests, trainers=self.world.trainers, version=version)
             made = publish(version, source, self.link, ranks, agree)
             facts["digest"] = made.digest
+            self.published.keep(made.tensors)
             self.shares.fix(version)
             if self.spec.async_steps:
                 self.previous, self.current = self.current or None, dict(made.tensors)

@@ -55,7 +55,7 @@ class Lender:
 
         Args:
             tasks: queue(version), in claim order.
-            pending: untrained fragments of the update in progress, in training order.
+            pending: untrained fragments of the step, in training order.
             step: RL step in progress.
             now: run clock, seconds.
         """
@@ -105,6 +105,7 @@ class Lender:
         in_flight = [(work.group, free[rank]) for rank, work in working.items() if work.group >= 0]
         seconds = {rank: self._costs.get("generate", rank) for rank in working}
         own = self._world.rank
+        lend = self._costs.get("generate", own) if self._known("generate", own) else max(seconds.values())
         return LendingState(
             rollout_free=tuple(free.values()),
             rollout_seconds=tuple(seconds.values()),
@@ -114,7 +115,9 @@ class Lender:
                 max((end for group, end in in_flight if group in fragment), default=0.0) for fragment in pending
             ),
             train_seconds=tuple(self._costs.get("train", own) for _ in pending),
-            lend_seconds=self._costs.get("generate", own) if self._known("generate", own) else max(seconds.values()),
+            lend_seconds=lend,
+            lenders=self._world.trainers,  # they train the same fragments, so they are idle together
+            step_seconds=lend / self._spec.denoise_steps if self._spec.handoff else None,
         )
 
     def finish_step(self, now: float) -> tuple[list[dict[str, float]], str | None]:

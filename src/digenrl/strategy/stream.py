@@ -140,7 +140,7 @@ class FragmentStream:
         task = strategy.runner.claim(strategy.version)
         if task is None:
             return strategy.runner.idle_run(strategy.plan_tasks(strategy.version)[-1])
-        with strategy.learner.rollout_weights():
+        with strategy.published.in_use(strategy.learner, strategy.updates_done):
             strategy.runner.run(task, "generate" if strategy.world.rollouts == 0 else "lend")
 
     def _lend(self, board: StepBoard, pending: list[tuple[int, ...]], task: Task) -> None:
@@ -153,7 +153,7 @@ class FragmentStream:
                 pass
             return strategy.heir(board, pending, task)
 
-        with strategy.learner.rollout_weights():
+        with strategy.published.in_use(strategy.learner, strategy.updates_done):
             strategy.runner.run(
                 task,
                 "generate" if colocated else "lend",

@@ -9,7 +9,8 @@ overlap; the seal that follows carries the digest, and nothing is adopted withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,9 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from digenrl.models.policy import Policy
+from digenrl.schedule import ScheduleSpec
+from digenrl.strategy.learner import Learner
 from digenrl.strategy.link import Link
 from digenrl.strategy.wire import Kind, Message, tensor_bytes
 
@@ -112,6 +116,42 @@ def publish(
     for rank in ranks:
         link.send(rank, Message(Kind.WEIGHTS, {"version": number, "table": known, "digest": digest}))
     return Version(number, digest, tensors)
+
+
+class PublishedCopy:
+    """The published adapter beside the one in training, for trainers that lend between the updates of a batch (I6).
+
+    Only replicas with an adapter keep one: a copy of a whole model would not fit, and a sharded one would have to be
+    gathered. The others lend before the first update alone.
+    """
+
+    def __init__(self, policy: Policy, spec: ScheduleSpec, sharding: str) -> None:
+        self._parameters = policy.trained_parameters()
+        whole = sum(parameter.numel() for parameter in policy.transformer.parameters())
+        adapter = sum(parameter.numel() for parameter in self._parameters.values()) < whole
+        self.kept = spec.tag and spec.updates_per_batch > 1 and sharding == "ddp" and adapter
+        self._tensors: Mapping[str, Tensor] = {}
+
+    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+        """`tensors` are the version from now on."""
+        if self.kept:
+            self._tensors = tensors
+
+    @contextmanager
+    def in_use(self, learner: Learner, updates_done: int) -> Iterator[None]:
+        """Inside, the policy holds the published version; afterwards its own weights, bit by bit."""
+        if updates_done == 0:
+            with learner.rollout_weights():
+                yield
+            return
+        own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        try:
+            for name, parameter in self._parameters.items():
+                parameter.data.copy_(self._tensors[name])
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data.copy_(own[name])
 
 
 class Arrivals:
