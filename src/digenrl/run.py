@@ -171,7 +171,8 @@ def build(
     torch.manual_seed(config.seed)
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    policy = configuration.instantiate(config.model) if emulated is None else EmulatedPolicy(emulated)
+    adapter = config.model.get("lora") is not None
+    policy = configuration.instantiate(config.model) if emulated is None else EmulatedPolicy(emulated, adapter)
     rewards: RewardSuite = configuration.instantiate(config.reward if emulated is None else REWARD)
     rewards.on_missing = partial(_write_missing, session.run_dir, world.rank)
     module = configuration.instantiate(config.algorithm, policy=policy)

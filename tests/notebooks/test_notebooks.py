@@ -26,6 +26,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     candidates = [
         {
             "overrides": [f"allocation.rollouts={count}"], "schedule": name, "async_steps": 0, "step_s": 2.56 + lost,
+            "trainers": 4 - count, "rollouts": count,
             "samples_per_s": 32 / (2.56 + lost), "bound_step_s": 2.56, "efficiency": 2.56 / (2.56 + lost),
             "limits": [{"cause": "first_fragment", "seconds": lost * 0.7}, {"cause": "weights", "seconds": lost * 0.3}],
         }
@@ -33,6 +34,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ]  # fmt: skip
     plan = {
         "candidates": candidates,
+        "best": {"colocated": None, "on_policy": candidates[0], "async": candidates[1]},
         "pools": POOLS,
         "work": {"generate": 32, "train": 16},
         "seconds_per_unit": SECONDS,
@@ -40,9 +42,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (root / "plan.json").write_text(json.dumps(plan))
     jobs = [
         {"job": 0, "schedule": "sync", "status": "completed", "rl_steps": 8, "step_s": 3.1, "predicted_step_s": 3.0,
-         "heldout_last": 0.9, "wall_s": 30.0, "cause": None, "run": "a"},
+         "heldout_last": 0.9, "wall_s": 30.0, "lost:tail": 0.125, "cause": None, "run": "a"},
         {"job": 1, "schedule": "gap", "status": "failed", "rl_steps": None, "step_s": None, "predicted_step_s": None,
-         "heldout_last": None, "wall_s": 3.0, "cause": "no free port", "run": "b"},
+         "heldout_last": None, "wall_s": 3.0, "lost:tail": None, "cause": "no free port", "run": "b"},
     ]  # fmt: skip
     (root / "sweep.json").write_text(json.dumps(jobs))
     return {"RUN": str(run), "PLAN": str(root / "plan.json"), "SWEEP": str(root / "sweep.json")}
@@ -81,4 +83,6 @@ def test_plan_and_sweep(repository: Path, places: dict[str, str], monkeypatch: p
     pictures, text = execute(path, monkeypatch, places, repository)
     assert pictures == 2
     assert "stated 2.5600 s, recomputed 2.5600 s" in text
-    assert "failed" in text
+    assert "gap_tsp_tag              2+2      2.76     92.8%     11.594  first_fragment 0.14 s, weights 0.06 s" in text
+    assert "12.5 %" in text
+    assert "no free port" in text

@@ -59,15 +59,20 @@ class _Sleep(torch.autograd.Function):
 
 
 class EmulatedPolicy(Policy):
-    """See the module docstring. A third of a trained cell's time is its forward, two thirds its backward."""
+    """See the module docstring. A third of a trained cell's time is its forward, two thirds its backward.
+
+    Args:
+        adapter: only a part of the weights is trained, as with LoRA.
+    """
 
     family = "emulated"
 
-    def __init__(self, durations: Durations) -> None:
+    def __init__(self, durations: Durations, adapter: bool = False) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             transformer = nn.Linear(LATENT[1], LATENT[1])
         super().__init__(transformer, LATENT, keep_reference=True)
+        transformer.bias.requires_grad_(not adapter)
         self._durations = durations
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ each thread that waits uses its own clone.
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
@@ -157,14 +158,27 @@ class Control:
         return self.get("stop") is not None
 
 
-def host_store(host: str, port: int = 0) -> dist.TCPStore:
-    """The store server, in the launcher's process, on `port` (0 = a free one).
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket for `host_store`. Who connects before the store serves it waits in its backlog.
 
     Raises:
         OSError: no port could be bound on `host`.
     """
+    return socket.create_server((host, port), backlog=4096)
+
+
+def host_store(host: str, port: int = 0, listener: socket.socket | None = None) -> dist.TCPStore:
+    """The store server, in the launcher's process, on `listener` (which it takes over) or on `port` (0 = a free one).
+
+    Raises:
+        OSError: no port could be bound on `host`.
+    """
+    handle = None if listener is None else listener.detach()
+    timeout = timedelta(seconds=60)
     try:
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=handle
+        )
     except dist.DistError as error:
         raise OSError(f"cannot host the control store on {host}: {error}") from error
 

@@ -286,13 +286,13 @@ class DisaggregatedStrategy(DDPStrategy):
         loss = super().backward(scaled, optimizer, *args, **kwargs)
         self.shares.end()
         if not self._accumulating:
+            self.book.end_fragment()  # what follows belongs to the update
             with self.spans.span("optimizer", step=self.version, what="reduce"):
                 gradients.average(self._trained().values(), self.world.trainers)
         return loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.book.end_fragment()  # Lightning does not resume a sized stream after its last item
         self.updates_done += 1
         if self.updates_done == self.spec.updates_per_batch:
             self.publish(self.version + 1)

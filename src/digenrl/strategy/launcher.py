@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -29,7 +30,7 @@ from digenrl.config.redact import redact_text
 from digenrl.report.run_dir import LOST, append_event
 from digenrl.schedule.claims import ClaimError
 from digenrl.strategy.claims import Claims
-from digenrl.strategy.control import Aborted, Control, host_store, join_store
+from digenrl.strategy.control import Aborted, Control, host_store, join_store, listen
 from digenrl.strategy.vitals import Pulse, Witness, beat, beat_key
 from digenrl.strategy.world import Session, World
 
@@ -82,27 +83,29 @@ def launch(spec: Launch) -> Outcome:
     Raises:
         OSError: the control store could not be hosted.
     """
-    store = host_store(spec.host)
+    listener = listen(spec.host)
+    witness, port = Witness(spec.on_orphaned), listener.getsockname()[1]
     prefix, epoch = f"run-{secrets.token_hex(4)}", time.time()
     token = secrets.token_hex(16)
     logs = spec.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     ranks: dict[int, BaseProcess] = {}
-    control = Control(join_store(spec.host, store.port, prefix), rank=-1)
-    for rank in range(spec.trainers + spec.rollouts):
-        control.set(beat_key(rank), "0")
-    witness = Witness(spec.on_orphaned)
     with _Signals() as signals:
         try:
             for rank in range(spec.trainers + spec.rollouts):
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
-                session = Session(spec.host, store.port, prefix, token, spec.run_dir, epoch, spec.host)
+                session = Session(spec.host, port, prefix, token, spec.run_dir, epoch, spec.host)
+                log = logs / f"rank-{rank:03d}.log"
                 process = multiprocessing.get_context("fork").Process(
-                    target=_child,
-                    args=(spec.rank_main, world, session, logs / f"rank-{rank:03d}.log", os.getpid(), witness),
+                    target=_child, args=(spec.rank_main, world, session, log, os.getpid(), witness, listener)
                 )
                 process.start()
                 ranks[rank] = process
+            # Only now, because a fork beside the store's busy threads may inherit a lock that nobody releases.
+            store = host_store(spec.host, port, listener)
+            control = Control(join_store(spec.host, store.port, prefix), rank=-1)
+            for rank in ranks:
+                control.set(beat_key(rank), "0")
             outcome = _Watch(spec, ranks, control, signals).run()
         except Exception as error:
             outcome = _own_failure(error, logs)
@@ -130,12 +133,14 @@ def _child(
     log: Path,
     launcher: int,
     witness: Witness,
+    listener: socket.socket,
 ) -> None:
     """Body of a forked rank: die with the launcher, keep the terminal free, report what went wrong."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died between fork and prctl
         os._exit(1)
     witness.ignore()
+    listener.close()
     keep_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

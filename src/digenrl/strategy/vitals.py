@@ -82,7 +82,7 @@ def beat(session: Session, rank: int) -> None:
 
 
 def beat_key(rank: int) -> str:
-    """Where a rank's beats are counted; the launcher sets all of them before the ranks begin."""
+    """Where a rank's beats are counted; the launcher sets all of them when the store begins."""
     return f"beat/{rank}"
 
 
