@@ -1,6 +1,6 @@
 """Emulated clusters against the simulator: real processes, store, transfers and optimizer steps, sleeping networks.
 
-`python benchmarks/emulated.py [--testbeds testbed_c,...] [--models ...] [--schedules ...] [--seconds 45] [--again]`
+`python -m benchmarks.emulated [--testbeds testbed_c,...] [--models ...] [--schedules ...] [--seconds 45] [--again]`
 
 Every GPU of the testbed is a process of `digenrl.cli.train` with `hardware.emulate=true`; `time_scale` makes a step
 last about `--seconds`, and three steps are measured after one that warms up. The prediction is the simulator's, with
@@ -34,8 +34,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.schedule import MECHANISMS, bench_of, disaggregated, naive_colocated
 from digenrl import config as configuration
@@ -262,7 +260,7 @@ def write(rows: Sequence[dict[str, Any]]) -> Path:
     text = [
         f"# Emulated clusters against the simulator ({date})",
         "",
-        f"Command: `python benchmarks/emulated.py`, {os.cpu_count()} cores. Three steps after one that warms up; real",
+        f"Command: `python -m benchmarks.emulated`, {os.cpu_count()} cores. Three steps after one that warms up; real",
         "processes, sleeping networks, trainers replicated. Seconds are of the emulated run; divide by the time scale",
         "for the testbed's. `x naive` compares with the measured colocated_naive of the same table; `cores` is what",
         "the run kept busy.",

@@ -1,6 +1,6 @@
 """How speed grows with ranks: simulated to 256 GPUs, emulated with real processes to 48.
 
-    python benchmarks/scaling.py [experiment=wan21_flowgrpo] [simulated=8,16,32,64,128,256] [emulated=4,8,16,32,48]
+    python -m benchmarks.scaling [experiment=wan21_flowgrpo] [simulated=8,16,32,64,128,256] [emulated=4,8,16,32,48]
 
 Simulated: one RL step of the published batch on ever more GPUs of testbed_c; the planner finds the best run for each
 number. Ratio = (samples/s per GPU) / (the same on the smallest number). The batch is the algorithm's, so it does not
@@ -17,11 +17,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import emulated
-from _shared import RESULTS, Report, options
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from benchmarks import emulated
+from benchmarks._shared import RESULTS, Report, options
 from benchmarks.schedule import bench_of
 from digenrl.simulate.candidate import Bench
 from digenrl.simulate.planner import make_plan
