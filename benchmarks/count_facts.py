@@ -1,9 +1,9 @@
 """Count what the planner's cost and memory model needs, and write it to src/digenrl/simulate/facts.json.
 
 `python benchmarks/count_facts.py [model ...]` (default: all): parameters and LoRA parameters on the meta device at real
-size; bytes saved for the backward pass with `saved_tensors_hooks` on builds of a quarter of the width and few blocks
-(CPU, bf16; they are proportional to the width); FLOPs of one forward and of one decode with torch's flop counter on the
-meta device. A few minutes on one core, no download.
+size; bytes that a forward keeps for its backward pass, by what is trained and what blocks keep (`digenrl.recompute`),
+on fake tensors at real width; FLOPs of one forward and of one decode with torch's flop counter on the meta device. A
+few minutes on one core, no download.
 """
 
 from __future__ import annotations
@@ -26,22 +26,29 @@ from diffusers import (
     SD3Transformer2DModel,
     WanTransformer3DModel,
 )
-from peft import LoraConfig
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.live_bytes import Bytes, count_bytes
+from digenrl.models import checkpointing
+from digenrl.models.lora import LoraSpec, inject_lora
+from digenrl.recompute import MODES, parse_recompute
 
 ATTENTION = r"(attn[12]?\.)(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 FEED_FORWARD = r"(ff|ff_context|ffn|img_mlp|txt_mlp)\.net\.(0\.proj|2)"
-SCALE = 4
-"""Divides the width of the builds whose saved bytes are counted."""
+CASES = ((1, 16, 64), (1, 32, 64), (1, 16, 256), (2, 16, 64))
+"""(rows, latent side, text tokens) whose bytes give the four coefficients."""
+RANK = 64
+"""Of the adapters whose activations are counted."""
 TARGETS = {"attn": rf".*blocks\.\d+\.{ATTENTION}", "attn_ff": rf".*blocks\.\d+\.({ATTENTION}|{FEED_FORWARD})"}
 
 
 def wan(hidden: int, ffn: int, layers: int) -> Callable[..., nn.Module]:
-    def build(blocks: int | None, scale: int = 1) -> nn.Module:
+    def build(blocks: int | None) -> nn.Module:
         return WanTransformer3DModel(
-            num_attention_heads=hidden // 128 // scale,
-            ffn_dim=ffn // scale,
+            num_attention_heads=hidden // 128,
+            ffn_dim=ffn,
             num_layers=blocks or layers,
             attention_head_dim=128,
         )
@@ -99,32 +106,30 @@ def qwen_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> 
     }
 
 
-def flux(blocks: int | None, scale: int = 1) -> nn.Module:
+def flux(blocks: int | None) -> nn.Module:
     singles = 2 * blocks if blocks else 38
     return FluxTransformer2DModel(
-        num_layers=blocks or 19, num_single_layers=singles, num_attention_heads=24 // scale, guidance_embeds=True
+        num_layers=blocks or 19, num_single_layers=singles, num_attention_heads=24, guidance_embeds=True
     )
 
 
-def hunyuan(blocks: int | None, scale: int = 1) -> nn.Module:
+def hunyuan(blocks: int | None) -> nn.Module:
     singles = 2 * blocks if blocks else 40
-    return HunyuanVideoTransformer3DModel(
-        num_layers=blocks or 20, num_single_layers=singles, num_attention_heads=24 // scale
-    )
+    return HunyuanVideoTransformer3DModel(num_layers=blocks or 20, num_single_layers=singles, num_attention_heads=24)
 
 
-def qwen(blocks: int | None, scale: int = 1) -> nn.Module:
-    return QwenImageTransformer2DModel(num_layers=blocks or 60, num_attention_heads=24 // scale)
+def qwen(blocks: int | None) -> nn.Module:
+    return QwenImageTransformer2DModel(num_layers=blocks or 60, num_attention_heads=24)
 
 
-def sd35_medium(blocks: int | None, scale: int = 1) -> nn.Module:
+def sd35_medium(blocks: int | None) -> nn.Module:
     layers = blocks or 24
     return SD3Transformer2DModel(
         sample_size=128,
         num_layers=layers,
-        num_attention_heads=24 // scale,
+        num_attention_heads=24,
         attention_head_dim=64,
-        caption_projection_dim=1536 // scale,
+        caption_projection_dim=1536,
         joint_attention_dim=4096,
         pooled_projection_dim=2048,
         pos_embed_max_size=384,
@@ -162,48 +167,66 @@ def flops(model: nn.Module, inputs: dict[str, Any]) -> float:
     return float(counter.get_total_flops())
 
 
-def saved_bytes(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """Unique bytes that autograd keeps for the backward pass, parameters excluded."""
-    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen: dict[int, int] = {}
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
-            seen[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(**inputs, return_dict=False)[0].float().sum()
-    return sum(seen.values())
+def fake(model: nn.Module) -> None:
+    """Replace the meta tensors of `model` by fake ones on the CPU (inside a FakeTensorMode)."""
+    for module in model.modules():
+        for store in (module._parameters, module._buffers, module.__dict__):
+            for name, tensor in list(store.items()):
+                if isinstance(tensor, Tensor):
+                    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    trained = isinstance(tensor, nn.Parameter)
+                    store[name] = nn.Parameter(made, tensor.requires_grad) if trained else made
 
 
-def activations(entry: dict[str, Any], lora: bool) -> dict[str, float]:
-    """Saved bytes per latent and per text token of one unit of blocks, by differences of builds in bf16."""
+def trainable(entry: dict[str, Any], blocks: int, trained: str) -> nn.Module:
+    """A build of `blocks` on the meta device as `models.policy.Policy` holds it: LoRA over a bf16 base, or fp32."""
+    model: nn.Module = entry["build"](blocks)
+    if trained == "full":
+        return model.eval()
+    exact = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in exact):
+            parameter.data = parameter.data.bfloat16()
+    inject_lora(model, LoraSpec(RANK, RANK, (TARGETS[trained].replace(r".*blocks\.\d+\.", ""),)))
+    return model.eval()
 
-    def measure(blocks: int, side: int, text: int) -> int:
-        model = entry["build"](blocks, SCALE).bfloat16()
-        if lora:
-            model.requires_grad_(False)
-            model.add_adapter(LoraConfig(r=32 // SCALE, lora_alpha=64, target_modules=TARGETS["attn_ff"]))
-            model = model.bfloat16()
-        model.train()
-        inputs = entry["inputs"](1, 1, side, side, text, model)
-        inputs = {
-            key: item.bfloat16() if isinstance(item, Tensor) and item.is_floating_point() and item.dim() > 1 else item
-            for key, item in inputs.items()
-        }
-        return saved_bytes(model, inputs)
 
-    base = measure(2, 16, 64) - measure(1, 16, 64)  # 64 tokens, 64 text
-    more_image = measure(2, 32, 64) - measure(1, 32, 64)  # 256 tokens
-    more_text = measure(2, 16, 256) - measure(1, 16, 256)
-    per_token = (more_image - base) / 192
-    per_text = (more_text - base) / 192
-    fixed = base - 64 * per_token - 64 * per_text
-    return {"token": SCALE * per_token, "text": SCALE * per_text, "fixed": SCALE * fixed}
+def activations(entry: dict[str, Any], trained: str) -> dict[str, dict[str, float]]:
+    """What blocks keep -> bytes of one unit of blocks per latent token, per text token, per row and per forward, by
+    differences of builds of one and two units; and `peak`, of a forward without gradients.
+    """
+    table: dict[str, dict[str, float]] = {}
+    with torch.device("meta"):
+        models = [trainable(entry, blocks, trained) for blocks in (1, 2)]
+    with FakeTensorMode():
+        for model in models:
+            fake(model)
+
+        def measure(model: nn.Module, rows: int, side: int, text: int) -> Bytes:
+            inputs = entry["inputs"](rows, 1, side, side, text, model)
+            if trained != "full":
+                floats = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
+                inputs |= {name: inputs[name].bfloat16() for name in floats if inputs[name].dim() > 1}
+            with torch.autocast("cpu", torch.bfloat16, trained == "full", cache_enabled=False):
+                return count_bytes(model, lambda: model(**inputs, return_dict=False)[0].float())[1]
+
+        def fit(figures: list[float]) -> dict[str, float]:
+            base, image, words, rows = figures
+            token, word = (image - base) / 192, (words - base) / 192
+            row = rows - base - 64 * token - 64 * word
+            return {"token": token, "text": word, "row": row, "forward": base - 64 * token - 64 * word - row}
+
+        for mode in MODES:
+            for model in models:
+                model.disable_gradient_checkpointing()  # type: ignore[operator]
+                parts = [part for part in model.children() if isinstance(part, nn.ModuleList)]
+                blocks = [block for part in parts for block in part]
+                checkpointing.enable(model, blocks, parse_recompute(mode))
+            small, large = models
+            table[mode] = fit([measure(large, *c).kept - measure(small, *c).kept for c in CASES])
+        with torch.no_grad():
+            table["peak"] = fit([measure(models[0], *case).peak for case in CASES])
+    return table
 
 
 def model_facts(name: str) -> dict[str, Any]:
@@ -215,6 +238,8 @@ def model_facts(name: str) -> dict[str, Any]:
             inputs = entry["inputs"](1, f, h, w, entry["text"], model)
             points.append({"tokens": f * h * w // 4, "flops": flops(model, inputs)})
     lists = [part for part in model.children() if isinstance(part, nn.ModuleList)]
+    kept = {trained: activations(entry, trained) for trained in ("full", *TARGETS)}
+    peaks = {trained: table.pop("peak") for trained, table in kept.items()}
     heaviest = max(sum(p.numel() for p in block.parameters()) for part in lists for block in part)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -227,7 +252,8 @@ def model_facts(name: str) -> dict[str, Any]:
         "text_tokens": entry["text"],
         "joint_attention": entry["joint"],
         "flops": points,
-        "saved_bytes_per_block": {"full": activations(entry, False), "lora": activations(entry, True)},
+        "kept_bytes": kept,
+        "forward_bytes": peaks["attn"],
     }
 
 

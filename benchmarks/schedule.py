@@ -20,8 +20,9 @@ from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 from digenrl.cli.plan import workload
-from digenrl.simulate.candidate import Bench, Candidate, Outcome, evaluate
+from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import parse_hardware
+from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.planner import fitted, make_plan, step_batches, task_sizes
 
 MODELS = ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "flux1_flowgrpo", "qwen_image_flowgrpo")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,8 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.cli.plan import workload
 from digenrl.emulate import durations
-from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.preflight import candidate_of
+from digenrl.simulate.candidate import Bench
 from digenrl.simulate.engine import simulate
 from digenrl.simulate.hardware import parse_hardware
 from digenrl.strategy.launcher import Launch, launch
@@ -63,9 +65,7 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     assert [row["rl_step"] for row in steps] == [1, 2]
     measured = median(row["step_s"] for row in steps)
     bench = Bench(workload(composed), parse_hardware(config.hardware))
-    candidate = Candidate(
-        TRAINERS, ROLLOUTS, task_size=config.sampling.task_size, tsp_batch=bench.work.trained_steps, gap=1
-    )
+    candidate = replace(candidate_of(config, TRAINERS, ROLLOUTS, bench.work.trained_steps), gap=1)
     predicted = SCALE * simulate(bench.spec(candidate), bench.cluster(candidate)).step_s
     print(
         f"16 emulated ranks on {os.cpu_count()} cores: step {measured:.2f} s, predicted {predicted:.2f} s, "

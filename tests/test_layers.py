@@ -17,10 +17,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "prompts": set(),
     "schedule": set(),
-    "simulate": {"schedule"},
+    "recompute": set(),
+    "simulate": {"schedule", "recompute"},
     "config": {"prompts"},
     "diffusion": {"types"},
-    "models": {"types", "diffusion"},
+    "models": {"types", "diffusion", "recompute"},
     "algorithms": {"types", "diffusion", "models.policy"},
     "rewards": {"types", "reward_models"},
     "reward_models": {"types", "rewards"},
@@ -36,8 +37,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 TYPES_ONLY: dict[str, set[str]] = {"diffusion": {"models.policy"}}
 """Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point upwards."""
 
-STANDARD_LIBRARY_ONLY = ("schedule", "prompts")
-TORCH_FREE = ("digenrl.schedule", "digenrl.simulate", "digenrl.config", "digenrl.config.multirun", "digenrl.prompts")
+STANDARD_LIBRARY_ONLY = ("schedule", "prompts", "recompute")
+TORCH_FREE = (
+    "digenrl.schedule",
+    "digenrl.recompute",
+    "digenrl.simulate",
+    "digenrl.config",
+    "digenrl.config.multirun",
+    "digenrl.prompts",
+)
 
 
 def rooms() -> Iterator[tuple[str, Path]]:

@@ -9,6 +9,7 @@ from typing import Any
 from digenrl.cli.plan import workload
 from digenrl.config import Composed
 from digenrl.models.emulated import Durations
+from digenrl.preflight import candidate_of
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.cluster import Cluster
 from digenrl.simulate.hardware import parse_hardware
@@ -31,15 +32,8 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
     config: Any = composed.config
     bench = Bench(workload(composed), parse_hardware(config.hardware))
     batch = config.schedule.tsp.batch
-    candidate = Candidate(
-        trainers,
-        rollouts,
-        sharding=config.parallel.sharding,
-        task_size=config.sampling.task_size,
-        tsp_batch=bench.work.trained_steps if isinstance(batch, str) else min(batch, bench.work.trained_steps),
-        checkpointing=bool(config.model.get("gradient_checkpointing", True)),
-        static_claims=config.schedule.claims == "split",
-    )
+    steps = bench.work.trained_steps
+    candidate = candidate_of(config, trainers, rollouts, steps if isinstance(batch, str) else min(batch, steps))
     return tuple(
         Durations(
             task_size=candidate.task_size,

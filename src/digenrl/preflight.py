@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from digenrl.cli.plan import trained_steps, workload
 from digenrl.config import Composed
+from digenrl.recompute import AUTO, parse_recompute
 from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Bench, Candidate
-from digenrl.simulate.hardware import Hardware
+from digenrl.simulate.hardware import parse_hardware
 from digenrl.simulate.memory import Memory
 from digenrl.simulate.workload import facts
 
@@ -38,10 +38,11 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
 
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
-    """The configuration with allocation and `schedule.tsp.batch` as numbers.
+    """The configuration with allocation, `schedule.tsp.batch` and `model.gradient_checkpointing` as values.
 
     `auto` steps per forward are the most that the memory model fits into the smallest trainer of the profile; all of
-    them where the model's sizes or the pools' memory are not known.
+    them where the model's sizes are not known. `auto` checkpointing becomes what each trainer's GPU needs to repeat
+    least (one value, or a list in the order of the trainers); with both, the fastest combination.
 
     Raises:
         ValueError: not even one step per forward fits; gives the estimate, the pool and what to change.
@@ -50,19 +51,18 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     steps = trained_steps(config.algorithm.get("train_steps") or {}, config.sampling.steps)
     asked = config.schedule.tsp.batch
     batch = min(asked, steps) if isinstance(asked, int) else steps
-    limit = _smallest_trainer(config.hardware.pools)
-    if asked == "auto" and limit is not None and sized(composed):
-        fitting = [k for k in range(1, steps + 1) if _trainer(composed, trainers, rollouts, k).gib <= limit]
-        if not fitting:
-            need = _trainer(composed, trainers, rollouts, 1).gib
-            raise ValueError(
-                f"a trainer needs about {need:.1f} GiB with one step per forward, and the smallest has {limit:g} GiB: "
-                "set parallel.sharding=fsdp, model.gradient_checkpointing=true or a smaller sampling.task_size; "
-                "`make plan` searches for a split that fits."
-            )
-        batch = max(fitting)
     tree = OmegaConf.to_container(config)
     assert isinstance(tree, dict)
+    if sized(composed):
+        bench = _bench(composed)
+        candidate = candidate_of(config, trainers, rollouts, batch)
+        if asked == "auto":
+            batch = _steps_that_fit(bench, candidate, steps)
+            candidate = replace(candidate, tsp_batch=batch)
+        if config.model.get("gradient_checkpointing") == AUTO:
+            names = [name for name, role in bench.placed(candidate) if role == "trainer"]
+            values = [bench.recompute(candidate, bench.hardware.pool(name)).config for name in names]
+            tree["model"]["gradient_checkpointing"] = values if values != values[:1] * trainers else values[0]
     tree["schedule"]["tsp"]["batch"] = batch
     tree["allocation"] |= {"trainers": trainers, "rollouts": rollouts}
     numbers = OmegaConf.create(tree)
@@ -90,18 +90,45 @@ def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ..
     return tuple(pool.tflops for pool in pools)
 
 
+def _steps_that_fit(bench: Bench, candidate: Candidate, steps: int) -> int:
+    """`schedule.tsp.batch` = auto."""
+    fitting = [
+        trial
+        for batch in range(1, steps + 1)
+        if not bench.trainer_misfits(trial := replace(candidate, tsp_batch=batch))
+    ]
+    if not fitting:
+        (reason, *_) = bench.trainer_misfits(replace(candidate, tsp_batch=1))
+        raise ValueError(
+            f"{reason} with one step per forward: set parallel.sharding=fsdp, model.gradient_checkpointing=auto or a "
+            "smaller sampling.task_size; `make plan` searches for a split that fits."
+        )
+    if candidate.recompute is None:
+        return min(fitting, key=lambda trial: (round(bench.cell_seconds(trial), 4), -trial.tsp_batch)).tsp_batch
+    return fitting[-1].tsp_batch
+
+
 def sized(composed: Composed) -> bool:
-    """Whether the model is a real build whose sizes have been counted."""
+    """Whether the model is a real build whose sizes have been counted, on pools whose memory is known."""
     config: Any = composed.config
-    return composed.choices.get("model") in facts()["models"] and config.model.get("build") == "real"
+    counted = composed.choices.get("model") in facts()["models"] and config.model.get("build") == "real"
+    return counted and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
 
 
 def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
     """What each role's rank will hold, in GiB, by what holds it; nothing for models without counted sizes."""
     if not sized(composed):
         return []
-    table = _bench(composed).memory(_candidate(composed, trainers, rollouts, composed.config.schedule.tsp.batch))
-    return [f"memory    {role}: {use.gib:.1f} GiB ({_parts(use)})" for role, use in table.items()]
+    bench = _bench(composed)
+    candidate = candidate_of(composed.config, trainers, rollouts, composed.config.schedule.tsp.batch)
+    several = len({name for name, _ in bench.placed(candidate)}) > 1
+    lines = []
+    for (pool, role), use in bench.memory(candidate).items():
+        where = f"{role} on {pool}" if several else role
+        lines.append(f"memory    {where}: {use.gib:.1f} GiB ({_parts(use)})")
+        if role == "trainer":
+            lines[-1] += f", gradient checkpointing {bench.recompute(candidate, bench.hardware.pool(pool)).config}"
+    return lines
 
 
 def _parts(use: Memory) -> str:
@@ -110,29 +137,24 @@ def _parts(use: Memory) -> str:
     return ", ".join(f"{name} {gib:.1f}" for name, gib in held.items() if gib >= 0.05)
 
 
-def _smallest_trainer(pools: Mapping[str, Any]) -> float | None:
-    """GiB of the smallest device that may train; None where a pool does not say."""
-    sizes = [pool.get("memory_gib") for pool in pools.values() if pool.get("role", "auto") != "rollout"]
-    return None if not sizes or None in sizes else float(min(sizes))
-
-
-def _trainer(composed: Composed, trainers: int, rollouts: int, batch: int) -> Memory:
-    return _bench(composed).memory(_candidate(composed, trainers, rollouts, batch))["trainer"]
-
-
 def _bench(composed: Composed) -> Bench:
-    return Bench(workload(composed), Hardware(()))
+    return Bench(workload(composed), parse_hardware(composed.config.hardware))
 
 
-def _candidate(composed: Composed, trainers: int, rollouts: int, batch: int) -> Candidate:
-    config: Any = composed.config
-    hsdp = config.parallel.sharding == "hsdp"  # a rank holds what it would hold if its group were alone
+def candidate_of(config: Any, trainers: int, rollouts: int, batch: int) -> Candidate:
+    """The configuration as the planner and the emulation see it; K = `batch`."""
+    asked = config.model.get("gradient_checkpointing", False)
+    if isinstance(asked, ListConfig):  # settled for each trainer: the planner's own choice gives the same
+        asked = AUTO
     return Candidate(
-        shard_group(config, trainers) if hsdp else trainers,
+        trainers,
         rollouts,
-        sharding="fsdp" if hsdp else config.parallel.sharding,
+        sharding=config.parallel.sharding,
+        shard_group=config.parallel.shard_group if isinstance(config.parallel.shard_group, int) else None,
         task_size=config.sampling.task_size,
         tsp_batch=batch,
-        checkpointing=bool(config.model.get("gradient_checkpointing", False)),
+        recompute=None if asked == AUTO else parse_recompute(asked),
+        encoders=not config.model.get("offload_encoders", True),
         tag=config.schedule.tag,
+        static_claims=config.schedule.claims == "split",
     )

@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl import config as configuration
 from digenrl.algorithms.dump import dump_to
@@ -139,6 +139,18 @@ def describe(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, ch
     return lines + ([f"resume    {checkpoint}"] if checkpoint else [])
 
 
+def model_of(config: DictConfig, world: World) -> DictConfig:
+    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ."""
+    model: DictConfig = config.model
+    kept = model.get("gradient_checkpointing")
+    if not isinstance(kept, ListConfig):
+        return model
+    own = DictConfig({"gradient_checkpointing": kept[world.rank] if world.is_trainer else False})
+    merged = OmegaConf.merge(model, own)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def sampling_spec(config: DictConfig) -> SamplingSpec:
     """The `sampling` group as the engine reads it."""
     sampling = config.sampling
@@ -171,8 +183,12 @@ def build(
     torch.manual_seed(config.seed)
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    adapter = config.model.get("lora") is not None
-    policy = configuration.instantiate(config.model) if emulated is None else EmulatedPolicy(emulated, adapter)
+    if emulated is None:
+        policy: Policy = configuration.instantiate(model_of(config, world))
+    else:
+        policy = EmulatedPolicy(emulated, adapter=config.model.get("lora") is not None)
+    if not world.is_trainer:
+        policy.only_generate()
     rewards: RewardSuite = configuration.instantiate(config.reward if emulated is None else REWARD)
     rewards.on_missing = partial(_write_missing, session.run_dir, world.rank)
     module = configuration.instantiate(config.algorithm, policy=policy)

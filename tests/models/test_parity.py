@@ -235,3 +235,15 @@ def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refu
     assert torch.allclose(*outputs, atol=1e-5)
     with pytest.raises(ValueError, match="warp_drive"):
         make("wan", attention_backend="warp_drive")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_that_only_generates_holds_half_and_computes_the_same(family):
+    trained, halved = (make(family, lora="full", dtype="bfloat16", guidance_scale=4.0) for _ in range(2))
+    halved.only_generate()
+    condition, noise, sigma = trained.encode([Prompt("a star")]), noise_of(trained, 1), torch.tensor([0.7])
+    with torch.no_grad():
+        outputs = [policy.velocity(noise, sigma, condition) for policy in (trained, halved)]
+    assert torch.equal(*outputs)
+    size, half = (sum(p.numel() * p.element_size() for p in x.transformer.parameters()) for x in (trained, halved))
+    assert half < 0.55 * size

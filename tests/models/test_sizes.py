@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.count_facts import MODELS
-from digenrl.models.policy import lora_modules
+from digenrl.models.lora import lora_modules
 from tests.models.tiny_policies import FAMILIES
 
 # Parameters in billions: Wan2.1 and HunyuanVideo reports, FLUX.1-dev, Qwen-Image and SD3.5 medium checkpoints;

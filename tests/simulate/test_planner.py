@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from digenrl.simulate.bound import bound_seconds
-from digenrl.simulate.candidate import Bench, Candidate, evaluate
+from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import Hardware, Pool, assign, parse_hardware
+from digenrl.simulate.outcome import evaluate
 from digenrl.simulate.planner import PlanError, fitted, make_plan, task_sizes
 from digenrl.simulate.report import as_json, explanation, overrides
 from digenrl.simulate.workload import Workload

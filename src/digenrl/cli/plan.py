@@ -16,11 +16,12 @@ from typing import Any
 from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.schedule.trace import Span, perfetto
-from digenrl.simulate.candidate import Bench, Outcome, evaluate
+from digenrl.simulate.candidate import Bench
 from digenrl.simulate.hardware import assign, parse_hardware
+from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.planner import Plan, PlanError, make_plan
 from digenrl.simulate.report import as_json, chosen, explanation, overrides, table
-from digenrl.simulate.workload import Workload
+from digenrl.simulate.workload import Workload, facts
 
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -35,8 +36,7 @@ def main(words: list[str]) -> int:
     settings: Any = composed.config
     try:
         bench = Bench(workload(composed), parse_hardware(settings.hardware))
-        for warning in idle_ranks(bench, settings.allocation):
-            print(warning, file=sys.stderr)
+        idle = idle_gpus(bench, settings.allocation)
         plan = make_plan(bench)
     except ValueError as error:
         print(f"cannot plan: {error}", file=sys.stderr)
@@ -50,6 +50,14 @@ def main(words: list[str]) -> int:
     print()
     print("\n".join(explanation(plan, asynchronous)))
     winner = chosen(plan, asynchronous)[0]
+    if idle:
+        better = winner.candidate
+        print(
+            f"warning: allocation {settings.allocation.trainers}+{settings.allocation.rollouts} leaves {idle} of "
+            f"{bench.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
+            f"allocation.rollouts={better.rollouts}, as planned above.",
+            file=sys.stderr,
+        )
     choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
     print(f"\npython -m digenrl.cli.train {choices} {' '.join(overrides(winner))}")
     print(write(plan, winner, asynchronous, settings, run_dir))
@@ -59,12 +67,20 @@ def main(words: list[str]) -> int:
 def workload(composed: Composed) -> Workload:
     """The experiment's numbers. Raises ValueError for a model without counted sizes."""
     config: Any = composed.config
+    model_name = composed.choices["model"]
+    if model_name not in facts()["models"]:
+        raise ValueError(
+            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(facts()['models']))}). A "
+            "small one is measured faster than planned: `python -m digenrl.cli.train "
+            f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} max_rl_steps=3` ends "
+            "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, once."
+        )
     sampling, algorithm, model = config.sampling, config.algorithm, config.model
     lora = model.get("lora")
     embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
     return Workload(
-        model=composed.choices["model"],
+        model=model_name,
         height=sampling.height,
         width=sampling.width,
         frames=sampling.frames,
@@ -109,24 +125,18 @@ def trained_steps(selection: Mapping[str, Any], steps: int) -> int:
     )
 
 
-def idle_ranks(bench: Bench, allocation: Any) -> list[str]:
-    """Warnings about an allocation of the command line that leaves GPUs idle or cannot be placed."""
+def idle_gpus(bench: Bench, allocation: Any) -> int:
+    """GPUs that an allocation of the command line leaves idle. Raises ValueError when it cannot be placed."""
     trainers, rollouts = allocation.trainers, allocation.rollouts
     if not isinstance(trainers, int) or not isinstance(rollouts, int):
-        return []
+        return 0
     assign(bench.hardware, trainers, rollouts)
-    idle = bench.hardware.gpus - trainers - rollouts
-    if idle <= 0:
-        return []
-    return [
-        f"warning: allocation {trainers}+{rollouts} leaves {idle} of {bench.hardware.gpus} GPUs idle; "
-        "the plan below uses all of them."
-    ]
+    return bench.hardware.gpus - trainers - rollouts
 
 
 def write(plan: Plan, winner: Outcome, asynchronous: bool, settings: Any, run_dir: Path) -> Path:
     """plan.json, trace.json and the Gantt chart of the winner; returns the path of plan.json."""
-    traced = evaluate(plan.bench, winner.candidate, plan.bound_s, exact=True, trace=True)
+    traced = evaluate(plan.bench, winner.candidate, plan.bound, exact=True, trace=True)
     (run_dir / "trace.json").write_text(json.dumps(perfetto(traced.result.spans)), encoding="utf-8")
     if settings.plan.plot:
         gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")

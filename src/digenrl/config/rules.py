@@ -159,12 +159,33 @@ class AnyOf:
         return None if None in complaints else complaints[0]
 
 
+@dataclass(frozen=True)
+class Shares:
+    """A mapping of what blocks keep for the backward pass to the share of blocks that do (`digenrl.recompute`)."""
+
+    names: tuple[str, ...] = ("products", "attention", "inputs")
+
+    def describe(self) -> str:
+        return f"{{{'|'.join(self.names)}: share of the blocks}}"
+
+    def problem(self, value: Any) -> str | None:
+        if not isinstance(value, dict):
+            return f"is {_kind(value)}"
+        if unknown := sorted(set(value) - set(self.names)):
+            return f"names {', '.join(unknown)}"
+        for share in value.values():
+            if (wrong := Number(0, 1).problem(share)) is not None:
+                return f"holds {share!r}, which {wrong}"
+        return None if sum(value.values()) <= 1.0 + 1e-9 else "sums to more than 1"
+
+
 def _whole(low: int, high: int | None = None, *words: str, null: bool = False) -> Number:
     return Number(low, high, whole=True, words=words, null=null)
 
 
 _NOT_NEGATIVE = Number(0)
 _POSITIVE = Number(0, above=True)
+_KEPT: tuple[Rule, ...] = (Flag(), Number(0, 1, words=("auto", "products", "attention")), Shares())
 KEYS: dict[str, Rule] = {
     "experiment_name": Text("name of the run's directory"),
     "seed": _whole(0, 2**63 - 1),
@@ -215,6 +236,7 @@ KEYS: dict[str, Rule] = {
     "reward.pending": _whole(1),
     "reward.max_batch": _whole(0),
     "reward.cache_size": _whole(0),
+    "model.gradient_checkpointing": AnyOf((*_KEPT, ListOf(AnyOf(_KEPT), least=1))),
     "model.lora.rank": _whole(1, 4096),
     "model.lora.alpha": _POSITIVE,
     "hardware.build": Choice(("tiny", "real")),

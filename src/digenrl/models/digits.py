@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from digenrl.diffusion.sigmas import static_grid
-from digenrl.models.policy import Policy
+from digenrl.models.policy import Policy, RecomputeConfig
 
 BASE_FILE = Path(__file__).with_name("digits_base.safetensors")
 SIDE = 8
@@ -129,7 +129,7 @@ class DigitsPolicy(Policy):
         height: int = SIDE,
         width: int = SIDE,
         shift: float = 1.0,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: RecomputeConfig = False,
         keep_reference: bool = False,
         seed: int = 0,
     ) -> None:

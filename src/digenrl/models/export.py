@@ -11,7 +11,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor
 
-from digenrl.models.policy import ADAPTER, Policy
+from digenrl.models.lora import ADAPTER
+from digenrl.models.policy import Policy
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 PIPELINES = {

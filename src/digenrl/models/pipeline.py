@@ -19,7 +19,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from digenrl.models import checkpoint, latents, tiny
-from digenrl.models.policy import LoraSpec, Policy
+from digenrl.models.lora import LoraSpec
+from digenrl.models.policy import Policy, RecomputeConfig
+from digenrl.recompute import parse_recompute
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
 
@@ -79,7 +81,7 @@ class DiffusersPolicy(Policy):
         grid: str = EXPLICIT,
         max_sequence_length: int = 512,
         negative_prompt: str | None = "",
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: RecomputeConfig = False,
         keep_reference: bool = False,
         attention_backend: str | None = None,
         compile: bool = False,
@@ -96,6 +98,12 @@ class DiffusersPolicy(Policy):
             raise ValueError(
                 f"model.true_cfg_scale={true_cfg_scale} is for guidance-distilled families; {self.family} takes "
                 "classifier-free guidance from sampling.guidance_scale"
+            )
+        kept = parse_recompute(gradient_checkpointing)
+        if compile and kept.products + kept.attention > 0:
+            raise ValueError(
+                f"model.gradient_checkpointing={gradient_checkpointing} chooses among operators, which compiled blocks "
+                "do not show: set model.compile=false, or model.gradient_checkpointing to true, false or a share"
             )
         self.path = str(tiny.ensure(self.family)) if build == "tiny" else path
         checkpoint.require_family(self.path, self.pipelines, self.family)

@@ -9,132 +9,30 @@ guidance by two forwards, the embedding cache, LoRA, the reference model and dty
 from __future__ import annotations
 
 import copy
-import difflib
 import logging
-import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from digenrl.models import checkpointing
+from digenrl.models.lora import LoraSpec, inject_lora, wide
+from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt, move
 
 logger = logging.getLogger(__name__)
 
-ADAPTER = "default"
-"""diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
 NEGATIVE = "negative_"
 """Prefix of the conditioning of the unconditional branch of classifier-free guidance."""
+RecomputeConfig = bool | float | str | Mapping[str, float] | None
+"""`model.gradient_checkpointing` (see `digenrl.recompute`)."""
 CACHED_TEXTS = 1024
 """Texts whose embeddings stay on the CPU (4 MB each at 512 tokens x 4096 in bf16); least recently used go first."""
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """Which linear layers of the transformer get a low-rank adapter; scale = alpha / rank."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    """Regular expressions; a layer is adapted when one of them matches a dot-aligned suffix of its name."""
-    expected: int | None = None
-    """Number of layers that must match; None = only zero is an error."""
-    seed: int = 0
-    """Seeds the A matrices (B is 0), so that every rank starts from the same adapter."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> LoraSpec:
-        """The spec of a YAML mapping {rank, alpha, targets, expected?, seed?}; raises ValueError on any other key."""
-        allowed = {"rank", "alpha", "targets", "expected", "seed"}
-        for key in config:
-            if key not in allowed:
-                nearest = difflib.get_close_matches(str(key), allowed, n=1)
-                hint = f"; did you mean lora.{nearest[0]}?" if nearest else ""
-                raise ValueError(f"unknown key lora.{key}; allowed: {', '.join(sorted(allowed))}{hint}")
-        missing = sorted({"rank", "alpha", "targets"} - set(config))
-        if missing:
-            raise ValueError(f"lora needs {', '.join(missing)}; set model.lora.{missing[0]} or model.lora=null")
-        targets = config["targets"]
-        return cls(
-            rank=int(config["rank"]),
-            alpha=float(config["alpha"]),
-            targets=(targets,) if isinstance(targets, str) else tuple(targets),
-            expected=None if config.get("expected") is None else int(config["expected"]),
-            seed=int(config.get("seed") or 0),
-        )
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0:
-            raise ValueError(f"lora.rank must be >= 1 and lora.alpha > 0, got rank={self.rank}, alpha={self.alpha}")
-
-
-def lora_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names of the linear layers that `targets` match; raises ValueError naming the first target without a match."""
-    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
-    matched: set[str] = set()
-    for target in targets:
-        pattern = re.compile(rf"(?:.*\.)?(?:{target})")
-        hits = [name for name in linear if pattern.fullmatch(name)]
-        if not hits:
-            suffixes = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in linear})
-            nearest = difflib.get_close_matches(target, suffixes, n=1)
-            hint = f"; nearest: {nearest[0]}" if nearest else ""
-            raise ValueError(
-                f"LoRA target '{target}' matches no linear layer of {type(transformer).__name__}{hint}. "
-                f"Layers end in: {', '.join(suffixes)}"
-            )
-        matched.update(hits)
-    return [name for name in linear if name in matched]
-
-
-def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
-    """Add the adapter to `transformer` (base frozen, adapter in fp32); returns the names of the adapted layers.
-
-    A is Gaussian and B zero, as Flow-GRPO initialises (yifan123/flow_grpo scripts/train_sd3.py). Raises ValueError when
-    a target matches nothing, when the number of layers is not `spec.expected`, or when the scale is not alpha / rank.
-    """
-    names = lora_modules(transformer, spec.targets)
-    if spec.expected is not None and len(names) != spec.expected:
-        raise ValueError(
-            f"LoRA would adapt {len(names)} layers of {type(transformer).__name__}, expected {spec.expected}: "
-            f"the checkpoint's architecture or lora.targets={list(spec.targets)} changed; "
-            f"if intended, set model.lora.expected={len(names)}"
-        )
-    transformer.requires_grad_(False)
-    config = LoraConfig(
-        r=spec.rank,
-        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft types int, but keeps and divides whatever it is given
-        target_modules=names,
-        init_lora_weights="gaussian",
-        lora_dropout=0.0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
-    adapted = {name: m for name, m in transformer.named_modules() if isinstance(m, BaseTunerLayer)}
-    if sorted(adapted) != sorted(names):
-        differing = sorted(set(names) ^ set(adapted))
-        raise ValueError(f"peft adapted {len(adapted)} layers, {len(names)} were named: {differing}")
-    for name, layer in adapted.items():
-        scale = layer.scaling[ADAPTER]  # type: ignore[attr-defined]
-        if scale != spec.alpha / spec.rank:
-            raise ValueError(f"LoRA scale of {name} is {scale}, not alpha / rank = {spec.alpha / spec.rank}")
-    for parameter in transformer.parameters():
-        if parameter.requires_grad:
-            parameter.data = _widen(parameter.data)
-    return names
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """dtype of trained weights, noise levels and velocities: fp32, or fp64 where the policy computes in fp64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _widen(tensor: Tensor) -> Tensor:
@@ -157,7 +55,7 @@ class Policy(nn.Module, ABC):
         guidance_scale: float = 1.0,
         lora: Mapping[str, Any] | LoraSpec | None = None,
         dtype: torch.dtype | str = torch.float32,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: RecomputeConfig = False,
         keep_reference: bool = False,
         cfg: bool = False,
     ) -> None:
@@ -184,9 +82,11 @@ class Policy(nn.Module, ABC):
         else:
             self.lora_layers = inject_lora(transformer, self.lora)
         self._adapted = tuple(layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer))
-        if gradient_checkpointing:
-            transformer.enable_gradient_checkpointing()  # type: ignore[operator]
         self.transformer = transformer
+        trained = set(transformer.modules())
+        checkpointing.enable(
+            transformer, [b for b in self.wrap_units() if b in trained], parse_recompute(gradient_checkpointing)
+        )
         self._in_reference = False
         self._embeddings: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._said: set[str] = set()
@@ -256,7 +156,9 @@ class Policy(nn.Module, ABC):
         sigmas = sigmas.to(wide(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
         autocast = self.lora is None and self.dtype != wide(self.dtype)
-        with torch.autocast(latents.device.type, dtype=self.dtype) if autocast else nullcontext():
+        # Every weight is cast once per forward: a cache of the casts would only hold a second copy of the network.
+        half = torch.autocast(latents.device.type, dtype=self.dtype, cache_enabled=False) if autocast else None
+        with half or nullcontext():
             if not self.two_forwards:
                 return _widen(self.predict(latents, sigmas, positive))
             both = {key: torch.cat([self._negative(condition, key), value]) for key, value in positive.items()}
@@ -339,6 +241,15 @@ class Policy(nn.Module, ABC):
                 if parameter.shape != tensors[name].shape:
                     raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, policy {tuple(parameter.shape)}")
                 parameter.copy_(tensors[name])
+
+    def only_generate(self) -> None:
+        """Hold in `self.dtype` what full fine-tuning would cast to it in every forward anyway: half the memory of a
+        rank that never trains, and the same velocities, bit by bit."""
+        if self.lora is None:
+            for module in self.transformer.modules():
+                if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
+                    for parameter in module.parameters(recurse=False):
+                        parameter.data = parameter.data.to(self.dtype)
 
     def parameters_without_gradient(self) -> list[str]:
         """Names of trained parameters whose .grad is None: after a backward this must be empty."""

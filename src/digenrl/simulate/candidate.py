@@ -1,18 +1,20 @@
-"""One way to run an experiment on a profile: its memory, its cluster in virtual time, its distance from the bound."""
+"""One way to run an experiment on a profile: its memory, its cluster in virtual time, and the bound of all ways."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
-from digenrl.simulate.bound import bound_seconds
+from digenrl.simulate.bound import Bound, solve_bound
 from digenrl.simulate.cluster import Cluster, Rank
 from digenrl.simulate.costs import Costs
-from digenrl.simulate.engine import Simulated, simulate
 from digenrl.simulate.hardware import Hardware, Pool, assign, shard_group
-from digenrl.simulate.memory import GIB, Memory, rollout_memory, trainer_memory
-from digenrl.simulate.workload import ENCODERS, Workload
+from digenrl.simulate.memory import Memory, rollout_memory, trainer_memory
+from digenrl.simulate.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,16 @@ class Candidate:
     trainers: int
     rollouts: int
     sharding: str = "ddp"
+    shard_group: int | None = None
+    """Trainers of an hsdp group; None = those of a node."""
     first: str | None = None
     """Pool that trainers come from first; None = the profile's order and roles."""
     task_size: int = 1
     tsp_batch: int = 1
-    checkpointing: bool = True
+    recompute: Recompute | None = None
+    """What blocks keep for the backward pass; None = on each trainer the least repetition that fits (auto)."""
+    encoders: bool = False
+    """Text encoders and VAE stay on the GPUs that generate (model.offload_encoders=false)."""
     gap: int = 1
     tsp_shard: bool = True
     tag: bool = False
@@ -42,7 +49,7 @@ class Candidate:
     def name(self) -> str:
         """The schedule in a word."""
         if self.rollouts == 0:
-            return "colocated_naive" if self.static_claims else "colocated"
+            return "colocated_split" if self.static_claims else "colocated"
         if self.async_steps:
             return "full" if self.tag and self.handoff else "async"
         words = [word for word, on in (("gap", self.gap), ("tsp", self.tsp_shard), ("tag", self.tag)) if on]
@@ -55,6 +62,7 @@ class Bench:
 
     work: Workload
     hardware: Hardware
+    _chosen: dict[Any, Recompute] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def costs(self) -> Costs:
@@ -74,43 +82,103 @@ class Bench:
             return 1
         if candidate.sharding == "fsdp":
             return candidate.trainers
+        if candidate.shard_group is not None:
+            return candidate.shard_group
         return shard_group(candidate.trainers, min(pool.per_node for pool in self.hardware.pools))
 
-    def memory(self, candidate: Candidate) -> dict[str, Memory]:
-        """Role -> bytes of a rank."""
-        generates = candidate.rollouts == 0 or candidate.tag
-        keeps = candidate.tag and self.work.lora_rank is not None and self.work.updates > 1
-        table = {
-            "trainer": trainer_memory(
-                self.work,
-                self.shards(candidate),
-                candidate.task_size,
-                candidate.tsp_batch,
-                candidate.checkpointing,
-                generates,
-                keeps,
-            )
-        }
-        if candidate.rollouts:
-            table["rollout"] = rollout_memory(self.work, candidate.task_size)
+    def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:
+        """What the blocks of a trainer on `pool` keep: the candidate's choice, or the fastest that fits (if none does,
+        the smallest)."""
+        if candidate.recompute is not None:
+            return candidate.recompute
+        lends = candidate.rollouts == 0 or candidate.tag
+        blocks = self.blocks_at_once(candidate, pool)
+        size, batch = candidate.task_size, candidate.tsp_batch
+        key = (pool, self.shards(candidate), size, batch, blocks, lends, candidate.encoders)
+        if key not in self._chosen:
+            self._chosen[key] = self._fastest(candidate, pool)
+        return self._chosen[key]
+
+    def _fastest(self, candidate: Candidate, pool: Pool) -> Recompute:
+        units = int(self.work.sizes["blocks"])
+
+        def fits(choice: Recompute) -> bool:
+            return self.trainer_memory(candidate, choice, pool).gib <= pool.memory_gib
+
+        def mixed(more: str, less: str, part: int) -> Recompute:
+            shares = {more: (units - part) / units, less: part / units}
+            return Recompute(**{mode: share for mode, share in shares.items() if mode != ALL})
+
+        if fits(Recompute()):
+            return Recompute()
+        choices = []
+        for more, less in itertools.combinations(MODES, 2):
+            if fits(mixed(more, less, units)):
+                low, high = 0, units  # the smallest number of blocks that must keep less
+                while low < high:
+                    middle = (low + high) // 2
+                    low, high = (low, middle) if fits(mixed(more, less, middle)) else (middle + 1, high)
+                choices.append(mixed(more, less, low))
+        if not choices:
+            return Recompute(inputs=1.0)
+        size, batch = candidate.task_size, candidate.tsp_batch
+        return min(choices, key=lambda choice: self.costs.cell_seconds(pool, size, batch, choice))
+
+    def blocks_at_once(self, candidate: Candidate, pool: Pool) -> int:
+        """Blocks of a micro-batch on a trainer of `pool`: with unequal shares a fast one gets several."""
+        if not candidate.shares or candidate.sharding == "fsdp":
+            return 1
+        speeds = [self.hardware.pool(name).tflops for name, role in self.placed(candidate) if role == "trainer"]
+        return math.ceil(pool.tflops * len(speeds) / sum(speeds) - 1e-9)
+
+    def trainer_memory(self, candidate: Candidate, recompute: Recompute, pool: Pool) -> Memory:
+        """Bytes of a trainer on `pool` whose blocks keep `recompute`."""
+        return trainer_memory(
+            self.work,
+            self.shards(candidate),
+            candidate.task_size,
+            candidate.tsp_batch * self.blocks_at_once(candidate, pool),
+            recompute,
+            generates=candidate.rollouts == 0 or candidate.tag,
+            keeps_copy=candidate.tag and self.work.lora_rank is not None and self.work.updates > 1,
+            encoders=candidate.encoders,
+        )
+
+    def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
+        """(pool, role) -> bytes of a rank."""
+        table = {}
+        for name, role in dict.fromkeys(self.placed(candidate)):
+            if role == "trainer":
+                pool = self.hardware.pool(name)
+                table[name, role] = self.trainer_memory(candidate, self.recompute(candidate, pool), pool)
+            else:
+                table[name, role] = rollout_memory(self.work, candidate.task_size, candidate.encoders)
         return table
 
     def misfits(self, candidate: Candidate) -> list[str]:
         """Why the candidate does not fit into memory, one sentence per pool and role; empty when it does."""
-        memory = self.memory(candidate)
         reasons = []
-        for pool_name, role in sorted(set(self.placed(candidate))):
-            pool, need = self.hardware.pool(pool_name), memory[role].gib
+        for (pool_name, role), memory in sorted(self.memory(candidate).items()):
+            pool, need = self.hardware.pool(pool_name), memory.gib
             if need > pool.memory_gib:
                 reasons.append(f"{role} on {pool_name} ({pool.gpu}) needs {need:.1f} GiB of {pool.memory_gib:g} GiB")
         return reasons
+
+    def trainer_misfits(self, candidate: Candidate) -> list[str]:
+        """`misfits` of the trainers alone."""
+        return [reason for reason in self.misfits(candidate) if reason.startswith("trainer")]
+
+    def cell_seconds(self, candidate: Candidate) -> float:
+        """One trained step of a task on the slowest trainer."""
+        pools = {name for name, role in self.placed(candidate) if role == "trainer"}
+        return max(self.pool_cell_seconds(self.hardware.pool(name), candidate) for name in pools)
 
     def spec(self, candidate: Candidate) -> ScheduleSpec:
         """The schedule that train would build from the candidate's overrides."""
         work = self.work
         shares: tuple[float, ...] = ()
-        if candidate.shares:
-            speeds = {pool.name: 1.0 / self._cell(pool, candidate) for pool in self.hardware.pools}
+        if candidate.shares and candidate.sharding != "fsdp":  # there every forward is one of all trainers
+            speeds = {pool.name: 1.0 / self.pool_cell_seconds(pool, candidate) for pool in self.hardware.pools}
             shares = tuple(speeds[pool] for pool, role in self.placed(candidate) if role == "trainer")
         return ScheduleSpec(
             prompts=work.prompts,
@@ -130,50 +198,50 @@ class Bench:
             stale_fraction=candidate.stale_fraction,
         )
 
-    def _cell(self, pool: Pool, candidate: Candidate) -> float:
-        return self.costs.cell_seconds(pool, candidate.task_size, candidate.tsp_batch, candidate.checkpointing)
+    def pool_cell_seconds(self, pool: Pool, candidate: Candidate) -> float:
+        """One trained step of a task on a trainer of `pool`."""
+        choice = self.recompute(candidate, pool)
+        return self.costs.cell_seconds(pool, candidate.task_size, candidate.tsp_batch, choice)
 
     def cluster(self, candidate: Candidate) -> Cluster:
         """Durations of the candidate, for the engine."""
         costs, work, b = self.costs, self.work, candidate.task_size
         placed = self.placed(candidate)
-        memory = self.memory(candidate)
         pools = {name: self.hardware.pool(name) for name, _ in placed}
-        trainer_pools = [pools[name] for name, role in placed if role == "trainer"]
-        unique = list({pool.name: pool for pool in trainer_pools}.values())
+        trainer_pools = list({name: pools[name] for name, role in placed if role == "trainer"}.values())
         shards = self.shards(candidate)
-        gather = costs.gather_seconds(unique, shards)
-        encoders = 2 * ENCODERS[work.model][0] / GIB
-        ranks = []
+        ranks, exposed = [], 0.0
         for number, (name, role) in enumerate(placed):
-            pool = pools[name]
-            resident = memory[role].gib + encoders <= pool.memory_gib
+            pool, cell = pools[name], 0.0
             step = costs.step_seconds(pool, b)
-            if role == "trainer" and shards > 1:
-                step = max(max(costs.step_seconds(p, b) for p in unique), gather * work.passes)
+            if role == "trainer":
+                cell = self.pool_cell_seconds(pool, candidate)
+                group = [pool] if candidate.sharding == "hsdp" else trainer_pools
+                if shards > 1:
+                    step = max(step, costs.gather_seconds(group, shards))
+                    hidden = cell * candidate.tsp_batch
+                    exposed = max(exposed, costs.sharding_seconds(group, shards) - hidden)
             ranks.append(
                 Rank(
                     number,
                     role,
                     name,
                     step,
-                    costs.encode_seconds(pool, cached=resident),
+                    costs.encode_seconds(pool, cached=candidate.encoders),
                     costs.decode_seconds(pool, b),
                     costs.score_seconds(pool, b),
-                    self._cell(pool, candidate) if role == "trainer" else 0.0,
+                    cell,
                     costs.optimizer_seconds(pool, 1) / 4,
                 )
             )
-        compute = min(self._cell(pool, candidate) for pool in unique) * candidate.tsp_batch
-        exposed = max(0.0, (2 + int(candidate.checkpointing)) * gather * work.passes - compute) if shards > 1 else 0.0
         everyone = list(pools.values())
         volume = 4 * work.trained_parameters / shards
         return Cluster(
-            tuple(ranks),
+            tuple(self._together(ranks, shards)),
             lockstep=shards > 1,
             micro_batch_seconds=exposed,
-            reduce_seconds=costs.reduce_seconds(unique, candidate.trainers),
-            optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in unique),
+            reduce_seconds=costs.reduce_seconds(trainer_pools, candidate.trainers // shards, shards),
+            optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),
             snapshot_seconds=volume / (self.hardware.efficiency.host_gb_s * 1e9) if candidate.rollouts else 0.0,
             publish_seconds=costs.publish_seconds(everyone, candidate.rollouts),
             deliver_seconds=costs.deliver_seconds(everyone, b),
@@ -182,6 +250,16 @@ class Bench:
             lends_between_updates=work.lora_rank is not None,
             static_claims=candidate.static_claims,
         )
+
+    @staticmethod
+    def _together(ranks: list[Rank], shards: int) -> list[Rank]:
+        """`ranks`, of which those that share weights denoise at the pace of their slowest."""
+        trainers = [rank for rank in ranks if rank.role == "trainer"]
+        for start in range(0, len(trainers), shards):
+            slowest = max(rank.step_seconds for rank in trainers[start : start + shards])
+            for rank in trainers[start : start + shards]:
+                ranks[rank.rank] = replace(rank, step_seconds=slowest)
+        return ranks
 
     # ---- the bound
 
@@ -205,77 +283,10 @@ class Bench:
             table["generate"][pool.name] = self.work.steps * costs.step_seconds(pool, group) / group
             table["decode"][pool.name] = costs.decode_seconds(pool, 1)
             table["score"][pool.name] = costs.score_seconds(pool, 1)
-            table["train"][pool.name] = costs.cell_seconds(pool, group, trained, False) / group
+            table["train"][pool.name] = costs.cell_seconds(pool, group, trained, Recompute()) / group
         return table
 
-    def bound(self) -> float:
-        """Seconds of one RL step that no schedule beats on this profile."""
+    def bound(self) -> Bound:
+        """What no schedule beats on this profile."""
         pools = {pool.name: pool.count for pool in self.hardware.pools}
-        return bound_seconds(pools, self.work_units(), self.seconds_per_unit())
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A candidate, simulated."""
-
-    bench: Bench
-    candidate: Candidate
-    result: Simulated
-    bound_s: float
-
-    @property
-    def step_s(self) -> float:
-        return self.result.step_s
-
-    @property
-    def efficiency(self) -> float:
-        return self.bound_s / self.step_s
-
-    @property
-    def bubble(self) -> dict[str, float]:
-        """Cause -> share of all GPU time spent waiting."""
-        steps = max(1, len(self.result.step_ends) - 1)
-        total = self.step_s * self.bench.hardware.gpus * steps
-        table: dict[str, float] = {}
-        for (_, stage, cause), seconds in self.result.seconds.items():
-            if stage == "wait":
-                table[cause] = table.get(cause, 0.0) + seconds / total
-        return table
-
-    def limits(self) -> list[dict[str, Any]]:
-        """What separates the step from the bound: (cause, seconds per step); the seconds sum to the gap."""
-        gpus, steps = self.bench.hardware.gpus, max(1, len(self.result.step_ends) - 1)
-        spent: dict[str, float] = {}
-        for (_, stage, cause), seconds in self.result.seconds.items():
-            spent[f"wait: {cause}" if stage == "wait" else stage] = spent.get(
-                f"wait: {cause}" if stage == "wait" else stage, 0.0
-            ) + seconds / (gpus * steps)
-        limits = {cause: s for cause, s in spent.items() if cause.startswith("wait")}
-        limits |= {stage: spent.get(stage, 0.0) for stage in ("optimizer", "publish", "adopt", "send")}
-        ranks = self.candidate.trainers + self.candidate.rollouts
-        limits["idle GPUs"] = self.step_s * (gpus - ranks) / gpus
-        costs, train = self.bench.costs, spent.get("train", 0.0)
-        if self.candidate.checkpointing:
-            limits["recomputation"] = train * (1.0 - costs.cell_flops(False) / costs.cell_flops(True))
-        limits["communication"] = self._communication(train)
-        limits = {cause: seconds for cause, seconds in limits.items() if abs(seconds) > 1e-9}
-        rest = self.step_s - self.bound_s - sum(limits.values())
-        limits["batch size, placement, repeated encoding"] = rest
-        ordered = sorted(limits.items(), key=lambda item: -abs(item[1]))
-        return [{"cause": cause, "seconds": seconds} for cause, seconds in ordered]
-
-    def _communication(self, train: float) -> float:
-        cluster = self.bench.cluster(self.candidate)
-        if not cluster.micro_batch_seconds or not train:
-            return 0.0
-        spec = self.bench.spec(self.candidate)
-        block = max(rank.cell_seconds for rank in cluster.trainers) * spec.tsp_batch
-        return train * cluster.micro_batch_seconds / (cluster.micro_batch_seconds + block)
-
-
-def evaluate(bench: Bench, candidate: Candidate, bound_s: float, exact: bool = False, trace: bool = False) -> Outcome:
-    """Simulate `candidate`. Quick: one on-policy step. Exact: two, and four of asynchronous ones, which overlap."""
-    steps = 2 * candidate.async_steps + (2 if exact else 1)
-    cluster = bench.cluster(candidate)
-    result = simulate(bench.spec(candidate), cluster, steps, trace=trace, k_max=4 if exact else 2, depth=1)
-    return Outcome(bench, candidate, result, bound_s)
+        return solve_bound(pools, self.work_units(), self.seconds_per_unit())

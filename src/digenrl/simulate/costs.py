@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from digenrl.recompute import Recompute
 from digenrl.simulate.hardware import Efficiency, Hardware, Pool
-from digenrl.simulate.workload import ENCODERS, Workload
+from digenrl.simulate.memory import encoder_bytes
+from digenrl.simulate.workload import Workload
+
+SELECTION_SECONDS = 6e-3
+"""Of selective checkpointing: about 300 operators of a block (forward and repetition) through Python at 20 us each."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Costs:
         if measured is not None:
             return measured
         seconds = self.work.encode_flops() / (pool.tflops * 1e12 * self._factors.encode)
-        copies = 2 * ENCODERS[self.work.model][0] / (self._factors.host_gb_s * 1e9)
+        copies = encoder_bytes(self.work) / (self._factors.host_gb_s * 1e9)
         return seconds + (0.0 if cached else copies)
 
     def decode_seconds(self, pool: Pool, task_size: int) -> float:
@@ -66,22 +71,29 @@ class Costs:
             return measured * task_size
         return task_size * self.work.score_flops() / (pool.tflops * 1e12 * self._factors.score)
 
-    def cell_flops(self, checkpointing: bool) -> float:
-        """One trained (sample, step) cell: forward, backward, reference forward, recomputation."""
+    def cell_flops(self) -> float:
+        """One trained (sample, step) cell: forward, backward, reference forward."""
         forward = self.work.forward_flops()
-        flops = forward + self.work.backward_flops()
-        flops += forward * (int(self.work.reference) + int(checkpointing))
-        return self.work.passes * flops
+        return self.work.passes * (forward * (1 + int(self.work.reference)) + self.work.backward_flops())
 
-    def cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, checkpointing: bool) -> float:
-        """One trained step of a task, inside a block of K = `tsp_batch` steps."""
+    def cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute) -> float:
+        """One trained step of a task, inside a block of K = `tsp_batch` steps.
+
+        What blocks throw away is computed again, and written and read once more. Choosing among operators takes the
+        processor `SELECTION_SECONDS` per block and forward, which the GPU works beside.
+        """
         measured = self._measured("train", pool)
         if measured is not None:
             return measured * task_size
-        rows = task_size * tsp_batch * self.work.passes
-        flops = task_size * self.cell_flops(checkpointing)
-        launch = 4 * self._factors.launch_seconds * self.work.sizes["attention_blocks"] / tsp_batch
-        return self._compute(pool, flops, self._factors.train, rows * self.work.tokens) + launch
+        work, rows = self.work, task_size * self.work.passes
+        repeated = sum(share * work.repeated_flops(mode) for mode, share in recompute.shares.items() if share)
+        moved = sum(share * work.repeated_bytes(mode) for mode, share in recompute.shares.items() if share)
+        flops = task_size * self.cell_flops() + rows * repeated
+        launch = 4 * self._factors.launch_seconds * work.sizes["attention_blocks"] / tsp_batch
+        seconds = self._compute(pool, flops, self._factors.train, rows * tsp_batch * work.tokens)
+        seconds += rows * moved / (pool.hbm_tb_s * 1e12) + launch
+        selected = recompute.products + recompute.attention
+        return max(seconds, selected * SELECTION_SECONDS * work.sizes["attention_blocks"] / tsp_batch)
 
     # ---- links
 
@@ -91,20 +103,34 @@ class Costs:
         nominal = min(pool.intra_gb_s if inside else min(pool.intra_gb_s, pool.inter_gb_s) for pool in pools)
         return nominal * 1e9 * self._factors.network
 
+    @property
+    def _weight_bytes(self) -> int:
+        """Of a gathered parameter: the frozen base is held in bf16, trained weights in fp32."""
+        return 4 if self.work.lora_rank is None else 2
+
+    def sharding_seconds(self, pools: list[Pool], shards: int) -> float:
+        """Communication of one micro-batch of sharded trainers, all of it: a gather for the forward, one for the
+        backward (which serves the repeated forward too), one for the reference; all weights: the gradients scattered.
+        """
+        gathers = 2 + int(self.work.reference)
+        scattered = int(self.work.lora_rank is None)
+        return (gathers + scattered) * self.gather_seconds(pools, shards)
+
     def gather_seconds(self, pools: list[Pool], shards: int) -> float:
-        """All-gather of the whole model in bf16 over `shards` ranks."""
+        """All-gather of the whole model over `shards` ranks."""
         if shards == 1:
             return 0.0
-        volume = 2 * self.work.sizes["parameters"] * (shards - 1) / shards
+        volume = self._weight_bytes * self.work.sizes["parameters"] * (shards - 1) / shards
         latency = self._factors.launch_seconds * self.work.sizes["attention_blocks"] * 2
         return volume / self.bandwidth(pools, shards) + latency
 
-    def reduce_seconds(self, pools: list[Pool], ranks: int) -> float:
-        """All-reduce of the gradients in fp32 at the end of an update."""
+    def reduce_seconds(self, pools: list[Pool], ranks: int, shards: int = 1) -> float:
+        """All-reduce of the gradients in fp32 over `ranks` at the end of an update. With sharded trainers a rank holds
+        1/`shards` of them, and `ranks` counts the copies."""
         if ranks == 1:
             return 0.0
-        volume = 2 * 4 * self.work.trained_parameters * (ranks - 1) / ranks
-        return volume / self.bandwidth(pools, ranks) + 1e-3
+        volume = 2 * 4 * self.work.trained_parameters / shards * (ranks - 1) / ranks
+        return volume / self.bandwidth(pools, ranks * shards) + 1e-3
 
     def optimizer_seconds(self, pool: Pool, shards: int) -> float:
         """AdamW reads and writes weights, gradients and moments: 28 bytes per parameter."""

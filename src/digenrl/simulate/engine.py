@@ -101,7 +101,7 @@ class _Engine:
         if end <= start:
             return
         if self.step_ends or self.steps == 1:
-            key = (self._roles[rank], stage, str(args.get("cause", "")))
+            key = (self.gen.workers[rank].rank.pool, stage, str(args.get("cause", "")))
             inside = max(0.0, end - max(start, self.step_ends[0] if self.step_ends else 0.0))
             self.seconds[key] = self.seconds.get(key, 0.0) + inside
         if self.trace:

@@ -250,7 +250,7 @@ class Generation:
         assert worker.book is not None
         assert worker.claim is not None
         assert worker.task is not None
-        task = worker.task
+        task, worker.remaining = worker.task, 0
         self.record(worker, now)
         worker.book.done(worker.claim.position, worker.rank.rank, worker.claim.attempt)
         worker.generated += 1

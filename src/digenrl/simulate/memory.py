@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.simulate.workload import ENCODERS, Workload, facts
 
 GIB = 2**30
@@ -50,26 +51,23 @@ class Memory:
         return self.total / GIB
 
 
-def saved_bytes(work: Workload, rows: int, checkpointing: bool) -> int:
-    """Bytes that autograd keeps for `rows` forwards of one sample (samples x steps x passes).
-
-    With checkpointing: the input of every block, and one block's own while it is recomputed.
-    """
-    sizes = work.sizes
-    kept = sizes["saved_bytes_per_block"]["full" if work.lora_rank is None else "lora"]
-    text = sizes["text_tokens"]
-    block = kept["token"] * work.tokens + kept["text"] * text + kept["fixed"]
-    if not checkpointing:
-        return int(rows * sizes["blocks"] * block)
-    joint = text if sizes["joint_attention"] else 0
-    inputs = 2 * sizes["hidden"] * (work.tokens + joint) * sizes["attention_blocks"]
-    return int(rows * (inputs + block))
+def saved_bytes(work: Workload, rows: int, recompute: Recompute) -> int:
+    """Bytes that autograd and checkpoints keep for `rows` forwards of one sample (samples x steps x passes)."""
+    units = work.sizes["blocks"]
+    return int(sum(units * share * work.kept_bytes(mode, rows) for mode, share in recompute.shares.items() if share))
 
 
-def forward_bytes(work: Workload, rows: int) -> int:
-    """Peak of a forward without gradients: about one block's live tensors, a third of what autograd would keep."""
-    kept = work.sizes["saved_bytes_per_block"]["lora"]
-    return int(rows * (kept["token"] * work.tokens + kept["text"] * work.sizes["text_tokens"]) / 3)
+def repeated_bytes(work: Workload, rows: int, recompute: Recompute) -> int:
+    """Bytes that one block keeps for a moment, while what it threw away is computed again."""
+    least = max((mode for mode, share in recompute.shares.items() if share), key=MODES.index)
+    blocks_per_unit = work.sizes["attention_blocks"] / work.sizes["blocks"]
+    return int((work.kept_bytes(ALL, rows) - work.kept_bytes(least, rows)) / blocks_per_unit)
+
+
+def encoder_bytes(work: Workload) -> int:
+    """Text encoders in bf16 and VAE in fp32."""
+    parameters, _, vae = ENCODERS[work.model]
+    return 2 * parameters + 4 * int(facts()["vae"][vae]["parameters"])
 
 
 def decode_bytes(work: Workload) -> int:
@@ -78,47 +76,63 @@ def decode_bytes(work: Workload) -> int:
     return int(facts()["vae"][ENCODERS[work.model][2]]["parameters"]) * 4 + 3 * 256 * 4 * tile
 
 
-def rollout_memory(work: Workload, task_size: int) -> Memory:
-    """A rollout rank: unsharded weights (fp32 when all are trained, computing under autocast), forward, decode."""
+def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Memory:
+    """A rollout rank: unsharded weights in 16 bit (`Policy.freeze`), forward, decode.
+
+    Args:
+        encoders: text encoders and VAE stay on the GPU (`model.offload_encoders=false`).
+    """
     parameters = int(work.sizes["parameters"])
     full = work.lora_rank is None
-    trained = 4 * work.trained_parameters
-    peak = max(forward_bytes(work, task_size * work.passes), decode_bytes(work))
+    peak = max(int(work.forward_bytes(task_size * work.passes)), decode_bytes(work))
     return Memory(
         frozen=0 if full else 2 * parameters,
-        trained=trained,
+        trained=(2 if full else 4) * work.trained_parameters,
         gradients=0,
         optimizer=0,
         copies=0,
-        gathered=2 * int(work.sizes["largest_block_parameters"]) if full else 0,
+        gathered=0,
         activations=0,
-        workspace=int(peak * FRAGMENTATION + RESERVED),
+        workspace=int(peak * FRAGMENTATION + RESERVED) + encoder_bytes(work) * encoders,
     )
 
 
 def trainer_memory(
-    work: Workload, shards: int, task_size: int, tsp_batch: int, checkpointing: bool, generates: bool, keeps_copy: bool
+    work: Workload,
+    shards: int,
+    task_size: int,
+    tsp_batch: int,
+    recompute: Recompute,
+    generates: bool,
+    keeps_copy: bool,
+    encoders: bool = False,
 ) -> Memory:
     """A trainer rank that shares its weights with `shards` - 1 others (1 = replicated).
 
     Args:
+        recompute: what the blocks keep for the backward pass.
         generates: it also generates (colocated, or lending), so it needs room to decode.
         keeps_copy: it keeps the published trained weights between updates, for lending.
+        encoders: it generates, and text encoders and VAE stay on the GPU.
     """
     parameters, trained = int(work.sizes["parameters"]), work.trained_parameters
     full = work.lora_rank is None
     share = -(-trained // shards)
     block = int(work.sizes["largest_block_parameters"])
     rows = task_size * tsp_batch * work.passes
-    kept = saved_bytes(work, rows, checkpointing)
-    side = max(forward_bytes(work, task_size * work.passes), decode_bytes(work)) if generates else 0
+    kept = saved_bytes(work, rows, recompute)
+    moment = repeated_bytes(work, rows, recompute)
+    side = max(int(work.forward_bytes(task_size * work.passes)), decode_bytes(work)) if generates else 0
+    # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are scattered.
+    gathered = 2 * (4 + 4 if full else 2) * block if shards > 1 else 0
     return Memory(
         frozen=0 if full else -(-2 * parameters // shards),
         trained=4 * share,
-        gradients=4 * (trained if full and shards == 1 else share),
+        gradients=4 * (share if full else trained),
         optimizer=8 * share,
         copies=4 * share * (int(work.ema) + int(keeps_copy)),
-        gathered=2 * 2 * block if shards > 1 or full else 0,
+        gathered=gathered,
         activations=kept,
-        workspace=int(max(0.05 * kept, side * FRAGMENTATION) + RESERVED),
+        workspace=int(max(0.05 * kept + moment, side * FRAGMENTATION) + RESERVED)
+        + encoder_bytes(work) * (generates and encoders),
     )

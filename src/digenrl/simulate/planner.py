@@ -7,10 +7,13 @@ around the best of each kind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from digenrl.simulate.candidate import Bench, Candidate, Outcome, evaluate
+from digenrl.simulate.bound import Bound
+from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.outcome import Outcome, evaluate
 
 
 class PlanError(ValueError):
@@ -22,9 +25,13 @@ class Plan:
     """Outcomes, best first, and the best of each kind."""
 
     bench: Bench
-    bound_s: float
+    bound: Bound
     outcomes: tuple[Outcome, ...]
     simulated: int
+
+    @property
+    def bound_s(self) -> float:
+        return self.bound.seconds
 
     def best(self, kind: str) -> Outcome | None:
         """colocated | on_policy | async."""
@@ -47,7 +54,7 @@ def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
     Raises:
         PlanError: no candidate fits; says what is missing where.
     """
-    bound_s = bench.bound()
+    bound = bench.bound()
     fine = fine or (1 if bench.work.samples > 600 else 2)
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
@@ -58,7 +65,7 @@ def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
             if candidate not in seen:
                 if bench.misfits(candidate):
                     continue
-                seen[candidate] = evaluate(bench, candidate, bound_s)
+                seen[candidate] = evaluate(bench, candidate, bound)
             found.append(seen[candidate])
         return sorted(found, key=lambda outcome: outcome.step_s)
 
@@ -72,14 +79,14 @@ def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
             if not improved:
                 break
         for outcome in best[:5]:
-            finalists[outcome.candidate] = evaluate(bench, outcome.candidate, bound_s, exact=True)
+            finalists[outcome.candidate] = evaluate(bench, outcome.candidate, bound, exact=True)
     if not seen:
         raise PlanError(
             f"nothing fits: {'; '.join(_shortfalls(bench))}. Use more or larger GPUs, LoRA, a smaller resolution or "
             "fewer frames."
         )
     ranked = tuple(sorted(finalists.values(), key=lambda outcome: outcome.step_s))
-    return Plan(bench, bound_s, ranked, len(seen))
+    return Plan(bench, bound, ranked, len(seen))
 
 
 def _shortfalls(bench: Bench) -> list[str]:
@@ -92,15 +99,18 @@ def _shortfalls(bench: Bench) -> list[str]:
 
 
 def fitted(bench: Bench, candidate: Candidate) -> Candidate | None:
-    """`candidate` with the cheapest way to fit: no recomputation if possible, then the largest K that leaves every
-    trainer enough blocks of a fragment; None if nothing fits."""
-    sizes = step_batches(bench, candidate)
-    for checkpointing in (False, True):
-        for size in sizes:
-            trial = replace(candidate, checkpointing=checkpointing, tsp_batch=size)
-            if not bench.misfits(trial):
-                return trial
-    return None
+    """`candidate` with the K whose cells are fastest (the largest of equals) and the encoders where they cost nothing;
+    None if nothing fits."""
+    best: tuple[float, Candidate] | None = None
+    for size in step_batches(bench, candidate):
+        for encoders in (True, False):
+            trial = replace(candidate, tsp_batch=size, encoders=encoders)
+            if bench.misfits(trial):
+                continue
+            seconds = bench.cell_seconds(trial)
+            if best is None or seconds < best[0] * 0.999:
+                best = seconds, trial
+    return best[1] if best is not None else None
 
 
 def step_batches(bench: Bench, candidate: Candidate) -> list[int]:
@@ -125,22 +135,23 @@ def _unequal(bench: Bench) -> bool:
 
 
 def _held(bench: Bench, base: Candidate) -> Iterator[Candidate]:
-    """`base` held in every way that fits; replicas without recomputation make sharding pointless."""
+    """`base` held in every way that fits and that makes cells faster than the ways with fewer collectives."""
+    fastest = math.inf
     for sharding in ("ddp", "hsdp", "fsdp") if base.trainers > 1 else ("ddp",):
         candidate = fitted(bench, replace(base, sharding=sharding))
-        if candidate is not None:
+        if candidate is not None and (seconds := bench.cell_seconds(candidate)) < 0.995 * fastest:
+            fastest = seconds
             yield candidate
-            if sharding == "ddp" and not candidate.checkpointing:
-                return
 
 
 def _colocated(bench: Bench) -> Iterator[Candidate]:
     if any(pool.role == "rollout" for pool in bench.hardware.pools):
         return
     gpus, sizes = bench.hardware.gpus, task_sizes(bench)
-    for size in dict.fromkeys((sizes[0], sizes[-1])):
-        for gap in (0, 1):
-            yield from _held(bench, Candidate(gpus, 0, task_size=size, gap=gap, shares=_unequal(bench)))
+    for size in sizes:
+        for split in (False, True) if not _unequal(bench) else (False,):  # an equal split repeats less encoding
+            base = Candidate(gpus, 0, task_size=size, gap=0, shares=_unequal(bench), static_claims=split)
+            yield from _held(bench, base)
 
 
 def _disaggregated(bench: Bench, async_steps: int) -> Iterator[Candidate]:
@@ -194,11 +205,11 @@ def _balance(bench: Bench, base: Candidate) -> float:
     making = {p.name: sum(units[stage] * (seconds[stage][p.name] or 0.0) for stage in stages) for p in pools}
     half = bench.hardware.gpus // 2
     typical = replace(base, trainers=half, rollouts=bench.hardware.gpus - half)
-    trainer = fitted(bench, typical) if _allowed(bench, typical) else None
-    recompute = 1.0
-    if trainer is not None and trainer.checkpointing:
-        recompute = bench.costs.cell_flops(True) / bench.costs.cell_flops(False)
-    training = {p.name: units["train"] * (seconds["train"][p.name] or 0.0) * recompute for p in pools}
+    trainer = next(_held(bench, typical), None) if _allowed(bench, typical) else None
+    training = {p.name: units["train"] * (seconds["train"][p.name] or 0.0) for p in pools}
+    if trainer is not None:
+        per_task = {p.name: bench.pool_cell_seconds(p, trainer) for p in pools}
+        training = {name: units["train"] * cell / trainer.task_size for name, cell in per_task.items()}
     order = [p.name for p in pools for _ in range(p.count)]
     gap = []
     for trainers in range(1, len(order)):
@@ -222,18 +233,19 @@ def _neighbours(bench: Bench, candidate: Candidate) -> Iterator[Candidate]:
         if _unequal(bench):
             yield replace(candidate, shares=not candidate.shares)
         return
-    for trainers in (candidate.trainers - 2, candidate.trainers - 1, candidate.trainers + 1, candidate.trainers + 2):
+    nodes = candidate.trainers // 8 * 8
+    for trainers in sorted({candidate.trainers + offset for offset in (-3, -2, -1, 1, 2, 3)} | {nodes, nodes + 8}):
         near = replace(candidate, trainers=trainers, rollouts=gpus - trainers)
-        if 1 <= trainers < gpus and candidate.sharding != "hsdp" and _allowed(bench, near):
-            yield near
+        if trainers != candidate.trainers and 1 <= trainers < gpus and _allowed(bench, near):
+            yield from _held(bench, near)
     yield replace(candidate, handoff=not candidate.handoff)
+    yield from _held(bench, replace(candidate, tag=not candidate.tag))
     for gap in (1, 2, 4):
         if gap != candidate.gap and gap <= bench.work.prompts // bench.work.updates:
             yield replace(candidate, gap=gap)
     if candidate.async_steps:
-        for fraction in (0.25, 0.75):
+        for fraction in (0.25, 0.75, 1.0):
             yield replace(candidate, stale_fraction=fraction)
-        yield replace(candidate, tag=not candidate.tag)
     yield replace(candidate, order="arrival" if candidate.order == "canonical" else "canonical")
 
 

@@ -34,7 +34,7 @@ class Simulated:
     """Virtual second at which each RL step was published."""
     spans: tuple[Span, ...]
     seconds: Mapping[tuple[str, str, str], float]
-    """(role, stage, cause or "") -> seconds summed over ranks, without the first step where there are more."""
+    """(pool, stage, cause or "") -> seconds summed over ranks, without the first step where there are more."""
     made: tuple[tuple[int, int, int, int], ...]
     """(step, task, rank, version) of every finished task."""
     trained: tuple[tuple[int, int, tuple[int, ...]], ...]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from digenrl.simulate.candidate import Outcome
+from digenrl.recompute import Recompute
+from digenrl.simulate.outcome import Outcome
 from digenrl.simulate.planner import Plan
 
 
@@ -16,7 +17,9 @@ def overrides(outcome: Outcome) -> list[str]:
         f"allocation.rollouts={candidate.rollouts}",
         f"parallel.sharding={candidate.sharding}",
         f"sampling.task_size={candidate.task_size}",
-        f"model.gradient_checkpointing={str(candidate.checkpointing).lower()}",
+        "model.gradient_checkpointing=auto",
+        f"model.offload_encoders={str(not candidate.encoders).lower()}",
+        f"schedule.claims={'split' if candidate.static_claims else 'shared'}",
         f"schedule.gap={candidate.gap}",
         f"schedule.order={candidate.order}",
         f"schedule.tsp.batch={candidate.tsp_batch}",
@@ -45,7 +48,6 @@ def _shares(outcome: Outcome) -> str:
 
 def row(outcome: Outcome) -> dict[str, Any]:
     """One candidate of plan.json."""
-    memory = outcome.bench.memory(outcome.candidate)
     return {
         "overrides": overrides(outcome),
         "schedule": outcome.candidate.name,
@@ -56,10 +58,36 @@ def row(outcome: Outcome) -> dict[str, Any]:
         "samples_per_s": outcome.bench.work.samples / outcome.step_s,
         "bound_step_s": outcome.bound_s,
         "efficiency": outcome.efficiency,
-        "memory_gib": {role: round(use.gib, 3) for role, use in memory.items()},
+        "memory_gib": memory_by_role(outcome),
+        "recompute": {pool: kept.config for pool, kept in recomputed(outcome).items()},
         "bubble": outcome.bubble,
         "limits": outcome.limits(),
     }
+
+
+def memory_by_role(outcome: Outcome) -> dict[str, float]:
+    """Role -> GiB of its fullest rank."""
+    table: dict[str, float] = {}
+    for (_, role), use in outcome.bench.memory(outcome.candidate).items():
+        table[role] = max(table.get(role, 0.0), round(use.gib, 3))
+    return table
+
+
+def recomputed(outcome: Outcome) -> dict[str, Recompute]:
+    """Pool of trainers -> what their blocks keep for the backward pass."""
+    bench, candidate = outcome.bench, outcome.candidate
+    names = dict.fromkeys(name for name, role in bench.placed(candidate) if role == "trainer")
+    return {name: bench.recompute(candidate, bench.hardware.pool(name)) for name in names}
+
+
+def _repeats(outcome: Outcome) -> str:
+    """What is computed twice, in a column's width: no, the share of blocks and what they keep, or several values."""
+    kept = set(recomputed(outcome).values())
+    if len(kept) > 1:
+        return "by pool"
+    shares = {mode: share for mode, share in kept.pop().shares.items() if share > 0}
+    words = {"products": "p", "attention": "a", "inputs": "all"}
+    return "+".join(f"{100 * shares[mode]:.0f}%{word}" for mode, word in words.items() if mode in shares) or "no"
 
 
 def chosen(plan: Plan, asynchronous: bool) -> list[Outcome]:
@@ -88,12 +116,12 @@ def as_json(plan: Plan, asynchronous: bool, rl_steps: int) -> dict[str, Any]:
 def table(plan: Plan, asynchronous: bool, rl_steps: int, show: int) -> list[str]:
     """The best candidates, a line each."""
     lines = [
-        f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>5}{'GiB T/R':>13}{'s/step':>10}"
+        f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>10}{'GiB T/R':>13}{'s/step':>10}"
         f"{'samples/s':>11}{'of bound':>10}{'GPU-hours':>11}  waiting"
     ]
     for outcome in chosen(plan, asynchronous)[:show]:
-        candidate, memory = outcome.candidate, outcome.bench.memory(outcome.candidate)
-        gib = f"{memory['trainer'].gib:.1f}/" + (f"{memory['rollout'].gib:.1f}" if "rollout" in memory else "-")
+        candidate, memory = outcome.candidate, memory_by_role(outcome)
+        gib = f"{memory['trainer']:.1f}/" + (f"{memory['rollout']:.1f}" if "rollout" in memory else "-")
         waits = sorted(outcome.bubble.items(), key=lambda item: -item[1])
         bubble = ", ".join(f"{cause} {100 * share:.1f}%" for cause, share in waits if share >= 0.001)
         hours = outcome.step_s * rl_steps * outcome.bench.hardware.gpus / 3600
@@ -101,7 +129,7 @@ def table(plan: Plan, asynchronous: bool, rl_steps: int, show: int) -> list[str]
         lines.append(
             f"{candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"
             f"{candidate.task_size:>4}{candidate.tsp_batch:>4}{candidate.gap:>4}"
-            f"{'yes' if candidate.checkpointing else 'no':>5}{gib:>13}{outcome.step_s:>10.2f}{rate:>11.3f}"
+            f"{_repeats(outcome):>10}{gib:>13}{outcome.step_s:>10.2f}{rate:>11.3f}"
             f"{outcome.efficiency:>10.3f}{hours:>11.0f}  {bubble or 'none'}"
         )
     return lines

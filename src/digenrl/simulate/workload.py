@@ -10,6 +10,8 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
+from digenrl.recompute import ALL, ATTENTION, PRODUCTS
+
 ENCODERS = {
     # parameters of the text encoders (reference: torch on the meta device), tokens, VAE of facts.json
     "wan21_14b": (5_680_910_336, 512, "wan"),
@@ -147,6 +149,29 @@ class Workload:
         rest = self.forward_flops() - attention
         return 2.0 * attention + (2.0 if self.lora_rank is None else 1.0) * rest
 
+    def repeated_flops(self, mode: str) -> float:
+        """FLOPs of one forward of one sample that its backward repeats when all blocks keep `mode`."""
+        if mode in (ALL, PRODUCTS):
+            return 0.0
+        return self.forward_flops() - (self.attention_flops() if mode == ATTENTION else 0.0)
+
+    def repeated_bytes(self, mode: str) -> float:
+        """Bytes that this repetition writes and reads again: what is not kept, twice."""
+        return 2.0 * float(self.sizes["blocks"]) * (self.kept_bytes(ALL, 1) - self.kept_bytes(mode, 1))
+
+    def kept_bytes(self, mode: str, rows: int) -> float:
+        """Bytes that one unit of blocks keeps of a forward of `rows` samples for the backward pass."""
+        trained = "full" if self.lora_rank is None else self.lora_targets
+        return self._fitted(self.sizes["kept_bytes"][trained][mode], rows)
+
+    def forward_bytes(self, rows: int) -> float:
+        """Peak of a forward of `rows` samples without gradients, weights in 16 bit."""
+        return max(0.0, self._fitted(self.sizes["forward_bytes"], rows))
+
+    def _fitted(self, entry: Mapping[str, float], rows: int) -> float:
+        row = entry["row"] + entry["token"] * self.tokens + entry["text"] * float(self.sizes["text_tokens"])
+        return entry["forward"] + rows * row
+
     def decode_flops(self) -> float:
         """FLOPs of one sample's VAE decode."""
         vae = facts()["vae"][ENCODERS[self.model][2]]
@@ -161,6 +186,6 @@ class Workload:
         return sum(REWARD_CPU_SECONDS.get(name, 0.0) for name in self.rewards)
 
     def encode_flops(self) -> float:
-        """FLOPs of the text encoders per prompt (and its negative)."""
+        """FLOPs of the text encoders per prompt; the negative prompt is the same for all and stays in the cache."""
         parameters, tokens, _ = ENCODERS[self.model]
-        return 2.0 * parameters * tokens * self.passes
+        return 2.0 * parameters * tokens

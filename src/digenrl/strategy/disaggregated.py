@@ -269,12 +269,12 @@ class DisaggregatedStrategy(DDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning's mark of every micro-batch but the last of an update."""
         self._accumulating = True
-        shard.synchronise_gradients(self.engine.policy.transformer, on=False)
+        shard.synchronise_gradients(self.engine.policy, on=False)
         try:
             yield
         finally:
             self._accumulating = False
-            shard.synchronise_gradients(self.engine.policy.transformer, on=True)
+            shard.synchronise_gradients(self.engine.policy, on=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.shares.begin(args[0])

@@ -55,10 +55,18 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
     fully_shard(policy.transformer, mesh=mesh, reshard_after_forward=True)
 
 
-def synchronise_gradients(transformer: nn.Module, on: bool) -> None:
-    """Whether the next backward pass reduces gradients (only an update's last micro-batch does)."""
+def synchronise_gradients(policy: Policy, on: bool) -> None:
+    """Whether the next backward pass reduces gradients (only an update's last micro-batch does).
+
+    The gradients of all weights are too large to wait unsharded: they are scattered after every micro-batch, and only
+    their sum over the nodes waits.
+    """
+    transformer = policy.transformer
     if isinstance(transformer, FSDPModule):
-        transformer.set_requires_gradient_sync(on)
+        if policy.lora is None:
+            transformer.set_requires_all_reduce(on)
+        else:
+            transformer.set_requires_gradient_sync(on)
 
 
 def full_state(module: LightningModule) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""Low-rank adapters of a transformer: which layers get one, and how it computes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+ADAPTER = "default"
+"""diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """dtype of trained weights, noise levels and velocities: fp32, or fp64 where the policy computes in fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class CastLinear(nn.Linear):
+    """A linear layer that computes in the dtype of its input: an adapter's fp32 weights, cast on use as by autocast.
+
+    The input is then kept for the backward pass once, in 16 bit, and shared by the layers that read it, where peft
+    keeps an fp32 copy per adapted layer and multiplies in fp32.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight.to(input.dtype))
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """Which linear layers of the transformer get a low-rank adapter; scale = alpha / rank."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Regular expressions; a layer is adapted when one of them matches a dot-aligned suffix of its name."""
+    expected: int | None = None
+    """Number of layers that must match; None = only zero is an error."""
+    seed: int = 0
+    """Seeds the A matrices (B is 0), so that every rank starts from the same adapter."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> LoraSpec:
+        """The spec of a YAML mapping {rank, alpha, targets, expected?, seed?}; raises ValueError on any other key."""
+        allowed = {"rank", "alpha", "targets", "expected", "seed"}
+        for key in config:
+            if key not in allowed:
+                nearest = difflib.get_close_matches(str(key), allowed, n=1)
+                hint = f"; did you mean lora.{nearest[0]}?" if nearest else ""
+                raise ValueError(f"unknown key lora.{key}; allowed: {', '.join(sorted(allowed))}{hint}")
+        missing = sorted({"rank", "alpha", "targets"} - set(config))
+        if missing:
+            raise ValueError(f"lora needs {', '.join(missing)}; set model.lora.{missing[0]} or model.lora=null")
+        targets = config["targets"]
+        return cls(
+            rank=int(config["rank"]),
+            alpha=float(config["alpha"]),
+            targets=(targets,) if isinstance(targets, str) else tuple(targets),
+            expected=None if config.get("expected") is None else int(config["expected"]),
+            seed=int(config.get("seed") or 0),
+        )
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0:
+            raise ValueError(f"lora.rank must be >= 1 and lora.alpha > 0, got rank={self.rank}, alpha={self.alpha}")
+
+
+def lora_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Names of the linear layers that `targets` match; raises ValueError naming the first target without a match."""
+    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    matched: set[str] = set()
+    for target in targets:
+        pattern = re.compile(rf"(?:.*\.)?(?:{target})")
+        hits = [name for name in linear if pattern.fullmatch(name)]
+        if not hits:
+            suffixes = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in linear})
+            nearest = difflib.get_close_matches(target, suffixes, n=1)
+            hint = f"; nearest: {nearest[0]}" if nearest else ""
+            raise ValueError(
+                f"LoRA target '{target}' matches no linear layer of {type(transformer).__name__}{hint}. "
+                f"Layers end in: {', '.join(suffixes)}"
+            )
+        matched.update(hits)
+    return [name for name in linear if name in matched]
+
+
+def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
+    """Add the adapter to `transformer` (base frozen, adapter in fp32); returns the names of the adapted layers.
+
+    A is Gaussian and B zero, as Flow-GRPO initialises (yifan123/flow_grpo scripts/train_sd3.py). Raises ValueError when
+    a target matches nothing, when the number of layers is not `spec.expected`, or when the scale is not alpha / rank.
+    """
+    names = lora_modules(transformer, spec.targets)
+    if spec.expected is not None and len(names) != spec.expected:
+        raise ValueError(
+            f"LoRA would adapt {len(names)} layers of {type(transformer).__name__}, expected {spec.expected}: "
+            f"the checkpoint's architecture or lora.targets={list(spec.targets)} changed; "
+            f"if intended, set model.lora.expected={len(names)}"
+        )
+    transformer.requires_grad_(False)
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft types int, but keeps and divides whatever it is given
+        target_modules=names,
+        init_lora_weights="gaussian",
+        lora_dropout=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
+    adapted = {name: m for name, m in transformer.named_modules() if isinstance(m, BaseTunerLayer)}
+    if sorted(adapted) != sorted(names):
+        differing = sorted(set(names) ^ set(adapted))
+        raise ValueError(f"peft adapted {len(adapted)} layers, {len(names)} were named: {differing}")
+    for name, layer in adapted.items():
+        scale = layer.scaling[ADAPTER]  # type: ignore[attr-defined]
+        if scale != spec.alpha / spec.rank:
+            raise ValueError(f"LoRA scale of {name} is {scale}, not alpha / rank = {spec.alpha / spec.rank}")
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(wide(parameter.dtype))
+    for layer in adapted.values():
+        layer.cast_input_dtype_enabled = False
+        for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):  # type: ignore[index]
+            factor.__class__ = CastLinear
+    return names

@@ -1,0 +1,93 @@
+"""What the blocks of a network keep for the backward pass: activation checkpointing, graded.
+
+    all         everything that autograd asks for; nothing is computed twice
+    products    the outputs of attention and of the large linear layers; the cheap work between them is repeated
+    attention   the outputs of attention; the linear layers are repeated too
+    inputs      the block's input alone; the whole block is repeated
+
+Gradients are the same bits in every case. `model.gradient_checkpointing` is false (all), true (inputs), products,
+attention, a share of the blocks that keep their inputs alone, a mapping {products|attention|inputs: share of the
+blocks}, or auto: the least repetition that fits into the memory of each rank's GPU (`simulate.memory`).
+
+Pure: standard library only. Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ALL, PRODUCTS, ATTENTION, INPUTS = "all", "products", "attention", "inputs"
+MODES = (ALL, PRODUCTS, ATTENTION, INPUTS)
+"""From the most memory to the least."""
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Shares of the blocks by what they keep; the rest keep all."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    inputs: float = 0.0
+
+    def __post_init__(self) -> None:
+        shares = (self.products, self.attention, self.inputs)
+        if min(shares) < 0.0 or sum(shares) > 1.0 + 1e-9:
+            raise ValueError(
+                f"model.gradient_checkpointing = {self.config}: shares of the blocks must be 0 .. 1, their sum too"
+            )
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Mode -> share of the blocks; they sum to 1."""
+        rest = max(0.0, 1.0 - self.products - self.attention - self.inputs)
+        return {ALL: rest, PRODUCTS: self.products, ATTENTION: self.attention, INPUTS: self.inputs}
+
+    @property
+    def config(self) -> bool | str | dict[str, float]:
+        """The shortest value of `model.gradient_checkpointing` that means the same."""
+        some = {m: s for m in MODES[1:] if (s := getattr(self, m)) > 0.0}
+        if not some:
+            return False
+        if list(some.values()) == [1.0]:
+            (mode,) = some
+            return True if mode == INPUTS else mode
+        return some
+
+    def modes(self, blocks: int) -> tuple[str, ...]:
+        """What each of `blocks` keeps, every mode spread evenly over the depth."""
+        credit = dict.fromkeys(MODES, 0.0)
+        chosen = []
+        for _ in range(blocks):
+            for mode, share in self.shares.items():
+                credit[mode] += share
+            best = max(MODES, key=lambda mode: credit[mode])
+            credit[best] -= 1.0
+            chosen.append(best)
+        return tuple(chosen)
+
+
+def parse_recompute(value: Any) -> Recompute:
+    """`value` of `model.gradient_checkpointing`; auto means inputs where nobody has resolved it.
+
+    Raises:
+        ValueError: none of the allowed values; says which are.
+    """
+    if isinstance(value, Recompute):
+        return value
+    if value is None or isinstance(value, bool):
+        return Recompute(inputs=float(bool(value)))
+    if value == AUTO:
+        return Recompute(inputs=1.0)
+    if isinstance(value, str) and value in MODES:
+        return Recompute(**{value: 1.0}) if value != ALL else Recompute()
+    if isinstance(value, (int, float)):
+        return Recompute(inputs=float(value))
+    if isinstance(value, Mapping) and set(value) <= set(MODES[1:]):
+        return Recompute(**{str(mode): float(share) for mode, share in value.items()})
+    raise ValueError(
+        f"model.gradient_checkpointing = {value}: use true, false, auto, {', '.join(MODES[1:])}, a share of the blocks "
+        f"0 .. 1, or a mapping of {', '.join(MODES[1:])} to shares"
+    )

@@ -1,0 +1,71 @@
+"""Graded activation checkpointing: the same gradients, bit by bit, from fewer bytes and more FLOPs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.live_bytes import count_bytes
+from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.recompute import Recompute, parse_recompute
+from digenrl.types import Prompt
+from tests.models.tiny_policies import FAMILIES, make, randomise_lora
+
+GRADES = [False, 0.5, "products", "attention", True]
+
+
+def gradients(policy: DiffusersPolicy) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Gradients of one velocity, bytes that autograd kept for them, and FLOPs of forward and backward."""
+    randomise_lora(policy)
+    condition = policy.encode([Prompt("a red star")] * 2)
+    noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(3))
+    sigma = torch.tensor([0.9, 0.4])
+    with FlopCounterMode(display=False) as counter:
+        loss, held = count_bytes(policy, lambda: policy.velocity(noise, sigma, condition).square().mean())
+        loss.backward()
+    found = {name: parameter.grad for name, parameter in policy.trained_parameters().items()}
+    return {name: grad for name, grad in found.items() if grad is not None}, held.kept, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("lora", [None, "full"], ids=["lora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_the_same_bits_and_fewer_bytes_are_kept(family: str, lora: str | None) -> None:
+    results = {
+        grade: gradients(make(family, lora=lora, guidance_scale=4.0, gradient_checkpointing=grade)) for grade in GRADES
+    }
+    plain = results[False][0]
+    for grade, (found, _, _) in results.items():
+        assert set(found) == set(plain)
+        for name, gradient in plain.items():
+            assert torch.equal(found[name], gradient), (grade, name)
+    kept = {grade: count for grade, (_, count, _) in results.items()}
+    assert kept[False] > kept["products"] > kept["attention"] > kept[True]
+    assert kept[False] > kept[0.5] > kept[True]
+    flops = {grade: count for grade, (_, _, count) in results.items()}
+    assert flops[False] < flops[0.5] < flops[True]
+    assert flops[False] <= flops["products"] < flops["attention"] < flops[True]
+
+
+def test_half_precision_autocast_recomputes_the_same_bits() -> None:
+    plain = gradients(make("flux", lora="full", dtype="bfloat16"))[0]
+    for grade in ("products", "attention", True):
+        found = gradients(make("flux", lora="full", dtype="bfloat16", gradient_checkpointing=grade))[0]
+        assert all(torch.equal(found[name], gradient) for name, gradient in plain.items()), grade
+
+
+def test_values_mean_what_they_say() -> None:
+    assert parse_recompute(True) == parse_recompute("auto") == parse_recompute(1) == Recompute(inputs=1.0)
+    assert parse_recompute(None) == parse_recompute(False) == Recompute()
+    assert parse_recompute({"products": 0.75, "attention": 0.25}).modes(8).count("attention") == 2
+    assert parse_recompute(0.25).modes(8) == ("all", "all", "inputs", "all", "all", "all", "inputs", "all")
+    for value in (True, False, "products", "attention", 0.5, {"products": 0.5, "inputs": 0.25}):
+        assert parse_recompute(parse_recompute(value).config) == parse_recompute(value)
+    for wrong in ("some", 1.5, {"everything": 1.0}, {"products": 0.7, "inputs": 0.7}):
+        with pytest.raises(ValueError, match=r"model.gradient_checkpointing = .*"):
+            parse_recompute(wrong)
+
+
+def test_compiled_blocks_hide_the_operators_that_a_grade_would_choose_from() -> None:
+    with pytest.raises(ValueError, match=r"model.gradient_checkpointing=products .* model.compile=false"):
+        make("wan", compile=True, gradient_checkpointing="products")
