@@ -24,8 +24,6 @@ class Candidate:
     trainers: int
     rollouts: int
     sharding: str = "ddp"
-    shard_group: int | None = None
-    """Trainers of an hsdp group; None = those of a node."""
     first: str | None = None
     """Pool that trainers come from first; None = the profile's order and roles."""
     task_size: int = 1
@@ -44,6 +42,8 @@ class Candidate:
     async_steps: int = 0
     stale_fraction: float = 0.5
     static_claims: bool = False
+    shard_group: int | None = None
+    """Trainers of an hsdp group; None = those of a node."""
 
     @property
     def name(self) -> str:
