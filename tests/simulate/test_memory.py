@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from benchmarks.live_bytes import count_bytes
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import Recompute, parse_recompute
-from digenrl.simulate.memory import rollout_memory, saved_bytes, trainer_memory
+from digenrl.simulate.memory import rollout_memory, trainer_memory
 from digenrl.simulate.workload import Workload, facts
 
 INPUTS = Recompute(inputs=1.0)
@@ -69,7 +70,7 @@ GRADES = (False, "products", "attention", True)
 def test_kept_bytes_are_those_of_a_real_build(trained: str, rows: int) -> None:
     """Two blocks of a Wan of a quarter of the 1.3B's width: what is counted on fake tensors is kept on real ones."""
     counted, _ = _counted(trained, rows, blocks=2, side=16, frames=2)
-    for grade, (kept, _, expected) in counted.items():
+    for grade, (kept, expected) in counted.items():
         assert kept == pytest.approx(expected, rel=0.15), grade
 
 
@@ -79,28 +80,55 @@ def test_kept_bytes_are_those_of_a_real_build(trained: str, rows: int) -> None:
 def test_activations_of_a_mid_size_build_are_within_15_percent(trained: str, rows: int) -> None:
     """At least 300 MB kept by autograd, counted by saved-tensor hooks; checkpointed builds by what stays alive."""
     counted, hooks = _counted(trained, rows, blocks=6, side=40, frames=3 if rows == 1 else 2)
-    kept, _, expected = counted[False]
     assert hooks >= 300e6
-    assert hooks == pytest.approx(expected, rel=0.15)
-    for grade, (kept, _, expected) in counted.items():
+    assert hooks == pytest.approx(counted[False][1], rel=0.15)
+    for grade, (kept, expected) in counted.items():
         assert kept == pytest.approx(expected, rel=0.15), grade
 
 
 def _counted(
     trained: str, rows: int, blocks: int, side: int, frames: int
-) -> tuple[dict[bool | str, tuple[int, int, float]], int]:
-    """Grade -> (bytes kept, peak, the model's figure) of a forward of a real build, and what saved-tensor hooks see."""
-    scale = 4
-    torch.manual_seed(0)
+) -> tuple[dict[bool | str, tuple[int, float]], int]:
+    """Grade -> (bytes that `blocks` keep, the model's figure) on real builds, by what one block more or less keeps; and
+    what saved-tensor hooks see of them."""
+    scale, builds = 4, (1, 1 + blocks)
+    sizes: dict[bool | str, list[int]] = {grade: [] for grade in GRADES}
+    hooks = []
+    for count in builds:
+        model, forward = _build(trained, rows, count, scale, side, frames)
+        for grade in GRADES:
+            model.disable_gradient_checkpointing()
+            checkpointing.enable(model, list(model.blocks), parse_recompute(grade))
+            sizes[grade].append(count_bytes(model, forward)[1].kept)
+        model.disable_gradient_checkpointing()
+        hooks.append(_saved(model, forward))
+    rank = 64 if trained == "attn" else None
+    work = Workload("wan21_1_3b", side * 8, side * 8, 4 * frames - 3, 20, 19, 1, 2, 1, False, rank, "attn")
+    assert work.tokens == frames * side * side // 4
+    results: dict[bool | str, tuple[int, float]] = {}
+    for grade, (small, large) in sizes.items():
+        mode = parse_recompute(grade).modes(1)[0]  # casts of weights shrink with the square of the width
+        weights = work.sizes["kept_bytes"][trained][mode]["forward"]
+        expected = blocks * ((work.kept_bytes(mode, rows) - weights) / scale + weights / scale**2)
+        results[grade] = (large - small, expected)
+    return results, hooks[1] - hooks[0]
+
+
+def _build(
+    trained: str, rows: int, blocks: int, scale: int, side: int, frames: int
+) -> tuple[Any, Callable[[], torch.Tensor]]:
+    """A random Wan of 1/scale of the 1.3B's width, and a forward of `rows` samples as the policy makes it."""
     from diffusers import WanTransformer3DModel
 
+    torch.manual_seed(0)
     model = WanTransformer3DModel(
         num_attention_heads=12 // scale, ffn_dim=8960 // scale, num_layers=blocks, attention_head_dim=128
     )
+    dtype = torch.float32
     if trained != "full":
-        model.bfloat16()
+        dtype = torch.bfloat16
+        model.to(dtype)
         inject_lora(model, LoraSpec(64 // scale, 1.0, (r"attn[12]\.(to_[qkv]|to_out\.0)",)))
-    dtype = torch.float32 if trained == "full" else torch.bfloat16
     inputs = {
         "hidden_states": torch.randn(rows, 16, frames, side, side, dtype=dtype),
         "timestep": torch.full((rows,), 500.0),
@@ -112,20 +140,7 @@ def _counted(
             output: torch.Tensor = model(**inputs, return_dict=False)[0]
             return output
 
-    work = Workload(
-        "wan21_1_3b", side * 8, side * 8, 4 * frames - 3, 20, 19, 1, 2, 1, False, 64 if trained == "attn" else None,
-        "attn",
-    )  # fmt: skip
-    assert work.tokens == frames * side * side // 4
-    results: dict[bool | str, tuple[int, int, float]] = {}
-    for grade in GRADES:
-        model.disable_gradient_checkpointing()
-        checkpointing.enable(model, list(model.blocks), parse_recompute(grade))
-        _, held = count_bytes(model, forward)
-        expected = saved_bytes(work, rows, parse_recompute(grade)) * blocks / work.sizes["blocks"] / scale
-        results[grade] = (held.kept, held.peak, expected)
-    model.disable_gradient_checkpointing()
-    return results, _saved(model, forward)
+    return model, forward
 
 
 def _saved(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> int:
@@ -151,7 +166,7 @@ def test_lora_and_full_memory_differ_as_they_should() -> None:
     assert trainer_memory(full, 1, 1, 1, INPUTS, False, False).total > 16 * full.sizes["parameters"]
     assert trainer_memory(FLUX, 1, 1, 1, INPUTS, False, False).total < 40 * 2**30
     assert trainer_memory(FLUX, 1, 2, 4, Recompute(), False, False).activations == pytest.approx(
-        8 * trainer_memory(FLUX, 1, 1, 1, Recompute(), False, False).activations, rel=0.01
+        8 * trainer_memory(FLUX, 1, 1, 1, Recompute(), False, False).activations, rel=0.05
     )
 
 
