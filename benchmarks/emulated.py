@@ -41,8 +41,9 @@ from digenrl import run
 from digenrl.cli.plan import trained_steps
 from digenrl.emulate import Overheads, durations, emulated_cluster
 from digenrl.schedule import place
-from digenrl.simulate.candidate import Bench, Candidate, Outcome, evaluate
+from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.engine import simulate
+from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.report import overrides
 
 MODELS = ("qwen_image_flowgrpo", "flux1_flowgrpo")

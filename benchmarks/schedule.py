@@ -20,10 +20,12 @@ from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 from digenrl.cli.plan import workload
+from digenrl.recompute import Recompute
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import parse_hardware
 from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.planner import fitted, make_plan, step_batches, task_sizes
+from digenrl.simulate.report import repeats
 
 MODELS = ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "flux1_flowgrpo", "qwen_image_flowgrpo")
 TESTBEDS = ("testbed_a", "testbed_b", "testbed_c", "testbed_ac", "unequal")
@@ -59,7 +61,7 @@ def naive_colocated(bench: Bench, task_size: int) -> Iterator[Candidate]:
         base = Candidate(
             bench.hardware.gpus, 0, sharding, None, task_size, gap=0, tsp_shard=False, static_claims=True, tsp_batch=1
         )
-        trials = (replace(base, checkpointing=checkpointing) for checkpointing in (False, True))
+        trials = (replace(base, recompute=Recompute(inputs=float(whole))) for whole in (False, True))
         yield from [trial for trial in trials if not bench.misfits(trial)][:1]
 
 
@@ -81,8 +83,6 @@ def disaggregated(bench: Bench, mechanism: dict[str, Any]) -> Iterator[Candidate
                     if candidate is None:
                         continue
                     yield candidate if tsp else replace(candidate, tsp_batch=min(step_batches(bench, base)))
-                    if sharding == "ddp" and not candidate.checkpointing:
-                        break
 
 
 def refined(bench: Bench, best: Outcome) -> Iterator[Candidate]:
@@ -95,23 +95,21 @@ def refined(bench: Bench, best: Outcome) -> Iterator[Candidate]:
 
 def rows_of(bench: Bench, task_size: int) -> tuple[float, list[Row]]:
     """The bound and one row per schedule."""
-    bound_s = bench.bound()
-    naive = [evaluate(bench, candidate, bound_s, exact=True) for candidate in naive_colocated(bench, task_size)]
+    bound = bench.bound()
+    naive = [evaluate(bench, candidate, bound, exact=True) for candidate in naive_colocated(bench, task_size)]
     rows = [Row("colocated naive", min(naive, key=lambda outcome: outcome.step_s, default=None))]
-    claimed = [
-        evaluate(bench, replace(outcome.candidate, static_claims=False), bound_s, exact=True) for outcome in naive
-    ]
+    claimed = [evaluate(bench, replace(outcome.candidate, static_claims=False), bound, exact=True) for outcome in naive]
     strong = [outcome for outcome in (make_plan(bench).best("colocated"), *claimed) if outcome is not None]
     rows.append(Row("colocated", min(strong, key=lambda outcome: outcome.step_s, default=None)))
     for name, mechanism in MECHANISMS.items():
-        coarse = [evaluate(bench, candidate, bound_s) for candidate in disaggregated(bench, mechanism)]
+        coarse = [evaluate(bench, candidate, bound) for candidate in disaggregated(bench, mechanism)]
         best = min(coarse, key=lambda outcome: outcome.step_s, default=None)
         if best is not None:
             fine = [c for c in refined(bench, best) if not bench.misfits(c)]
-            near = min((evaluate(bench, c, bound_s) for c in fine), key=lambda outcome: outcome.step_s)
-            best = evaluate(bench, min(best, near, key=lambda o: o.step_s).candidate, bound_s, exact=True)
+            near = min((evaluate(bench, c, bound) for c in fine), key=lambda outcome: outcome.step_s)
+            best = evaluate(bench, min(best, near, key=lambda o: o.step_s).candidate, bound, exact=True)
         rows.append(Row(f"disaggregated {name}", best))
-    return bound_s, rows
+    return bound.seconds, rows
 
 
 def lines_of(experiment: str, hardware: str, bound_s: float, rows: list[Row]) -> Iterator[str]:
@@ -131,7 +129,7 @@ def lines_of(experiment: str, hardware: str, bound_s: float, rows: list[Row]) ->
         against_strong = f"{strong.step_s / outcome.step_s:.2f}" if strong else "-"
         yield (
             f"| {row.name} | {c.trainers}+{c.rollouts} | {c.sharding} | {c.task_size} | {c.tsp_batch} | "
-            f"{'yes' if c.checkpointing else 'no'} | {outcome.step_s:.1f} | {outcome.efficiency:.3f} | "
+            f"{repeats(outcome)} | {outcome.step_s:.1f} | {outcome.efficiency:.3f} | "
             f"{against_naive} | {against_strong} | {limit['cause']} {limit['seconds']:.1f} s |"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ def _run(modes: dict[nn.Module, str], block: nn.Module, *args: Any) -> Any:
     mode = modes.get(block, ALL)
     if mode == ALL:
         return block(*args)
-    selected: dict[str, Callable[[], Any]] = {}
+    selected: dict[str, Any] = {}
     if mode != INPUTS:
         keeps = _keeps_attention if mode == ATTENTION else _keeps_products
         selected["context_fn"] = partial(create_selective_checkpoint_contexts, keeps)

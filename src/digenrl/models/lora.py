@@ -119,15 +119,16 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
     if sorted(adapted) != sorted(names):
         differing = sorted(set(names) ^ set(adapted))
         raise ValueError(f"peft adapted {len(adapted)} layers, {len(names)} were named: {differing}")
-    for name, layer in adapted.items():
-        scale = layer.scaling[ADAPTER]  # type: ignore[attr-defined]
+    for name, module in adapted.items():
+        scale = module.scaling[ADAPTER]  # type: ignore[attr-defined]
         if scale != spec.alpha / spec.rank:
             raise ValueError(f"LoRA scale of {name} is {scale}, not alpha / rank = {spec.alpha / spec.rank}")
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(wide(parameter.dtype))
-    for layer in adapted.values():
+    for adapted_layer in adapted.values():
+        layer: Any = adapted_layer
         layer.cast_input_dtype_enabled = False
-        for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):  # type: ignore[index]
+        for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.__class__ = CastLinear
     return names

@@ -80,7 +80,7 @@ def recomputed(outcome: Outcome) -> dict[str, Recompute]:
     return {name: bench.recompute(candidate, bench.hardware.pool(name)) for name in names}
 
 
-def _repeats(outcome: Outcome) -> str:
+def repeats(outcome: Outcome) -> str:
     """What is computed twice, in a column's width: no, the share of blocks and what they keep, or several values."""
     kept = set(recomputed(outcome).values())
     if len(kept) > 1:
@@ -129,7 +129,7 @@ def table(plan: Plan, asynchronous: bool, rl_steps: int, show: int) -> list[str]
         lines.append(
             f"{candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"
             f"{candidate.task_size:>4}{candidate.tsp_batch:>4}{candidate.gap:>4}"
-            f"{_repeats(outcome):>10}{gib:>13}{outcome.step_s:>10.2f}{rate:>11.3f}"
+            f"{repeats(outcome):>10}{gib:>13}{outcome.step_s:>10.2f}{rate:>11.3f}"
             f"{outcome.efficiency:>10.3f}{hours:>11.0f}  {bubble or 'none'}"
         )
     return lines
