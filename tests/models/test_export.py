@@ -175,11 +175,11 @@ def test_command_exports_a_run(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == str(folder)
     assert {"README.md", "samples.png", export.LORA_FILE} <= {path.name for path in folder.iterdir()}
     stored = load_file(folder / export.LORA_FILE)
-    for name, value in trained.items():
+    for name, value in average.items():  # what a run that keeps an average evaluates
         assert torch.equal(stored[f"transformer.{name.replace('.default', '')}"], value)
-    assert command.main([f"run={run}", f"out={tmp_path / 'average'}", "weights=average"]) == 0
-    stored = load_file(tmp_path / "average" / export.LORA_FILE)
-    for name, value in average.items():
+    assert command.main([f"run={run}", f"out={tmp_path / 'trained'}", "weights=trained"]) == 0
+    stored = load_file(tmp_path / "trained" / export.LORA_FILE)
+    for name, value in trained.items():
         assert torch.equal(stored[f"transformer.{name.replace('.default', '')}"], value)
     assert command.main(["run=nowhere"]) == 2
     assert command.main([f"run={run}", "weights=best"]) == 2

@@ -251,6 +251,14 @@ class Policy(nn.Module, ABC):
                     for parameter in module.parameters(recurse=False):
                         parameter.data = parameter.data.to(self.dtype)
 
+    def trainer_parameters(self) -> dict[str, Tensor]:
+        """The trained parameters as a trainer holds them, shapes and dtypes only (meta tensors)."""
+        dtype = wide(self.dtype) if self.lora is None else None
+        return {
+            name: torch.empty_like(parameter, dtype=dtype, device="meta", requires_grad=False)
+            for name, parameter in self.trained_parameters().items()
+        }
+
     def parameters_without_gradient(self) -> list[str]:
         """Names of trained parameters whose .grad is None: after a backward this must be empty."""
         return [name for name, parameter in self.trained_parameters().items() if parameter.grad is None]

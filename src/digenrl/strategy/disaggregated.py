@@ -369,9 +369,8 @@ class DisaggregatedStrategy(DDPStrategy):
         """The life of a rollout rank (called in place of the fit loop)."""
         self._first_step = int(self.control.wait_for("first_step", "the trainers to start"))
         world, handoff = self.world, self.spec.handoff
-        RolloutWorker(
-            self.runner, self._trained(), self.control, self.link, self.spans, world.rank, world.rollout_ranks, handoff
-        ).run()
+        policy, peers = self.engine.policy, world.rollout_ranks
+        RolloutWorker(self.runner, policy, self.control, self.link, self.spans, world.rank, peers, handoff).run()
 
     # ---- checkpoints: whole tensors, whatever the sharding
 

@@ -155,8 +155,8 @@ class PublishedCopy:
 
 
 class Arrivals:
-    """Versions on their way to a rank that holds `parameters`. A link keeps the order of a sender's messages, so the
-    buckets of a version come in order, and its seal last."""
+    """Versions on their way to a rank; `parameters` are as the sender holds them (only shapes and dtypes count). A link
+    keeps the order of a sender's messages, so the buckets of a version come in order, and its seal last."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters, self._table, self._plan = parameters, table(parameters), buckets(parameters)
@@ -196,10 +196,10 @@ class Arrivals:
 
 @torch.no_grad()
 def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
-    """Make `parameters` this version. In CPU memory they take the arrived bytes over without a copy."""
+    """Make `parameters` this version, in their own dtypes; in CPU memory, arrived bytes are taken over."""
     for name, parameter in parameters.items():
         value = version.tensors[name]
-        if parameter.device == value.device and parameter.is_contiguous():
+        if (parameter.device, parameter.dtype) == (value.device, value.dtype) and parameter.is_contiguous():
             parameter.data = value
         else:
             parameter.copy_(value)

@@ -7,13 +7,12 @@ depend on who made it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from torch import Tensor
-
 from digenrl.data import PromptSampler
+from digenrl.models.policy import Policy
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import Claim, hands_over
@@ -201,7 +200,7 @@ class RolloutWorker:
     def __init__(
         self,
         runner: TaskRunner,
-        parameters: Mapping[str, Tensor],
+        policy: Policy,
         control: Control,
         link: Link,
         spans: SpanLog,
@@ -209,11 +208,11 @@ class RolloutWorker:
         peers: range,
         handoff: bool,
     ) -> None:
-        self._runner, self._parameters = runner, parameters
+        self._runner, self._parameters = runner, policy.trained_parameters()
         self._control, self._link, self._spans = control, link, spans
         self._rank, self._peers = rank, peers
         self._interrupt: Interrupt | None = self._faster_idle_peer if handoff else None
-        self._arrivals = Arrivals(parameters)
+        self._arrivals = Arrivals(policy.trainer_parameters())
         self._weights: deque[Version] = deque()
         self._suspended: deque[Message] = deque()
         self._announced = 0
