@@ -214,6 +214,19 @@ def test_first_ratio_above_the_bound_stops_the_run_before_any_update() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, policy.trained_parameters().values(), strict=True))
 
 
+def test_a_trained_parameter_without_gradient_stops_the_run_before_any_update() -> None:
+    policy = ToyPolicy()
+    policy.transformer.register_parameter("unread", torch.nn.Parameter(torch.zeros(2)))
+    before = [p.detach().clone() for p in policy.trained_parameters().values()]
+
+    def whole(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
+        return [batch(blocks, rewards, version=step)]
+
+    with pytest.raises(RuntimeError, match=r"1 of 5 trained parameters got no gradient .*first: unread"):
+        fit(grpo(policy), policy, whole)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.trained_parameters().values(), strict=True))
+
+
 def test_non_finite_gradients_are_skipped_exactly_and_three_in_a_row_stop() -> None:
     """Bad input: the update is an exact no-op (no decay, no optimizer state), the batch is dumped, the third raises."""
     policy = ToyPolicy()
