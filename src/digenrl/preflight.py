@@ -155,6 +155,13 @@ def candidate_of(config: Any, trainers: int, rollouts: int, batch: int) -> Candi
         tsp_batch=batch,
         recompute=None if asked == AUTO else parse_recompute(asked),
         encoders=not config.model.get("offload_encoders", True),
+        gap=config.schedule.gap,
+        tsp_shard=config.schedule.tsp.shard,
         tag=config.schedule.tag,
+        handoff=config.schedule.handoff,
+        shares=config.schedule.shares != "equal",
+        order=config.schedule.order,
+        async_steps=config.schedule.async_steps,
+        stale_fraction=config.schedule.stale_fraction,
         static_claims=config.schedule.claims == "split",
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from digenrl.cli.plan import as_configured, workload
 from digenrl.simulate.bound import bound_seconds
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import Hardware, Pool, assign, parse_hardware
@@ -32,7 +33,7 @@ def bench() -> Bench:
 
 def test_plan_json_carries_what_the_bound_needs(bench: Bench) -> None:
     plan = make_plan(bench)
-    text = json.loads(json.dumps(as_json(plan, True, 10)))
+    text = json.loads(json.dumps(as_json(plan, None, True, 10)))
     bound = bound_seconds(text["pools"], text["work"], text["seconds_per_unit"])
     assert bound == pytest.approx(text["bound_step_s"])
     steps = [row["step_s"] for row in text["candidates"]]
@@ -138,8 +139,10 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     path = Path(run.stdout.strip().splitlines()[-1])
-    best = json.loads(path.read_text())["candidates"][0]
+    planned = json.loads(path.read_text())
+    best = planned["candidates"][0]
     assert best["async_steps"] == 0  # the experiment's own
+    assert planned["configured"] is None  # its allocation is the planner's to choose
     assert (path.parent / "plots/gantt.png").stat().st_size > 0
     assert json.loads((path.parent / "trace.json").read_text())["traceEvents"]
 
@@ -147,3 +150,6 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
 
     composed = config.load([*words, *best["overrides"]])  # train accepts what the plan proposes
     assert composed.config.allocation.trainers == best["trainers"]
+    again = as_configured(composed, Bench(workload(composed), parse_hardware(composed.config.hardware)))
+    assert again is not None
+    assert again.step_s == pytest.approx(best["step_s"], rel=0.02)

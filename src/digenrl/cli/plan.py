@@ -58,10 +58,27 @@ def main(words: list[str]) -> int:
             f"allocation.rollouts={better.rollouts}, as planned above.",
             file=sys.stderr,
         )
+    asked = as_configured(composed, bench)
+    if asked is not None:
+        said = f"{asked.step_s:.2f} s per step, {asked.step_s / winner.step_s:.2f} x the best"
+        said = "; ".join(bench.misfits(asked.candidate)) or said
+        print(f"as configured ({asked.candidate.trainers}+{asked.candidate.rollouts}): {said}")
     choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
     print(f"\npython -m digenrl.cli.train {choices} {' '.join(overrides(winner))}")
-    print(write(plan, winner, asynchronous, settings, run_dir))
+    print(write(plan, winner, asked, asynchronous, settings, run_dir))
     return 0
+
+
+def as_configured(composed: Composed, bench: Bench) -> Outcome | None:
+    """The configuration's own allocation and schedule, simulated; None where the planner is to choose them."""
+    from digenrl.preflight import allocation, candidate_of
+
+    config: Any = composed.config
+    if not isinstance(config.allocation.trainers, int):
+        return None
+    steps, batch = bench.work.trained_steps, config.schedule.tsp.batch
+    candidate = candidate_of(config, *allocation(config), min(batch, steps) if isinstance(batch, int) else steps)
+    return evaluate(bench, candidate, bench.bound(), exact=True)
 
 
 def workload(composed: Composed) -> Workload:
@@ -134,14 +151,14 @@ def idle_gpus(bench: Bench, allocation: Any) -> int:
     return bench.hardware.gpus - trainers - rollouts
 
 
-def write(plan: Plan, winner: Outcome, asynchronous: bool, settings: Any, run_dir: Path) -> Path:
+def write(plan: Plan, winner: Outcome, asked: Outcome | None, asynchronous: bool, settings: Any, run_dir: Path) -> Path:
     """plan.json, trace.json and the Gantt chart of the winner; returns the path of plan.json."""
     traced = evaluate(plan.bench, winner.candidate, plan.bound, exact=True, trace=True)
     (run_dir / "trace.json").write_text(json.dumps(perfetto(traced.result.spans)), encoding="utf-8")
     if settings.plan.plot:
         gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
     path = run_dir / "plan.json"
-    text = json.dumps(as_json(plan, asynchronous, settings.max_rl_steps), indent=1)
+    text = json.dumps(as_json(plan, asked, asynchronous, settings.max_rl_steps), indent=1)
     path.write_text(text + "\n", encoding="utf-8")
     return path.absolute()
 

@@ -53,7 +53,8 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     if plan.is_file():
         planned = json.loads(plan.read_text(encoding="utf-8"))
         row = planned["configured"] or planned["candidates"][0]
-        return row | {"status": "completed", "ranks": f"{row['trainers']}+{row['rollouts']}"}
+        ranks = f"{row['trainers']}+{row['rollouts']}"
+        return {"ranks": f"{ranks}: does not fit"} if row.get("misfits") else row | {"ranks": ranks}
     return {}
 
 

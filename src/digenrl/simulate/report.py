@@ -95,13 +95,15 @@ def chosen(plan: Plan, asynchronous: bool) -> list[Outcome]:
     return [outcome for outcome in plan.outcomes if asynchronous or outcome.candidate.async_steps == 0]
 
 
-def as_json(plan: Plan, asynchronous: bool, rl_steps: int) -> dict[str, Any]:
-    """plan.json: the ranked candidates, and what a reader needs to recompute the bound."""
+def as_json(plan: Plan, asked: Outcome | None, asynchronous: bool, rl_steps: int) -> dict[str, Any]:
+    """plan.json: the ranked candidates, what the configuration itself `asked` for (`misfits`: why memory forbids it),
+    and what a reader needs to recompute the bound."""
     bench = plan.bench
     best = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
     ranked = chosen(plan, asynchronous)
     return {
         "candidates": [row(outcome) for outcome in ranked],
+        "configured": None if asked is None else row(asked) | {"misfits": bench.misfits(asked.candidate)},
         "best": {kind: row(outcome) if outcome else None for kind, outcome in best.items()},
         "pools": {pool.name: pool.count for pool in bench.hardware.pools},
         "work": bench.work_units(),
