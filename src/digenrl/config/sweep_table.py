@@ -54,7 +54,8 @@ def result_of(run_dir: Path) -> dict[str, Any]:
         planned = json.loads(plan.read_text(encoding="utf-8"))
         row = planned["configured"] or planned["candidates"][0]
         ranks = f"{row['trainers']}+{row['rollouts']}"
-        return {"ranks": f"{ranks}: does not fit"} if row.get("misfits") else row | {"ranks": ranks}
+        shown = {"ranks": f"{ranks}: does not fit"} if row.get("misfits") else row | {"ranks": ranks}
+        return shown | {"status": "completed"}
     return {}
 
 
