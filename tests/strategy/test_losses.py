@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 
 from digenrl import run
 from digenrl.rollout.engine import Generation
+from digenrl.strategy.control import host_store
 from digenrl.strategy.launcher import Launch, launch
 from digenrl.strategy.world import Session, World
 from tests.strategy.cluster import Cluster, assert_same_cells, completed, configured, run_cluster
@@ -116,3 +119,22 @@ def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_need
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
     adopted = [row["version"] for row in cluster.spans("adopt") if row["rank"] == 1]
     assert adopted[:4] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_ranks_do_not_collect_what_the_launching_process_left(tmp_path: Path, kept: bool) -> None:
+    """An earlier store in a reference cycle: its end in a forked rank, where its threads do not run, would abort it."""
+    left: list[object] = [host_store("127.0.0.1", 0)]
+    left.append(left)
+    if not kept:
+        del left
+
+    def rank_main(world: World, session: Session) -> None:
+        nonlocal left
+        left = []
+        for _ in range(6):  # they take the stacks of the threads that the fork left behind
+            threading.Thread(target=time.sleep, args=(5.0,), daemon=True).start()
+        gc.collect()
+
+    outcome = launch(Launch(rank_main, 1, 1, tmp_path))
+    assert outcome.status == "completed", outcome.cause

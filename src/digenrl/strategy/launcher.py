@@ -11,6 +11,7 @@ rollout's, or that of a task's second owner ends the run with its cause.
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import secrets
@@ -83,6 +84,10 @@ def launch(spec: Launch) -> Outcome:
     Raises:
         OSError: the control store could not be hosted.
     """
+    # A rank that collected this process's garbage would end threads that only this process has (an earlier store's),
+    # and die of it.
+    gc.collect()
+    gc.freeze()
     listener = listen(spec.host)
     witness, port = Witness(spec.on_orphaned), listener.getsockname()[1]
     prefix, epoch = f"run-{secrets.token_hex(4)}", time.time()
@@ -110,6 +115,7 @@ def launch(spec: Launch) -> Outcome:
         except Exception as error:
             outcome = _own_failure(error, logs)
         finally:
+            gc.unfreeze()
             _kill(ranks)
         try:
             spec.on_end()
