@@ -38,8 +38,8 @@ from typing import Any
 from benchmarks.schedule import MECHANISMS, bench_of, disaggregated, naive_colocated
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.cli.plan import trained_steps
 from digenrl.emulate import Overheads, durations, emulated_cluster
+from digenrl.preflight import trained_steps
 from digenrl.schedule import place
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.engine import simulate

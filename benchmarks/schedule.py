@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from digenrl import config as configuration
-from digenrl.cli.plan import workload
+from digenrl.preflight import workload
 from digenrl.recompute import Recompute
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import parse_hardware

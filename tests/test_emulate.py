@@ -15,9 +15,8 @@ import torch
 
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.cli.plan import workload
 from digenrl.emulate import durations
-from digenrl.preflight import candidate_of
+from digenrl.preflight import candidate_of, workload
 from digenrl.simulate.candidate import Bench
 from digenrl.simulate.engine import simulate
 from digenrl.simulate.hardware import parse_hardware

@@ -6,13 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from digenrl.cli.plan import workload
 from digenrl.config import Composed
 from digenrl.models.emulated import Durations
-from digenrl.preflight import candidate_of
+from digenrl.preflight import bench_of, candidate_of
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.cluster import Cluster
-from digenrl.simulate.hardware import parse_hardware
 
 REWARD: dict[str, Any] = {
     "_target_": "digenrl.rewards.suite.RewardSuite",
@@ -30,10 +28,8 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
         ValueError: the experiment's model has no counted sizes, or the pools do not hold that many ranks.
     """
     config: Any = composed.config
-    bench = Bench(workload(composed), parse_hardware(config.hardware))
-    batch = config.schedule.tsp.batch
-    steps = bench.work.trained_steps
-    candidate = candidate_of(config, trainers, rollouts, steps if isinstance(batch, str) else min(batch, steps))
+    bench = bench_of(composed)
+    candidate = candidate_of(config, trainers, rollouts, bench.work.trained_steps)
     return tuple(
         Durations(
             task_size=candidate.task_size,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
-from digenrl.cli.plan import trained_steps, workload
 from digenrl.config import Composed
 from digenrl.recompute import AUTO, parse_recompute
+from digenrl.schedule import steps_per_forward
 from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Bench, Candidate
-from digenrl.simulate.hardware import parse_hardware
+from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.simulate.memory import Memory
-from digenrl.simulate.workload import facts
+from digenrl.simulate.workload import Workload, facts
+
+_STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
@@ -50,12 +53,12 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     config: Any = composed.config
     steps = trained_steps(config.algorithm.get("train_steps") or {}, config.sampling.steps)
     asked = config.schedule.tsp.batch
-    batch = min(asked, steps) if isinstance(asked, int) else steps
+    batch = steps_per_forward(asked, steps)
     tree = OmegaConf.to_container(config)
     assert isinstance(tree, dict)
     if sized(composed):
-        bench = _bench(composed)
-        candidate = candidate_of(config, trainers, rollouts, batch)
+        bench = bench_of(composed)
+        candidate = candidate_of(config, trainers, rollouts, steps)
         if asked == "auto":
             batch = _steps_that_fit(bench, candidate, steps)
             candidate = replace(candidate, tsp_batch=batch)
@@ -82,8 +85,8 @@ def shard_group(config: Any, trainers: int) -> int:
 def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ...]:
     """Speed of each trainer rank on its pool: by the profile's measured seconds per cell where it has them, else by the
     peak."""
-    profile = hardware.parse_hardware(config.hardware)
-    pools = [profile.pool(name) for name, _ in hardware.assign(profile, trainers, rollouts)[:trainers]]
+    profile = parse_hardware(config.hardware)
+    pools = [profile.pool(name) for name, _ in assign(profile, trainers, rollouts)[:trainers]]
     measured = profile.seconds.get("train", {})
     if all(pool.name in measured for pool in pools):
         return tuple(1.0 / measured[pool.name] for pool in pools)
@@ -119,8 +122,8 @@ def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
     """What each role's rank will hold, in GiB, by what holds it; nothing for models without counted sizes."""
     if not sized(composed):
         return []
-    bench = _bench(composed)
-    candidate = candidate_of(composed.config, trainers, rollouts, composed.config.schedule.tsp.batch)
+    bench = bench_of(composed)
+    candidate = candidate_of(composed.config, trainers, rollouts, bench.work.trained_steps)
     several = len({name for name, _ in bench.placed(candidate)}) > 1
     lines = []
     for (pool, role), use in bench.memory(candidate).items():
@@ -137,12 +140,74 @@ def _parts(use: Memory) -> str:
     return ", ".join(f"{name} {gib:.1f}" for name, gib in held.items() if gib >= 0.05)
 
 
-def _bench(composed: Composed) -> Bench:
+def bench_of(composed: Composed) -> Bench:
+    """The experiment on its hardware profile; raises ValueError for a model without counted sizes."""
     return Bench(workload(composed), parse_hardware(composed.config.hardware))
 
 
-def candidate_of(config: Any, trainers: int, rollouts: int, batch: int) -> Candidate:
-    """The configuration as the planner and the emulation see it; K = `batch`."""
+def workload(composed: Composed) -> Workload:
+    """The experiment's numbers. Raises ValueError for a model without counted sizes."""
+    config: Any = composed.config
+    model_name = composed.choices["model"]
+    if model_name not in facts()["models"]:
+        raise ValueError(
+            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(facts()['models']))}). A "
+            "small one is measured faster than planned: `python -m digenrl.cli.train "
+            f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} max_rl_steps=3` ends "
+            "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, once."
+        )
+    sampling, algorithm, model = config.sampling, config.algorithm, config.model
+    lora = model.get("lora")
+    embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
+    guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
+    return Workload(
+        model=model_name,
+        height=sampling.height,
+        width=sampling.width,
+        frames=sampling.frames,
+        steps=sampling.steps,
+        trained_steps=trained_steps(algorithm.get("train_steps") or {}, sampling.steps),
+        prompts=config.data.prompts_per_batch,
+        group_size=config.data.group_size,
+        updates=algorithm.updates_per_batch,
+        guidance=guided,
+        lora_rank=int(lora.rank) if lora else None,
+        lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
+        reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
+        ema=algorithm.get("ema") is not None,
+        rewards=tuple(config.reward.get("rewards", {})),
+        storage_bytes=_STORAGE[sampling.storage_dtype],
+    )
+
+
+def trained_steps(selection: Mapping[str, Any], steps: int) -> int:
+    """S of a step selection (digenrl.diffusion.steps, which needs torch): what its `count` returns.
+
+    Raises:
+        ValueError: an unknown selection class.
+    """
+    kind = str(selection.get("_target_", "AllButLast")).rpartition(".")[2]
+    first, stop = int(selection.get("first") or 0), selection.get("stop")
+    size, fraction = selection.get("size"), float(selection.get("fraction") or 0.0)
+    pool = min(steps - 1, int(stop) if stop is not None else steps - 1) - first
+    if kind == "AllButLast":
+        return steps - 1
+    if kind == "FirstFraction":
+        return min(max(int(steps * fraction), 1), steps - 1)
+    if kind == "RandomSubset":
+        return int(size) if size is not None else max(int(pool * fraction), 1)
+    if kind == "Window":
+        return int(size or 1)
+    if kind == "NoiseLevels":
+        return int(size) if size is not None else (int(stop) if stop is not None else steps) - first
+    raise ValueError(
+        f"algorithm.train_steps._target_ = {selection.get('_target_')}: the planner does not know how many steps it "
+        "trains; it knows AllButLast, FirstFraction, RandomSubset, Window and NoiseLevels."
+    )
+
+
+def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Candidate:
+    """The configuration as the planner and the emulation see it; `trained` denoising steps."""
     asked = config.model.get("gradient_checkpointing", False)
     if isinstance(asked, ListConfig):  # settled for each trainer: the planner's own choice gives the same
         asked = AUTO
@@ -152,7 +217,7 @@ def candidate_of(config: Any, trainers: int, rollouts: int, batch: int) -> Candi
         sharding=config.parallel.sharding,
         shard_group=config.parallel.shard_group if isinstance(config.parallel.shard_group, int) else None,
         task_size=config.sampling.task_size,
-        tsp_batch=batch,
+        tsp_batch=steps_per_forward(config.schedule.tsp.batch, trained),
         recompute=None if asked == AUTO else parse_recompute(asked),
         encoders=not config.model.get("offload_encoders", True),
         gap=config.schedule.gap,

@@ -30,7 +30,7 @@ from digenrl.preflight import shard_group, trainer_speeds
 from digenrl.report.run_dir import append_event
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
-from digenrl.schedule import ScheduleSpec, micro_batches_per_update
+from digenrl.schedule import ScheduleSpec, micro_batches_per_update, steps_per_forward
 from digenrl.schedule.shares import relative
 from digenrl.strategy.checkpoint import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
@@ -54,7 +54,6 @@ class Rank:
 def schedule_spec(config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1) -> ScheduleSpec:
     """The schedule that a configuration describes."""
     schedule = config.schedule
-    batch = schedule.tsp.batch
     shares = [] if schedule.shares == "equal" else schedule.shares
     if schedule.shares == "measured":
         shares = relative(trainer_speeds(config, trainers, rollouts))
@@ -67,7 +66,7 @@ def schedule_spec(config: DictConfig, trained_steps: int, trainers: int, rollout
         updates_per_batch=config.algorithm.updates_per_batch,
         gap=schedule.gap,
         order=schedule.order,
-        tsp_batch=trained_steps if batch in ("auto", "all") else min(batch, trained_steps),
+        tsp_batch=steps_per_forward(schedule.tsp.batch, trained_steps),
         tsp_shard=schedule.tsp.shard,
         tag=schedule.tag,
         handoff=schedule.handoff,

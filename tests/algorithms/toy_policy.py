@@ -60,6 +60,9 @@ class ToyPolicy(nn.Module):
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.transformer.named_parameters())
 
+    def parameters_without_gradient(self) -> list[str]:
+        return [name for name, parameter in self.trained_parameters().items() if parameter.grad is None]
+
 
 def condition(value: float = 0.5) -> dict[str, Tensor]:
     return {"c": torch.tensor([value])}

@@ -11,8 +11,8 @@ import yaml
 
 from digenrl import config as configuration
 from digenrl.cli import profile
-from digenrl.cli.plan import workload
 from digenrl.models.digits import DigitsPolicy
+from digenrl.preflight import workload
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import parse_hardware
 

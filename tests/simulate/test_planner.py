@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.cli.plan import as_configured, workload
+from digenrl.cli.plan import as_configured
+from digenrl.preflight import bench_of
 from digenrl.simulate.bound import bound_seconds
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import Hardware, Pool, assign, parse_hardware
@@ -150,6 +151,6 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
 
     composed = config.load([*words, *best["overrides"]])  # train accepts what the plan proposes
     assert composed.config.allocation.trainers == best["trainers"]
-    again = as_configured(composed, Bench(workload(composed), parse_hardware(composed.config.hardware)))
+    again = as_configured(composed, bench_of(composed))
     assert again is not None
     assert again.step_s == pytest.approx(best["step_s"], rel=0.02)

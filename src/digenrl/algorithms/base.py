@@ -197,10 +197,10 @@ class PolicyModule(pl.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
 
     def _require_gradients(self) -> None:
-        trained = self.policy.trained_parameters()
-        if unreached := [name for name, parameter in trained.items() if parameter.grad is None]:
+        if unreached := self.policy.parameters_without_gradient():
+            trained = len(self.policy.trained_parameters())
             raise RuntimeError(
-                f"{len(unreached)} of {len(trained)} trained parameters got no gradient in the first update (first: "
+                f"{len(unreached)} of {trained} trained parameters got no gradient in the first update (first: "
                 f"{unreached[0]}): the loss does not reach them, so they would never change. Leave them out of "
                 "model.lora.targets, or freeze them in the adapter (`unread`)."
             )

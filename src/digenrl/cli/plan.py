@@ -9,33 +9,30 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from digenrl import config as configuration
 from digenrl.config import Composed
+from digenrl.config.multirun import is_multirun, sweep
+from digenrl.preflight import allocation, bench_of, candidate_of
 from digenrl.schedule.trace import Span, perfetto
 from digenrl.simulate.candidate import Bench
-from digenrl.simulate.hardware import assign, parse_hardware
+from digenrl.simulate.hardware import assign
 from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.planner import Plan, PlanError, make_plan
 from digenrl.simulate.report import as_json, chosen, explanation, overrides, table
-from digenrl.simulate.workload import Workload, facts
-
-_STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def main(words: list[str]) -> int:
     """Plan once (or, with -m, once per combination); returns the exit code."""
-    if any(word in ("-m", "--multirun") for word in words):
-        from digenrl.config.multirun import sweep
-
+    if is_multirun(words):
         return sweep(words, "digenrl.cli.plan", "plan")
     composed = configuration.load_or_exit(words, "plan")
     settings: Any = composed.config
     try:
-        bench = Bench(workload(composed), parse_hardware(settings.hardware))
+        bench = bench_of(composed)
         idle = idle_gpus(bench, settings.allocation)
         plan = make_plan(bench)
     except ValueError as error:
@@ -71,75 +68,11 @@ def main(words: list[str]) -> int:
 
 def as_configured(composed: Composed, bench: Bench) -> Outcome | None:
     """The configuration's own allocation and schedule, simulated; None where the planner is to choose them."""
-    from digenrl.preflight import allocation, candidate_of
-
     config: Any = composed.config
     if not isinstance(config.allocation.trainers, int):
         return None
-    steps, batch = bench.work.trained_steps, config.schedule.tsp.batch
-    candidate = candidate_of(config, *allocation(config), min(batch, steps) if isinstance(batch, int) else steps)
+    candidate = candidate_of(config, *allocation(config), bench.work.trained_steps)
     return evaluate(bench, candidate, bench.bound(), exact=True)
-
-
-def workload(composed: Composed) -> Workload:
-    """The experiment's numbers. Raises ValueError for a model without counted sizes."""
-    config: Any = composed.config
-    model_name = composed.choices["model"]
-    if model_name not in facts()["models"]:
-        raise ValueError(
-            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(facts()['models']))}). A "
-            "small one is measured faster than planned: `python -m digenrl.cli.train "
-            f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} max_rl_steps=3` ends "
-            "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, once."
-        )
-    sampling, algorithm, model = config.sampling, config.algorithm, config.model
-    lora = model.get("lora")
-    embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
-    guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
-    return Workload(
-        model=model_name,
-        height=sampling.height,
-        width=sampling.width,
-        frames=sampling.frames,
-        steps=sampling.steps,
-        trained_steps=trained_steps(algorithm.get("train_steps") or {}, sampling.steps),
-        prompts=config.data.prompts_per_batch,
-        group_size=config.data.group_size,
-        updates=algorithm.updates_per_batch,
-        guidance=guided,
-        lora_rank=int(lora.rank) if lora else None,
-        lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
-        reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
-        ema=algorithm.get("ema") is not None,
-        rewards=tuple(config.reward.get("rewards", {})),
-        storage_bytes=_STORAGE[sampling.storage_dtype],
-    )
-
-
-def trained_steps(selection: Mapping[str, Any], steps: int) -> int:
-    """S of a step selection (digenrl.diffusion.steps, which needs torch): what its `count` returns.
-
-    Raises:
-        ValueError: an unknown selection class.
-    """
-    kind = str(selection.get("_target_", "AllButLast")).rpartition(".")[2]
-    first, stop = int(selection.get("first") or 0), selection.get("stop")
-    size, fraction = selection.get("size"), float(selection.get("fraction") or 0.0)
-    pool = min(steps - 1, int(stop) if stop is not None else steps - 1) - first
-    if kind == "AllButLast":
-        return steps - 1
-    if kind == "FirstFraction":
-        return min(max(int(steps * fraction), 1), steps - 1)
-    if kind == "RandomSubset":
-        return int(size) if size is not None else max(int(pool * fraction), 1)
-    if kind == "Window":
-        return int(size or 1)
-    if kind == "NoiseLevels":
-        return int(size) if size is not None else (int(stop) if stop is not None else steps) - first
-    raise ValueError(
-        f"algorithm.train_steps._target_ = {selection.get('_target_')}: the planner does not know how many steps it "
-        "trains; it knows AllButLast, FirstFraction, RandomSubset, Window and NoiseLevels."
-    )
 
 
 def idle_gpus(bench: Bench, allocation: Any) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from digenrl import config as configuration
 from digenrl.config import Composed
+from digenrl.config.multirun import is_multirun, sweep
 
 if TYPE_CHECKING:
     from digenrl.models.emulated import Durations
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
 
 def main(words: list[str]) -> int:
     """Run once (or, with -m, once per combination); returns the exit code."""
-    if any(word in ("-m", "--multirun") for word in words):
-        from digenrl.config.multirun import sweep
-
+    if is_multirun(words):
         return sweep(words)
     composed = configuration.load_or_exit(words)
     # Several ranks share the cores: one thread each, and none that spins while it waits. Read when torch loads.

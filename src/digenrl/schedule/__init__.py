@@ -11,7 +11,7 @@ from digenrl.schedule.order import (
     update_of,
 )
 from digenrl.schedule.spec import ScheduleSpec, Task
-from digenrl.schedule.timesteps import Block, micro_batches_per_update, place
+from digenrl.schedule.timesteps import Block, micro_batches_per_update, place, steps_per_forward
 
 __all__ = [
     "Block",
@@ -26,5 +26,6 @@ __all__ = [
     "queue",
     "resumed_queue",
     "stale_groups",
+    "steps_per_forward",
     "update_of",
 ]
