@@ -104,9 +104,14 @@ class WarningEvents(logging.Handler):
 
 def check(config: DictConfig) -> None:
     """Raise ValueError for a model or an algorithm that cannot be built, before anything is written or started."""
-    target = get_object(config.model["_target_"])
-    if not config.hardware.emulate and isinstance(target, type) and issubclass(target, Policy):
-        target.check(config.model)
+    model, strategy = _target(config, "model"), _target(config, "strategy")
+    if not config.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
+        model.check(config.model)
+    if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
+        raise ValueError(
+            f"strategy._target_ = {config.strategy['_target_']}: is no subclass of "
+            "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and override its hooks."
+        )
     algorithm = config.algorithm
     configuration.instantiate(algorithm.train_steps).count(config.sampling.steps)
     advantage = configuration.instantiate(algorithm.advantage)
@@ -118,6 +123,18 @@ def check(config: DictConfig) -> None:
         )
     if "surrogate" in algorithm:
         check_kernel(configuration.instantiate(algorithm.sde), configuration.instantiate(algorithm.surrogate))
+
+
+def _target(config: DictConfig, group: str) -> Any:
+    """What `_target_` of a group names."""
+    name = config[group]["_target_"]
+    try:
+        return get_object(name)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ValueError(
+            f"{group}._target_ = {name}: cannot be imported ({' '.join(str(error).split())}); correct the name, or add "
+            "the directory of its module to PYTHONPATH."
+        ) from error
 
 
 def describe(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
@@ -208,7 +225,7 @@ def build(
     if world.rank == 0:
         identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
         append_event(session.run_dir, "rewards", {"identities": identities})
-    strategy = DisaggregatedStrategy(
+    strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(
         world,
         session,
         spec,

@@ -92,6 +92,25 @@ def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:
     assert OmegaConf.load(run / "config.yaml").resume is None
 
 
+def test_a_stored_configuration_is_completed_by_the_keys_that_came_after_it(tmp_path: Path) -> None:
+    """With the values under which nothing changes, and a note; what the user removes is still missing."""
+    run = config.prepare_run_dir(config.load(["schedule=full", f"hydra.run.dir={tmp_path}/run-0"]))
+    stored = OmegaConf.load(run / "config.yaml")
+    for parent, key in ((stored, "strategy"), (stored.schedule, "handoff"), (stored.schedule, "tsp"), (stored, "data")):
+        del parent[key]
+    OmegaConf.save(stored, run / "config.yaml")
+    again = config.load([f"resume={run}"])
+    fresh = config.load([]).config
+    assert (again.config.strategy, again.config.data) == (fresh.strategy, fresh.data)
+    assert (again.config.schedule.handoff, again.config.schedule.tsp) == (False, {"batch": 1, "shard": False})
+    assert again.config.schedule.tag, "keys that are there stay"
+    (note,) = again.notes
+    for part in (str(run), "from the defaults", "schedule.handoff=False", "strategy={", "data.group_size=16"):
+        assert part in note
+    with pytest.raises(config.ConfigError, match=r"schedule\.tag: missing"):
+        config.load([f"resume={run}", "~schedule.tag"])
+
+
 def test_resume_refuses_what_does_not_fit(tmp_path: Path) -> None:
     run = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/run-0"]))
     for words, part in [

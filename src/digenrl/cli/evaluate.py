@@ -103,6 +103,8 @@ def evaluate(request: Request) -> dict[str, Any]:
     if not (request.run / "config.yaml").is_file():
         raise ValueError(f"run={request.run}: no config.yaml there; name a run directory. {USAGE}")
     composed = configuration.load([f"resume={request.run}", *mirrored(request)])
+    for note in composed.notes:
+        print(note, file=sys.stderr)
     config = composed.config
     scoring = config.reward
     if request.reward is not None:

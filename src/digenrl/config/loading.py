@@ -17,10 +17,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
-from digenrl.config.compose import compose_words, config_directory, group_options, known_keys, merge_words
+from digenrl.config.compose import (
+    compose_words,
+    composed,
+    config_directory,
+    group_options,
+    known_keys,
+    merge_words,
+)
 from digenrl.config.errors import ConfigError, listing
 from digenrl.config.redact import redact_text
-from digenrl.config.rules import KEYS
+from digenrl.config.rules import KEYS, REQUIRED
 
 EXIT_CODE = 2
 """Exit code of a refused configuration, as of wrong command line arguments elsewhere."""
@@ -58,6 +65,7 @@ def load(argv: Sequence[str], config_name: str = "train") -> Composed:
     ]
     run, words = _resume_word(words)
     choices: dict[str, str] = {}
+    completed: list[str] = []
     if run is None:
         tree, found = compose_words(words, config_name)
         choices = {
@@ -69,7 +77,8 @@ def load(argv: Sequence[str], config_name: str = "train") -> Composed:
         OmegaConf.set_struct(tree, False)
         del tree["hydra"]
     else:
-        tree, found = _stored(run, words)
+        tree, completed = _stored(run)
+        found = merge_words(tree, words)
         run_dir = run
     known = known_keys(tree)
     allow = _command_line_allowance(words, tree)
@@ -91,7 +100,7 @@ def load(argv: Sequence[str], config_name: str = "train") -> Composed:
     plain["resume"] = None if run is None else str(run)
     config = OmegaConf.create(plain)
     OmegaConf.set_readonly(config, True)
-    return Composed(config, choices, tuple(argv), run_dir.absolute(), run is not None, tuple(_notes(plain)))
+    return Composed(config, choices, tuple(argv), run_dir.absolute(), run is not None, (*completed, *_notes(plain)))
 
 
 def _unwritable(run_dir: Path) -> list[str]:
@@ -174,8 +183,8 @@ def _resume_word(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(given[-1]).expanduser().absolute(), others
 
 
-def _stored(run: Path, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """RUN/config.yaml with `words` applied, and what is wrong with the words."""
+def _stored(run: Path) -> tuple[DictConfig, list[str]]:
+    """RUN/config.yaml, completed by keys that came after it; and a note of them."""
     file = run / "config.yaml"
     if not file.is_file():
         near = sorted(path.parent for path in run.glob("*/config.yaml"))[-3:] if run.is_dir() else []
@@ -189,7 +198,27 @@ def _stored(run: Path, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
     if not isinstance(tree, DictConfig):
         raise ConfigError([f"{file}: is not the config.yaml of a run (it holds no keys)."])
     tree["allow_targets"] = []
-    return tree, merge_words(tree, words)
+    added = _complete(tree)
+    note = f"{file} lacks keys that came after it; from the defaults: {', '.join(added)}."
+    return tree, [note] if added else []
+
+
+def _complete(tree: DictConfig) -> list[str]:
+    """Add the keys that every configuration holds and a stored one lacks, in place: the default of each, with every
+    mechanism of the schedule off. Returns them as key=value."""
+    experiment = str(tree.get("experiment_name"))
+    known = experiment in group_options(config_directory())["experiment"]
+    defaults = composed("train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])])
+    added: dict[str, Any] = {}
+    for key in [*REQUIRED, "strategy"]:
+        head, _, leaf = key.rpartition(".")
+        parent = OmegaConf.select(tree, head) if head else tree
+        here = parent is None or (isinstance(parent, DictConfig) and leaf not in parent)
+        if here and key != "experiment_name":
+            default = OmegaConf.select(defaults, key)
+            added[key] = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
+            OmegaConf.update(tree, key, added[key], force_add=True)
+    return [f"{key}={value}" for key, value in added.items()]
 
 
 @functools.cache
