@@ -70,7 +70,14 @@ def test_a_sample_is_asked_for_once_more_before_it_counts_as_missing():
     assert scores.isnan().tolist() == [False, True, False]
     torch.testing.assert_close(scores[[0, 2]], brightness(MEDIA, PROMPTS)[[0, 2]])
     assert (rewards.failures()["r"].scored, rewards.failures()["r"].missing) == (2, 1)
-    assert told == [("r", 1, "the scorer gave no score")]
+    assert told == [("r", 1, "the scorer gave no finite score")]
+
+
+@pytest.mark.parametrize("infinity", [math.inf, -math.inf])
+def test_an_infinite_score_is_a_missing_one(infinity):
+    rewards = suite(lambda m, p: torch.tensor([infinity if prompt.text == "b" else 1.0 for prompt in p]))
+    assert rewards.score(MEDIA, PROMPTS)["r"].isnan().tolist() == [False, True, False]
+    assert rewards.failures()["r"].causes == {"the scorer gave no finite score": 1}
 
 
 def test_a_missing_member_stays_missing_in_the_sum():
@@ -92,7 +99,6 @@ def test_a_missing_member_stays_missing_in_the_sum():
         lambda m, p: torch.zeros(3, 1),
         lambda m, p: torch.zeros(3, dtype=torch.int64),
         lambda m, p: [0.0, 0.0, 0.0],
-        lambda m, p: torch.tensor([0.0, math.inf, 0.0]),
         lambda m, p: None,
     ],
 )

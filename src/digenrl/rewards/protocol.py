@@ -5,6 +5,7 @@ A *scorer* is any callable `scorer(media, prompts) -> scores`:
 - `media`: fp32 in [0, 1]; images [B, C, H, W], videos [B, F, C, H, W]; C is 3 (RGB) or 1 (grey). Any device.
 - `prompts`: B `Prompt`s, row i of `media` was made from prompt i; `target` and `metadata` travel untouched.
 - `scores`: [B] floating point on any device, each finite, or NaN for a sample without a score; larger is better.
+  Infinity counts as NaN: no advantage can be made of it.
 
 A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name it: `model_id` (what
 is scored with) and `weights_digest` (hex digest of its weights, "none" where it has none); see `identity_of`.
@@ -81,9 +82,9 @@ def check_media(media: Tensor, prompts: Sequence[Prompt]) -> None:
 
 
 def check_scores(name: str, scores: object, samples: int) -> Tensor:
-    """`scores` as [samples] fp32 on CPU.
+    """`scores` as [samples] fp32 on CPU, with NaN where a score is not finite.
 
-    Raises RewardError if they are not a floating tensor of exactly that shape, each finite or NaN.
+    Raises RewardError if they are not a floating tensor of exactly that shape.
     """
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or tuple(scores.shape) != (samples,):
         got = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
@@ -91,12 +92,7 @@ def check_scores(name: str, scores: object, samples: int) -> Tensor:
             f"Reward `{name}` returned {got}: a scorer returns a floating tensor [{samples}], one score a sample."
         )
     scores = scores.detach().to("cpu", torch.float32)
-    if torch.isinf(scores).any():
-        rows = torch.isinf(scores).nonzero().flatten().tolist()
-        raise RewardError(
-            f"Reward `{name}` returned infinity for samples {rows}: return NaN where a sample has no score."
-        )
-    return scores
+    return scores.masked_fill(scores.isinf(), torch.nan)
 
 
 def as_frames(media: Tensor) -> Tensor:

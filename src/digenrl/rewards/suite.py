@@ -158,7 +158,7 @@ class RewardSuite:
         try:
             with torch.no_grad():
                 scores = check_scores(name, self._scorers[name](media, prompts), len(prompts))
-            return scores.clone(), "the scorer gave no score"
+            return scores.clone(), "the scorer gave no finite score"
         except RewardUnavailable as error:
             kept = torch.full((len(prompts),), math.nan) if error.scores is None else error.scores
             return check_scores(name, kept, len(prompts)).clone(), str(error)
