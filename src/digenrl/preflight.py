@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from digenrl.config import Composed
+from digenrl.config.cross import cross_problems
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import steps_per_forward
 from digenrl.simulate import hardware
@@ -23,7 +24,12 @@ _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
     """(trainers, rollouts) with every `auto` resolved: from the number of `processes` when somebody else started them,
     else from the hardware profile's pools. A pool's role says what its devices do; devices without a role are shared
-    evenly, and on processors one of each is the default."""
+    evenly, and on processors one of each is the default.
+
+    Raises:
+        ValueError: what is wrong with the hardware profile.
+    """
+    parse_hardware(config.hardware)
     trainers, rollouts = config.allocation.trainers, config.allocation.rollouts
     if processes is not None:
         if trainers == "auto":
@@ -48,14 +54,18 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     least (one value, or a list in the order of the trainers); with both, the fastest combination.
 
     Raises:
-        ValueError: not even one step per forward fits; gives the estimate, the pool and what to change.
+        ValueError: the numbers contradict another key; or not even one step per forward fits (gives the estimate, the
+            pool and what to change).
     """
     config: Any = composed.config
+    tree = OmegaConf.to_container(config)
+    assert isinstance(tree, dict)
+    tree["allocation"] |= {"trainers": trainers, "rollouts": rollouts}
+    if wrong := cross_problems(tree, broken=set()):
+        raise ValueError("\n".join(wrong))
     steps = trained_steps(config.algorithm.get("train_steps") or {}, config.sampling.steps)
     asked = config.schedule.tsp.batch
     batch = steps_per_forward(asked, steps)
-    tree = OmegaConf.to_container(config)
-    assert isinstance(tree, dict)
     if sized(composed):
         bench = bench_of(composed)
         candidate = candidate_of(config, trainers, rollouts, steps)
@@ -67,7 +77,6 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
             values = [bench.recompute(candidate, bench.hardware.pool(name)).config for name in names]
             tree["model"]["gradient_checkpointing"] = values if values != values[:1] * trainers else values[0]
     tree["schedule"]["tsp"]["batch"] = batch
-    tree["allocation"] |= {"trainers": trainers, "rollouts": rollouts}
     numbers = OmegaConf.create(tree)
     OmegaConf.set_readonly(numbers, True)
     return replace(composed, config=numbers)

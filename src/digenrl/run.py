@@ -125,6 +125,29 @@ def check(config: DictConfig) -> None:
         check_kernel(configuration.instantiate(algorithm.sde), configuration.instantiate(algorithm.surrogate))
 
 
+def check_devices(config: DictConfig, ranks: int) -> None:
+    """Raise ValueError where `ranks` ranks of this machine cannot have the devices that the hardware profile gives
+    them. Emulated GPUs need none."""
+    if config.hardware.emulate:
+        return
+    found = torch.cuda.device_count()
+    pools = {name: pool.gpu for name, pool in config.hardware.pools.items() if pool.gpu != "cpu"}
+    if pools and not found:
+        asked = ", ".join(f"{name}: {gpu}" for name, gpu in pools.items())
+        raise ValueError(
+            f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on this machine: start "
+            "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), hardware.emulate=true "
+            "(sleeps in their place), or ask `make plan`."
+        )
+    if found and ranks > found:
+        raise ValueError(
+            f"allocation.trainers = {config.allocation.trainers} and allocation.rollouts = "
+            f"{config.allocation.rollouts}: {ranks} ranks start on this machine, which has {found} GPUs; lower one, "
+            "start the run on every machine of the profile (scripts/torchrun.sh, scripts/slurm.sbatch), or set "
+            "CUDA_VISIBLE_DEVICES= to run on processors."
+        )
+
+
 def _target(config: DictConfig, group: str) -> Any:
     """What `_target_` of a group names."""
     name = config[group]["_target_"]

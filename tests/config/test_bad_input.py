@@ -9,6 +9,7 @@ import pytest
 
 from digenrl import config
 from digenrl.config.redact import MASK
+from digenrl.preflight import allocation, settled
 
 Case = tuple[Sequence[str], Sequence[str]]
 
@@ -54,6 +55,16 @@ KEYS: dict[str, Case] = {
     "added trainer argument": (["+trainer.max_epoch=3"], ["trainer.max_epoch", "Trainer takes no such argument"]),
     "argument of an optimizer's parent": (["+algorithm.lr=1e-3"], ["algorithm.lr", "GRPO takes no such argument"]),
     "derived length": (["trainer.max_steps=9"], ["trainer.max_steps = 9", "derived", "max_rl_steps"]),
+    "a part of an RL step": (
+        ["+trainer.limit_train_batches=2"],
+        ["trainer.limit_train_batches = 2", "set data.prompts_per_batch"],
+    ),
+    "a dry run of Lightning's": (["+trainer.fast_dev_run=true"], ["trainer.fast_dev_run = true", "max_rl_steps=1"]),
+    "a limit of time": (["+trainer.max_time=00:01:00"], ["trainer.max_time", "send SIGTERM"]),
+    "no strategy": (["strategy=null"], ["strategy = null", "is null", "_target_ and _partial_=true"]),
+    "removed strategy": (["~strategy"], ["strategy: missing", "_target_ and _partial_=true"]),
+    "strategy without arguments of its rank": (["strategy._partial_=false"], ["strategy", "lacks _partial_=true"]),
+    "strategy's own argument": (["+strategy.lend=1"], ["strategy.lend", "takes no such argument"]),
     "derived strategy": (["+trainer.strategy=ddp"], ["trainer.strategy = ddp", "derived", "parallel.sharding"]),
     "removed required key": (["~seed"], ["seed: missing", "whole number >= 0"]),
     "removed unknown key": (["~sede"], ["sede", "nearest: seed"]),
@@ -90,6 +101,20 @@ VALUES: dict[str, Case] = {
     "unknown dtype": (["sampling.storage_dtype=fp16"], ["sampling.storage_dtype = fp16", "bfloat16"]),
     "no trainers": (["allocation.trainers=0"], ["allocation.trainers = 0", ">= 1 or auto"]),
     "unknown word for a number": (["schedule.tsp.batch=most"], ["schedule.tsp.batch = most", "auto"]),
+    "share that is no number": (["schedule.shares=[nan,1]"], ["schedule.shares", "holds nan", "not finite"]),
+    "no share": (["schedule.shares=[]"], ["schedule.shares = []", "0 items", "equal or measured or list"]),
+    "shares in a word": (["schedule.shares=fast"], ["schedule.shares = fast", "is text", "equal or measured or list"]),
+    "negative fragment": (["schedule.gap=-1"], ["schedule.gap = -1", "is too small"]),
+    "flag for a fragment": (["schedule.gap=true"], ["schedule.gap = true", "is true/false"]),
+    "half a step in a forward": (["schedule.tsp.batch=1.5"], ["schedule.tsp.batch = 1.5", "not a whole number"]),
+    "no step in a forward": (["schedule.tsp.batch=0"], ["schedule.tsp.batch = 0", "is too small", "auto or all"]),
+    "word for a flag": (["schedule.tag=yes"], ["schedule.tag = yes", "is text", "true or false"]),
+    "number for hand-off": (["schedule.handoff=1"], ["schedule.handoff = 1", "true or false"]),
+    "unknown claims": (["schedule.claims=static"], ["schedule.claims = static", "shared | split"]),
+    "stale fraction that is no number": (["schedule.stale_fraction=nan"], ["schedule.stale_fraction", "not finite"]),
+    "rollouts below none": (["allocation.rollouts=-1"], ["allocation.rollouts = -1", ">= 0 or auto"]),
+    "lost rollouts below none": (["allocation.max_lost_rollouts=-1"], ["allocation.max_lost_rollouts = -1", ">= 0"]),
+    "no time scale": (["hardware.time_scale=0"], ["hardware.time_scale = 0", "number > 0"]),
     "negative share": (["schedule.shares=[1,-1]"], ["schedule.shares", "holds -1", "too small"]),
     "empty path": (["data.prompts=''"], ["data.prompts", "is empty"]),
 }
@@ -127,6 +152,26 @@ RELATIONS: dict[str, Case] = {
     "more prompts than the file has": (
         ["data.prompts_per_batch=20"],
         ["data.prompts_per_batch = 20", "holds 10 different prompts", "1 .. 10"],
+    ),
+    "equal parts and lending": (
+        ["schedule.claims=split", "schedule.tag=true"],
+        ["schedule.claims = split", "schedule.tag = true", "set schedule.claims=shared or schedule.tag=false"],
+    ),
+    "equal parts and lost ranks": (
+        ["schedule.claims=split", "allocation.max_lost_rollouts=1"],
+        ["allocation.max_lost_rollouts = 1", "schedule.claims = split", "set schedule.claims=shared"],
+    ),
+    "checkpointing of another number of trainers": (
+        ["+model.gradient_checkpointing=[true,false,true]", "allocation.trainers=2"],
+        ["model.gradient_checkpointing = [True, False, True]", "3 entries", "allocation.trainers = 2"],
+    ),
+    "shard group that does not divide": (
+        ["parallel.sharding=hsdp", "parallel.shard_group=2", "allocation.trainers=3"],
+        ["parallel.shard_group = 2", "must divide allocation.trainers = 3", "1, 3, or auto"],
+    ),
+    "shard group without hsdp": (
+        ["parallel.shard_group=2"],
+        ["parallel.shard_group = 2", "parallel.sharding = ddp", "set parallel.sharding=hsdp"],
     ),
     "trained steps beyond the trajectory": (
         ["+algorithm.train_steps.size=9"],
@@ -181,6 +226,45 @@ def test_message(case: Case) -> None:
     problems = problems_of(*words)
     matching = [text for text in problems if all(part in text for part in expected)]
     assert matching, f"no message with {expected} in {problems}"
+
+
+SETTLED: dict[str, Case] = {
+    "shares with as many trainers as the profile gives": (
+        ["schedule.shares=[3,1]"],
+        ["schedule.shares = [3, 1]", "2 entries for allocation.trainers = 1"],
+    ),
+    "sharding with as many trainers as the profile gives": (
+        ["parallel.sharding=fsdp"],
+        ["parallel.sharding = fsdp", "allocation.trainers = 1", "allocation.trainers to 2 or more"],
+    ),
+    "pools without a rollout": (
+        ["hardware.pools.local.role=trainer"],
+        ["allocation.rollouts = 1", "0 devices that may be rollouts"],
+    ),
+    "unknown role": (["hardware.pools.local.role=both"], ["hardware.pools.local.role = both", "trainer or rollout"]),
+    "count in words": (["hardware.pools.local.count=two"], ["hardware.pools.local.count = two", "whole number"]),
+    "unnamed GPU": (["hardware.pools.local.gpu=null"], ["hardware.pools.local.gpu = None", "name the GPU, or cpu"]),
+    "no node": (["hardware.pools.local.per_node=0"], ["hardware.pools.local.per_node = 0", "at least 1"]),
+    "empty pool": (["hardware.pools.local=null"], ["hardware.pools.local = None", "must be a group of keys"]),
+    "no pools": (["~hardware.pools.local"], ["hardware.pools is empty"]),
+    "pools in words": (["hardware.pools=none"], ["hardware.pools = none", "must be a group of keys"]),
+    "missing figure": (["~hardware.pools.local.tflops"], ["hardware.pools.local (cpu) lacks tflops", "make profile"]),
+    "figure in words": (["hardware.pools.local.tflops=many"], ["hardware.pools.local: tflops = many", "above 0"]),
+}
+
+
+@pytest.mark.parametrize("case", SETTLED.values(), ids=SETTLED.keys())
+def test_message_before_ranks_start(case: Case) -> None:
+    """What only shows when `auto` has become numbers, and what the hardware profile lacks."""
+    words, expected = case
+
+    def prepare() -> None:
+        composed = config.load(words)
+        settled(composed, *allocation(composed.config))
+
+    with pytest.raises(ValueError, match=r"^[a-z]") as caught:
+        prepare()
+    assert all(part in str(caught.value) for part in expected), caught.value
 
 
 def test_all_errors_at_once() -> None:

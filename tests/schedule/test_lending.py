@@ -27,6 +27,7 @@ def states(draw: st.DrawFn) -> LendingState:
         train_seconds=tuple(draw(st.lists(st.floats(0, 3.0), min_size=fragments, max_size=fragments))),
         lend_seconds=draw(times),
         lenders=draw(st.integers(1, 4)),
+        lenders_later=draw(st.integers(0, 4)),
         switch_seconds=draw(st.floats(0, 1.0)),
         step_seconds=draw(st.one_of(st.none(), st.floats(0.01, 1.0))),
         may_lend=draw(st.booleans()),

@@ -74,6 +74,31 @@ def test_I2_I3_order_and_size_of_fragments_do_not_change_the_gradient(tmp_path: 
     assert all(len(ranks) == 1 for ranks in found.trained_by.values())
 
 
+def backwards(rank: run.Rank, world: World) -> None:
+    """Groups are generated in reverse order."""
+    plan = rank.strategy.plan_tasks
+    rank.strategy.plan_tasks = lambda version: plan(version)[::-1]  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("order", ["canonical", "arrival"])
+def test_I3_groups_that_arrive_backwards_give_the_same_gradient(tmp_path: Path, order: str) -> None:
+    """Group 0 cannot complete first: three other groups are claimed before it, and only two ranks can be late."""
+    config = configured(*LIGHT, *FP64, "schedule.gap=1", f"schedule.order={order}", "max_rl_steps=1")
+    cluster = run_cluster(tmp_path, 2, 2, config, after_build=backwards)
+    found, wanted = completed(cluster), reference_of(config)
+    (mine,), (theirs,) = found.gradients, wanted.gradients
+    assert relative(mine, theirs) <= 1e-12
+    assert_same_cells(found, wanted)
+    for trainer in (0, 1):
+        trained = [
+            row["group"]
+            for row in sorted(cluster.spans("train"), key=lambda row: row["start"])
+            if row["rank"] == trainer
+        ]
+        assert sorted(trained) == [0, 1, 2, 3]
+        assert (trained[0] == 0) == (order == "canonical"), trained
+
+
 SPEC = ScheduleSpec(prompts=2, group_size=4, task_size=2, denoise_steps=4, trained_steps=3, gap=1)
 
 

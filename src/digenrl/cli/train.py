@@ -42,6 +42,8 @@ def main(words: list[str]) -> int:
     try:
         composed = settled(composed, *allocation(composed.config, None if place is None else place.size))
         run.check(composed.config)
+        ranks = composed.config.allocation.trainers + composed.config.allocation.rollouts
+        run.check_devices(composed.config, ranks if place is None else place.local_size)
     except ValueError as error:
         print(error, file=sys.stderr)
         return configuration.EXIT_CODE
@@ -89,6 +91,8 @@ def train(composed: Composed, run_dir: Path) -> int:
         say_end(run_dir, "failed", cause)
 
     most = settings.allocation.max_lost_rollouts
+    if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
+        most = 0
     plan = Launch(
         rank_main,
         trainers,

@@ -125,6 +125,30 @@ def _shard_group(get: _View) -> Iterator[str]:
         )
 
 
+def _split_claims(get: _View) -> Iterator[str]:
+    if get("schedule.claims") != "split" or get("allocation.rollouts") == 0:
+        return
+    if get("schedule.tag"):
+        yield (
+            "schedule.claims = split with schedule.tag = true: every rollout rank has its part of the tasks, so none "
+            "is left for a trainer; set schedule.claims=shared or schedule.tag=false."
+        )
+    if (lost := get("allocation.max_lost_rollouts")) not in ("auto", 0):
+        yield (
+            f"allocation.max_lost_rollouts = {lost} with schedule.claims = split: nobody takes over the part of a rank "
+            "that died; set schedule.claims=shared, or allocation.max_lost_rollouts to 0 or auto (which is 0 then)."
+        )
+
+
+def _recomputation(get: _View) -> Iterator[str]:
+    kept, trainers = get("model.gradient_checkpointing"), get("allocation.trainers")
+    if isinstance(kept, list) and isinstance(trainers, int) and len(kept) != trainers:
+        yield (
+            f"model.gradient_checkpointing = {kept}: has {len(kept)} entries for allocation.trainers = {trainers}; "
+            "give one for each trainer rank, or a single value."
+        )
+
+
 def _rank_counts(get: _View) -> Iterator[str]:
     pools = pool_counts(get("hardware.pools"))
     trainers, rollouts = get("allocation.trainers"), get("allocation.rollouts")
@@ -167,6 +191,8 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _shares,
     _sharding,
     _shard_group,
+    _split_claims,
+    _recomputation,
     _rank_counts,
     _trained_steps,
 )

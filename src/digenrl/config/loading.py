@@ -210,7 +210,7 @@ def _complete(tree: DictConfig) -> list[str]:
     known = experiment in group_options(config_directory())["experiment"]
     defaults = composed("train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])])
     added: dict[str, Any] = {}
-    for key in [*REQUIRED, "strategy"]:
+    for key in REQUIRED:
         head, _, leaf = key.rpartition(".")
         parent = OmegaConf.select(tree, head) if head else tree
         here = parent is None or (isinstance(parent, DictConfig) and leaf not in parent)

@@ -179,6 +179,21 @@ class Shares:
         return None if sum(value.values()) <= 1.0 + 1e-9 else "sums to more than 1"
 
 
+@dataclass(frozen=True)
+class Component:
+    """A node with `_target_` that each rank completes by arguments of its own."""
+
+    def describe(self) -> str:
+        return "a group of keys with _target_ and _partial_=true"
+
+    def problem(self, value: Any) -> str | None:
+        if not isinstance(value, dict):
+            return f"is {_kind(value)}"
+        if "_target_" not in value:
+            return "has no _target_"
+        return None if value.get("_partial_") is True else "lacks _partial_=true"
+
+
 def _whole(low: int, high: int | None = None, *words: str, null: bool = False) -> Number:
     return Number(low, high, whole=True, words=words, null=null)
 
@@ -198,6 +213,7 @@ KEYS: dict[str, Rule] = {
     "allocation.max_lost_rollouts": _whole(0, None, "auto"),
     "parallel.sharding": Choice(("ddp", "hsdp", "fsdp")),
     "parallel.shard_group": _whole(1, None, "auto"),
+    "strategy": Component(),
     "data.prompts": Text("path of a .txt or .jsonl prompt file"),
     "data.heldout": Text("path of a .txt or .jsonl prompt file", null=True),
     "data.prompts_per_batch": _whole(1, 65536),
@@ -266,5 +282,12 @@ DERIVED_TRAINER_KEYS: dict[str, str] = {
     "callbacks": "set the group callbacks",
     "gradient_clip_val": "set algorithm.max_grad_norm",
     "default_root_dir": "set output_root",
+    "fast_dev_run": "set max_rl_steps=1",
+    "limit_train_batches": "an RL step is one Lightning epoch, and all of it is trained; set data.prompts_per_batch",
+    "overfit_batches": "an RL step is one Lightning epoch, and all of it is trained; set data.prompts_per_batch",
+    "max_time": "ranks would stop one by one; set max_rl_steps, or send SIGTERM, and resume",
+    "reload_dataloaders_every_n_epochs": "the trajectories of the next RL step may already be here; prompts are data.*",
+    "barebones": "reports are made from what it turns off; set logger=none",
 }
-"""Trainer arguments that the rest of the configuration decides -> what to set in their place."""
+"""Trainer arguments that the rest of the configuration decides, or that would break an RL step -> what to set in their
+place."""

@@ -75,29 +75,15 @@ def parse_hardware(node: Mapping[str, Any], name: str = "hardware") -> Hardware:
     """
     problems: list[str] = []
     pools = []
-    for pool_name, entry in (node.get("pools") or {}).items():
-        missing = [key for key in _FIGURES if entry.get(key) is None]
-        if missing:
-            problems.append(
-                f"{name}.pools.{pool_name} ({entry.get('gpu', 'unknown GPU')}) lacks {', '.join(missing)}: take them "
-                "from the GPU's data sheet, or run `make profile` on that machine and give hardware.seconds."
-            )
-            continue
-        count, role = int(entry.get("count", 1)), str(entry.get("role", "auto"))
-        if count < 1:
-            problems.append(f"{name}.pools.{pool_name}.count = {count}: use at least 1, or remove the pool.")
-        if role not in ("auto", "trainer", "rollout"):
-            problems.append(f"{name}.pools.{pool_name}.role = {role}: use auto, trainer or rollout.")
-        figures = {key: float(entry[key]) for key in _FIGURES}
-        bad = [f"{key} = {value:g}" for key, value in figures.items() if not value > 0]
-        if bad:
-            problems.append(f"{name}.pools.{pool_name}: {', '.join(bad)}: use figures above 0.")
-        per_node = int(entry.get("per_node", min(count, 8)))
-        pools.append(Pool(str(pool_name), str(entry.get("gpu", "unknown")), count, role, per_node=per_node, **figures))
+    for pool_name, entry in _mapping(node, "pools", name, problems).items():
+        pool, wrong = _pool(str(pool_name), entry, f"{name}.pools.{pool_name}")
+        problems += wrong
+        if pool is not None:
+            pools.append(pool)
     if not pools and not problems:
         problems.append(f"{name}.pools is empty: name at least one pool of GPUs.")
     known = Efficiency.__dataclass_fields__
-    factors = dict(node.get("efficiency") or {})
+    factors = _mapping(node, "efficiency", name, problems)
     problems += [
         f"{name}.efficiency.{key}: no such factor; use {', '.join(known)}." for key in factors if key not in known
     ]
@@ -106,6 +92,52 @@ def parse_hardware(node: Mapping[str, Any], name: str = "hardware") -> Hardware:
     efficiency = Efficiency(**{key: float(value) for key, value in factors.items()})
     seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
     return Hardware(tuple(pools), efficiency, seconds)
+
+
+def _mapping(node: Mapping[str, Any], key: str, name: str, problems: list[str]) -> Mapping[str, Any]:
+    """A group of keys of the profile; {} where there is none, or where something else stands."""
+    found = node.get(key)
+    if found is not None and not isinstance(found, Mapping):
+        problems.append(f"{name}.{key} = {found}: must be a group of keys.")
+        return {}
+    return found or {}
+
+
+def _pool(pool_name: str, entry: Any, where: str) -> tuple[Pool | None, list[str]]:
+    """One pool, and everything that is wrong with it; no pool without all of its figures."""
+    if not isinstance(entry, Mapping):
+        return None, [f"{where} = {entry}: must be a group of keys (gpu, count, role, {', '.join(_FIGURES)})."]
+    problems = []
+    if not isinstance(gpu := entry.get("gpu"), str) or not gpu.strip():
+        problems.append(f"{where}.gpu = {gpu}: name the GPU, or cpu.")
+    count, role = entry.get("count", 1), entry.get("role", "auto")
+    per_node = entry.get("per_node")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        problems.append(f"{where}.count = {count}: use a whole number of at least 1, or remove the pool.")
+        count = 1
+    if role not in ("auto", "trainer", "rollout"):
+        problems.append(f"{where}.role = {role}: use auto, trainer or rollout.")
+    if per_node is not None and (isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1):
+        problems.append(f"{where}.per_node = {per_node}: use a whole number of at least 1.")
+        per_node = None
+    if missing := [key for key in _FIGURES if entry.get(key) is None]:
+        problems.append(
+            f"{where} ({entry.get('gpu', 'unknown GPU')}) lacks {', '.join(missing)}: take them from the GPU's data "
+            "sheet, or run `make profile` on that machine and give hardware.seconds."
+        )
+    figures = {key: entry[key] for key in _FIGURES if key not in missing}
+    if bad := [f"{key} = {value}" for key, value in figures.items() if not _is_figure(value)]:
+        problems.append(f"{where}: {', '.join(bad)}: use figures above 0.")
+    if problems:
+        return None, problems
+    size = min(count, 8) if per_node is None else per_node
+    numbers = {key: float(value) for key, value in figures.items()}
+    return Pool(pool_name, str(gpu), count, str(role), per_node=size, **numbers), []
+
+
+def _is_figure(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0
 
 
 def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:

@@ -59,10 +59,12 @@ class Lender:
             step: RL step in progress.
             now: run clock, seconds.
         """
-        working = self._working(self._world.rollout_ranks)
+        working, lending = self._working(self._world.rollout_ranks), self._lending()
         if self.off or not working or not self._known("train", self._world.rank):
             return 0
-        state = self._state(working, self._left([tasks], step), pending, now)
+        # Trainers train the same fragments, so those that do not lend already are idle together with this one.
+        lenders = self._world.trainers - len(lending)
+        state = self._state(working | lending, self._left([tasks], step), pending, now, lenders)
         decision = search(state)
         if (
             decision.lend and not self._open
@@ -86,7 +88,7 @@ class Lender:
         known = working.keys() == set(self._claims.working(generators))
         if working and known and self._known("train", self._world.rank):
             may_lend = self._spec.tag and not self.off and self._world.rollouts > 0
-            state = self._state(working, self._left(queues, step), pending, now)
+            state = self._state(working, self._left(queues, step), pending, now, self._world.trainers)
             self.predicted_end = now + search(replace(state, may_lend=may_lend)).predicted_step_s
 
     def _left(self, queues: Sequence[Sequence[Task]], step: int) -> list[Task]:
@@ -98,9 +100,14 @@ class Lender:
         return found
 
     def _state(
-        self, working: Mapping[int, Work], left: Sequence[Task], pending: Sequence[tuple[int, ...]], now: float
+        self,
+        working: Mapping[int, Work],
+        left: Sequence[Task],
+        pending: Sequence[tuple[int, ...]],
+        now: float,
+        lenders: int,
     ) -> LendingState:
-        """What the search sees of generating ranks whose speed is known."""
+        """What the search sees of generating ranks whose speed is known; `lenders` trainers may begin to lend now."""
         free = {rank: _free_in(work, now) for rank, work in working.items()}
         in_flight = [(work.group, free[rank]) for rank, work in working.items() if work.group >= 0]
         seconds = {rank: self._costs.get("generate", rank) for rank in working}
@@ -116,7 +123,8 @@ class Lender:
             ),
             train_seconds=tuple(self._costs.get("train", own) for _ in pending),
             lend_seconds=lend,
-            lenders=self._world.trainers,  # they train the same fragments, so they are idle together
+            lenders=lenders,
+            lenders_later=self._world.trainers,
             step_seconds=lend / self._spec.denoise_steps if self._spec.handoff else None,
         )
 
@@ -141,6 +149,11 @@ class Lender:
         """The rollout rank expected to be free first; None without rollout ranks whose speed is known."""
         working = self._working(self._world.rollout_ranks)
         return min(working, key=lambda rank: (_free_in(working[rank], now), rank), default=None)
+
+    def _lending(self) -> dict[int, Work]:
+        """What each other trainer of known speed generates at this moment; their tasks end as those of rollouts do."""
+        others = self._working(rank for rank in range(self._world.trainers) if rank != self._world.rank)
+        return {rank: work for rank, work in others.items() if work.group >= 0}
 
     def _known(self, stage: str, rank: int) -> bool:
         return (stage, rank) in self._costs.table or stage in self._costs.seeds
