@@ -58,8 +58,7 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
             pool and what to change).
     """
     config: Any = composed.config
-    tree = OmegaConf.to_container(config)
-    assert isinstance(tree, dict)
+    tree: Any = OmegaConf.to_container(config)
     tree["allocation"] |= {"trainers": trainers, "rollouts": rollouts}
     if wrong := cross_problems(tree, broken=set()):
         raise ValueError("\n".join(wrong))
