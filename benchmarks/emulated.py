@@ -89,7 +89,7 @@ def chosen(bench: Bench, task_size: int, schedule: str) -> Outcome | None:
         trials = [c for c in naive_colocated(bench, task_size) if c.sharding == "ddp"]
         if schedule == "colocated":
             sizes = sorted({1, task_size})
-            shared = [replace(c, static_claims=False, task_size=size) for c in trials for size in sizes]
+            shared = [replace(c, static_claims=False, task_size=b, recompute=None) for c in trials for b in sizes]
             trials = [replace(c, gap=gap) for c in shared if not bench.misfits(c) for gap in (0, 1)]
     bound_s = bench.bound()
     best = min((evaluate(bench, c, bound_s) for c in trials), key=lambda outcome: outcome.step_s, default=None)

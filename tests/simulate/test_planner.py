@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from digenrl import config as configuration
 from digenrl.cli.plan import as_configured
-from digenrl.preflight import bench_of
+from digenrl.preflight import bench_of, candidate_of
+from digenrl.recompute import Recompute
 from digenrl.simulate.bound import bound_seconds
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import Hardware, Pool, assign, parse_hardware
@@ -147,10 +149,17 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     assert (path.parent / "plots/gantt.png").stat().st_size > 0
     assert json.loads((path.parent / "trace.json").read_text())["traceEvents"]
 
-    from digenrl import config
-
-    composed = config.load([*words, *best["overrides"]])  # train accepts what the plan proposes
+    composed = configuration.load([*words, *best["overrides"]])  # train accepts what the plan proposes
     assert composed.config.allocation.trainers == best["trainers"]
     again = as_configured(composed, bench_of(composed))
     assert again is not None
     assert again.step_s == pytest.approx(best["step_s"], rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", [None, Recompute(inputs=1.0), Recompute(products=0.5, inputs=0.25)])
+def test_overrides_carry_what_is_recomputed(recompute: Recompute | None) -> None:
+    words = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c"]
+    bench = bench_of(configuration.load(words))
+    outcome = evaluate(bench, Candidate(16, 0, recompute=recompute), bench.bound())
+    composed = configuration.load([*words, *overrides(outcome)])
+    assert candidate_of(composed.config, 16, 0, bench.work.trained_steps).recompute == recompute

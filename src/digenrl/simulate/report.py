@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from digenrl.recompute import Recompute
+from digenrl.recompute import AUTO, Recompute
 from digenrl.simulate.outcome import Outcome
 from digenrl.simulate.planner import Plan
 
@@ -17,7 +17,7 @@ def overrides(outcome: Outcome) -> list[str]:
         f"allocation.rollouts={candidate.rollouts}",
         f"parallel.sharding={candidate.sharding}",
         f"sampling.task_size={candidate.task_size}",
-        "model.gradient_checkpointing=auto",
+        f"model.gradient_checkpointing={_recompute_word(candidate.recompute)}",
         f"model.offload_encoders={str(not candidate.encoders).lower()}",
         f"schedule.claims={'split' if candidate.static_claims else 'shared'}",
         f"schedule.gap={candidate.gap}",
@@ -38,6 +38,14 @@ def overrides(outcome: Outcome) -> list[str]:
             others = [pool.name for pool in hardware.pools if pool.name != first.name]
             words += [f"hardware.pools.{name}.role=rollout" for name in others]
     return words
+
+
+def _recompute_word(recompute: Recompute | None) -> str:
+    """Value of `model.gradient_checkpointing` on a command line; None is left to each rank's memory."""
+    value = AUTO if recompute is None else recompute.config
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{mode}:{share}' for mode, share in value.items())}}}"
+    return str(value).lower()
 
 
 def _shares(outcome: Outcome) -> str:
