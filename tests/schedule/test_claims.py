@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, queue
-from digenrl.schedule.claims import ClaimBook, ClaimError, declines, hands_over, swaps, yields
+from digenrl.schedule.claims import MAX_ATTEMPTS, ClaimBook, ClaimError, declines, hands_over, swaps, yields
 from digenrl.simulate.cluster import Cluster, Rank
 from digenrl.simulate.engine import simulate
 
 SPEEDS = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=8)
 
 
-def book(tasks: int = 6, **settings: float) -> ClaimBook:
+def book(tasks: int = 6, max_attempts: int = MAX_ATTEMPTS) -> ClaimBook:
     spec = ScheduleSpec(prompts=tasks // 2, group_size=2, task_size=1, denoise_steps=4, trained_steps=3)
-    return ClaimBook(queue(spec, 0, 0), **settings)  # type: ignore[arg-type]
+    return ClaimBook(queue(spec, 0, 0), max_attempts)
 
 
 def makespan(seconds: list[float], tasks: int) -> float:
@@ -64,25 +64,25 @@ def test_handoff_makespan(steps: list[float], extra: int, denoise: int) -> None:
 
 
 def test_each_task_is_finished_once_and_late_results_are_refused() -> None:
-    claims = book(4, lease_seconds=5.0)
-    first = claims.claim(7, now=0.0)
+    claims = book(4)
+    first = claims.claim(7)
     assert first is not None
-    assert claims.expire(now=6.0) == [0]
+    assert claims.owner_died(7) == [0]
     assert claims.owner_died(7) == []  # the same loss, told twice
-    again = claims.claim(8, now=6.0)
+    again = claims.claim(8)
     assert again is not None
     assert (again.position, again.attempt) == (0, 1)
     assert not claims.done(0, 7, 0)
-    assert not claims.renew(first, 6.5)
+    assert not claims.suspend(first)
     assert claims.done(0, 8, 1)
     assert not claims.done(0, 8, 1)
 
 
 def test_a_task_that_kills_its_owners_is_named() -> None:
     claims = book(2, max_attempts=2)
-    claims.claim(0, 0.0)
+    claims.claim(0)
     claims.owner_died(0)
-    claims.claim(1, 0.0)
+    claims.claim(1)
     with pytest.raises(ClaimError, match=r"task 0 of step 0 .* lost 2 owners.*rank 1"):
         claims.owner_died(1)
 
@@ -95,7 +95,7 @@ def test_no_task_is_lost_or_doubled(actions: list[str], ranks: int) -> None:
         rank = number % ranks
         mine = [c for c in claims.owners.values() if c.rank == rank]
         if action == "claim" and not mine:
-            claims.claim(rank, float(number))
+            claims.claim(rank)
         elif action == "done" and mine:
             assert claims.done(mine[0].position, rank, mine[0].attempt)
         elif action == "suspend" and mine:

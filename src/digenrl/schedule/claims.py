@@ -111,15 +111,13 @@ class ClaimError(RuntimeError):
 
 @dataclass(frozen=True)
 class Claim:
-    """The right of one rank to run one task until its lease ends."""
+    """The right of one rank to run one task. Its lease is the rank's life, as the launcher sees it."""
 
     position: int
     """Position in the queue (not the task's index within its RL step)."""
     rank: int
     attempt: int
     """0 for the first owner; a hand-over keeps it, a loss adds one."""
-    lease_until: float = math.inf
-    """inf: the lease is the owner's life, as its launcher sees it."""
 
 
 def owns(owner: Claim | None, rank: int, attempt: int) -> bool:
@@ -154,7 +152,6 @@ class ClaimBook:
     """
 
     tasks: tuple[Task, ...]
-    lease_seconds: float = math.inf
     max_attempts: int = MAX_ATTEMPTS
     next_position: int = 0
     """The counter of the atomic add."""
@@ -180,7 +177,7 @@ class ClaimBook:
         """Positions that nobody runs, in the order in which they are claimed: earliest group first."""
         return sorted([*self.lost, *self.suspended]) + list(range(self.next_position, len(self.tasks)))
 
-    def claim(self, rank: int, now: float, position: int | None = None) -> Claim | None:
+    def claim(self, rank: int, position: int | None = None) -> Claim | None:
         """The next task for `rank` (lost and suspended ones precede the counter), or None when nothing waits.
 
         `position` asks for one suspended, lost or the very next task (levelling of the tail).
@@ -199,16 +196,9 @@ class ClaimBook:
             self.next_position += 1
         else:
             raise ClaimError(f"rank {rank} asked for task {position}, which is not waiting: ask for {self.waiting()}.")
-        claim = Claim(position, rank, attempt, now + self.lease_seconds)
+        claim = Claim(position, rank, attempt)
         self.owners[position] = claim
         return claim
-
-    def renew(self, claim: Claim, now: float) -> bool:
-        """Extend the lease. False: the claim is no longer the owner's, its work will be refused."""
-        if not owns(self.owners.get(claim.position), claim.rank, claim.attempt):
-            return False
-        self.owners[claim.position] = Claim(claim.position, claim.rank, claim.attempt, now + self.lease_seconds)
-        return True
 
     def done(self, position: int, rank: int, attempt: int) -> bool:
         """A result arrived. False = refused: the task was reissued, handed over or finished already."""
@@ -231,15 +221,9 @@ class ClaimBook:
 
         Raises ClaimError when a task has lost `max_attempts` owners.
         """
-        return [self._lose(position, cause) for position, claim in sorted(self.owners.items()) if claim.rank == rank]
-
-    def expire(self, now: float) -> list[int]:
-        """Take back every task whose lease ended before `now`; returns their positions."""
-        late = [position for position, claim in sorted(self.owners.items()) if claim.lease_until < now]
-        return [self._lose(position, "let its lease end") for position in late]
-
-    def _lose(self, position: int, cause: str) -> int:
-        claim, task = self.owners.pop(position), self.tasks[position]
-        name = f"task {task.index} of step {task.step} (group {task.group})"
-        self.lost[position] = next_attempt(claim, name, cause, self.max_attempts)
-        return position
+        held = [position for position, claim in sorted(self.owners.items()) if claim.rank == rank]
+        for position in held:
+            claim, task = self.owners.pop(position), self.tasks[position]
+            name = f"task {task.index} of step {task.step} (group {task.group})"
+            self.lost[position] = next_attempt(claim, name, cause, self.max_attempts)
+        return held

@@ -119,7 +119,7 @@ class Generation:
                 cause = "tail"
                 continue
             position = self._longest(book) if self._levelling(book) else None
-            claim = book.claim(worker.rank.rank, now, position)
+            claim = book.claim(worker.rank.rank, position)
             if claim is not None:
                 self._start(worker, book, claim, version, now)
                 return None
