@@ -5,12 +5,14 @@
 # The hardware profile says which processes train, when machines are started in the order of its pools (the first joins
 # first). Any rank's death ends the job on all machines; continue with resume=RUN.
 # ADDRESS: this machine's address (and HEAD the first one's), where names do not resolve to them.
+# A signal to torchrun (SIGTERM, Ctrl-C) ends the run after the RL step in progress, which is saved: GRACE seconds for it.
 # GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface to use.
 set -euo pipefail
 own=()
 if [[ -n "${ADDRESS:-}" ]]; then
     own=(--local-addr "$ADDRESS" --rdzv-conf "is_host=$([[ "$ADDRESS" == "${HEAD:-}" ]] && echo 1 || echo 0)")
 fi
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${GRACE:-300}"
 exec torchrun --nnodes "${NODES:-1}" --nproc-per-node "${RANKS:?ranks per machine}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:-localhost}:${PORT:-29400}" --rdzv-id "${RUN_ID:-digenrl}" \
     "${own[@]}" -m digenrl.cli.train "$@"

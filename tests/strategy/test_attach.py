@@ -14,10 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from digenrl.simulate.hardware import numbering, parse_hardware
 from digenrl.strategy.attach import Place, check_allocation, find_place, first_host
+from digenrl.strategy.checkpoint import newest_valid
 from digenrl.strategy.launcher import EXIT_STOPPED
 from tests.strategy.cluster import TINY
 
@@ -165,11 +167,18 @@ def summary(processes: Processes) -> dict[str, Any]:
     return json.loads((Path(lines[-1]) / "summary.json").read_text())
 
 
-def agent(tmp_path: Path, processes: Processes, *prefix: str, **settings: str) -> None:
+def agent(
+    tmp_path: Path,
+    processes: Processes,
+    *prefix: str,
+    more: Sequence[str] = ("parallel.sharding=fsdp",),
+    **settings: str,
+) -> subprocess.Popen[bytes]:
     """Start scripts/torchrun.sh: one of two agents, each with two processes."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = [*prefix, "bash", str(SCRIPTS / "torchrun.sh"), *words(tmp_path, 2, 2, "parallel.sharding=fsdp")]
-    processes.start(command, **({"NODES": "2", "RANKS": "2", "RUN_ID": tmp_path.name, "PATH": path} | settings))
+    command = [*prefix, "bash", str(SCRIPTS / "torchrun.sh"), *words(tmp_path, 2, 2, *more)]
+    own = {"NODES": "2", "RANKS": "2", "RUN_ID": tmp_path.name, "PATH": path}
+    return processes.start(command, **(own | settings))
 
 
 @pytest.mark.slow
@@ -183,6 +192,68 @@ def test_two_agents_of_torchrun_on_one_machine(tmp_path: Path, processes: Proces
     found = summary(processes)
     assert (found["status"], found["rl_steps"]) == ("completed", 2)
     assert found["world"] == {"trainer": 2, "rollout": 2}
+
+
+def endless_run(tmp_path: Path, processes: Processes) -> list[subprocess.Popen[bytes]]:
+    """Two agents whose run is in its second RL step or later."""
+    port = str(free_port())
+    agents = [agent(tmp_path, processes, more=("max_rl_steps=10000",), PORT=port) for _ in range(2)]
+    wait_for_a_step(tmp_path)
+    assert list(tmp_path.glob("outputs/*/*/metrics.jsonl")), processes.tails()
+    return agents
+
+
+def wait_for_a_step(tmp_path: Path) -> None:
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/*/metrics.jsonl")):
+        time.sleep(0.2)
+
+
+def workers(agents: Sequence[subprocess.Popen[bytes]]) -> dict[int, psutil.Process]:
+    """RANK -> process, of what the agents have started."""
+    started = [child for process in agents for child in psutil.Process(process.pid).children()]
+    return {int(child.environ()["RANK"]): child for child in started if "RANK" in child.environ()}
+
+
+def assert_gone(ranks: Mapping[int, psutil.Process], seconds: float) -> None:
+    _, alive = psutil.wait_procs(list(ranks.values()), timeout=seconds)
+    assert not alive, f"ranks outlived their agents: {alive}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "signalled"), [("SIGTERM", (0, 1)), ("SIGINT", (1,))], ids=["all", "one-agent"])
+def test_a_signal_to_torchrun_saves_and_leaves(
+    tmp_path: Path, processes: Processes, name: str, signalled: tuple[int, ...]
+) -> None:
+    """Torchrun passes the signal on to its own ranks; one of them suffices to stop all after the step in progress."""
+    agents = endless_run(tmp_path, processes)
+    ranks = workers(agents)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    for number in signalled:
+        agents[number].send_signal(signal.Signals[name])
+    assert all(code != 0 for code in processes.codes())
+    assert_gone(ranks, 5.0)
+    found = summary(processes)
+    assert (found["status"], found["cause"]) == ("stopped", f"signal {name}"), processes.tails()
+    (saved,) = tmp_path.glob("outputs/*/*/checkpoints/last")
+    assert newest_valid(saved.parent) == saved.resolve()
+    assert saved.resolve().name == f"step-{found['rl_steps']:06d}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", [3, 1], ids=["rollout", "trainer"])
+def test_a_rank_killed_under_torchrun_ends_the_job(tmp_path: Path, processes: Processes, victim: int) -> None:
+    """Its agent sees it; the other agent does not, but its ranks do: nobody waits for what the dead rank owned."""
+    agents = endless_run(tmp_path, processes)
+    ranks = workers(agents)
+    ranks[victim].kill()
+    assert all(code != 0 for code in processes.codes())
+    assert_gone(ranks, 5.0)
+    found = summary(processes)
+    assert found["status"] == "failed", processes.tails()
+    assert f"rank {victim} ended before the run did" in found["cause"] or victim == 1, found["cause"]
 
 
 def srun(processes: Processes, command: Sequence[str], tasks: int) -> None:
@@ -224,9 +295,7 @@ def _pool(role: str) -> str:
 def test_sigterm_of_a_scheduler_ends_in_a_checkpoint(tmp_path: Path, processes: Processes) -> None:
     command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "max_rl_steps=10000")]
     srun(processes, command, 2)
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/*/metrics.jsonl")):
-        time.sleep(0.2)
+    wait_for_a_step(tmp_path)
     for process in processes._started:
         process.terminate()
     assert processes.codes() == [EXIT_STOPPED] * 2, processes.tails()

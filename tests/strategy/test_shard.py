@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from digenrl import run
+from digenrl.models.policy import cast_parameters
 from digenrl.strategy.checkpoint import DirectoryCheckpointIO, newest_valid
 from digenrl.strategy.shard import mesh_of
 from digenrl.strategy.world import World
@@ -111,6 +113,52 @@ def test_mixed_precision(tmp_path: Path, sharding: str, tune: str) -> None:
     wanted = reference_of(configured(*words))
     assert {value.dtype for value in [*found.gradients[0].values(), *found.weights.values()]} == {torch.float32}
     assert 1e-6 < relative(found.gradients[0], wanted.gradients[0]) < 0.2
+
+
+@pytest.mark.skipif(
+    "param_dtype_override_fn" not in MixedPrecisionPolicy.__dataclass_fields__,
+    reason="before PyTorch 2.15 FSDP2 cannot keep single parameters of a block in fp32",
+)
+def test_all_weights_trained_in_bf16_are_gathered_in_bf16(tmp_path: Path) -> None:
+    """Half the bytes of what autocast would cast, norms in fp32. The first ratios are those of equal weights, and the
+    gradient is the single process's, whose forwards autocast from the same fp32 weights."""
+
+    def count(rank: run.Rank, world: World) -> None:
+        if not world.is_trainer:
+            return
+        policy: Any = rank.module.policy
+        parameters = list(policy.wrap_units()[0].parameters())
+        cast = {id(p) for module in policy.modules() for p in cast_parameters(module)}
+        wanted = [sum(p.numel() for p in parameters if (id(p) in cast) == narrow) for narrow in (True, False)]
+        sizes: set[int] = set()
+        for name in ("all_gather_into_tensor", "all_gather_single"):  # PyTorch 2.15 renamed the second from the first
+            if hasattr(dist, name):
+                note = tmp_path / f"gathered-{world.rank}.json"
+                setattr(dist, name, measuring(getattr(dist, name), sizes, note, wanted))
+
+    config = configured(*LIGHT, *FULL, "model.dtype=bfloat16", "parallel.sharding=fsdp", "max_rl_steps=1")
+    found = completed(cluster := run_cluster(tmp_path / "run", 2, 1, config, after_build=count))
+    wanted = reference_of(config)
+    (narrow, fp32), sizes = json.loads((tmp_path / "gathered-0.json").read_text())
+    assert fp32 > 0, "a block without norms would show less"
+    exact = 2 * narrow + 4 * fp32
+    assert any(exact <= size < 1.05 * exact for size in sizes), f"no gather of about {exact} bytes in {sorted(sizes)}"
+    assert not any(0.95 < size / (4 * (narrow + fp32)) < 1.05 for size in sizes), "a block was gathered in fp32"
+    assert cluster.metrics()[0]["first_ratio_max_dev"] <= 1e-5
+    assert {value.dtype for value in [*found.gradients[0].values(), *found.weights.values()]} == {torch.float32}
+    assert relative(found.gradients[0], wanted.gradients[0]) <= 1e-2
+
+
+def measuring(original: Any, sizes: set[int], path: Path, wanted: list[int]) -> Any:
+    """`original`, whose largest tensor's bytes are noted at each call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        sizes.add(max(tensor.numel() * tensor.element_size() for tensor in tensors))
+        path.write_text(json.dumps([wanted, sorted(sizes)]))
+        return original(*args, **kwargs)
+
+    return call
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])

@@ -39,6 +39,12 @@ def _widen(tensor: Tensor) -> Tensor:
     return tensor.to(wide(tensor.dtype))
 
 
+def cast_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The module's own parameters that autocast casts in every forward: those of matrix products and convolutions."""
+    if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
+        yield from module.parameters(recurse=False)
+
+
 class Policy(nn.Module, ABC):
     """A frozen or trained velocity network with its text encoders and decoder (see the module docstring)."""
 
@@ -247,9 +253,8 @@ class Policy(nn.Module, ABC):
         rank that never trains, and the same velocities, bit by bit."""
         if self.lora is None:
             for module in self.transformer.modules():
-                if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
-                    for parameter in module.parameters(recurse=False):
-                        parameter.data = parameter.data.to(self.dtype)
+                for parameter in cast_parameters(module):
+                    parameter.data = parameter.data.to(self.dtype)
 
     def trainer_parameters(self) -> dict[str, Tensor]:
         """The trained parameters as a trainer holds them, shapes and dtypes only (meta tensors)."""

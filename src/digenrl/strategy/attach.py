@@ -24,11 +24,11 @@ from types import FrameType
 import torch.distributed as dist
 
 from digenrl.strategy.control import Control, host_store, join_store
-from digenrl.strategy.launcher import EXIT_STOPPED, Outcome
+from digenrl.strategy.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
 from digenrl.strategy.world import Session, World
 
 LEAVE_S = 60.0
-"""How long process 0 waits for the others to leave."""
+"""How long process 0 waits for the others to leave; ABORT_GRACE_S after a failure, because the scheduler kills soon."""
 SOMEWHERE = "192.0.2.1"
 """An address of no machine (RFC 5737): the route to it begins at this machine's outward address."""
 
@@ -129,6 +129,8 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
 @contextmanager
 def _stop_on_signals(control: Control) -> Iterator[None]:
     """Inside, SIGTERM and SIGINT ask for a clean stop after the step in progress (SLURM's --signal, torchrun's end).
+    Afterwards they are ignored: an agent that sees one rank leave sends SIGTERM to the others, of which process 0 may
+    still write the report.
 
     The handler only wakes a thread: the main thread may hold the lock of its own store client.
     """
@@ -145,12 +147,14 @@ def _stop_on_signals(control: Control) -> Iterator[None]:
             control.request_stop(causes[0])
 
     threading.Thread(target=watch, name="stop-on-signals", daemon=True).start()
-    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
         over.set()
         asked.set()
 
@@ -206,6 +210,7 @@ def attach(
         run_dir=run_dir,
         epoch=float(control.wait_for("epoch", "process 0")),
         host=place.host,
+        watched=False,
     )
     world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
     watcher = Control(join_store(place.address, place.port, place.prefix), place.rank)
@@ -221,13 +226,13 @@ def attach(
         outcome = Outcome("failed", cause, 1)
     control.set(f"left/{place.rank}", "1")
     if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
-        _wait_until_left(control, place.size)
+        _wait_until_left(control, place.size, LEAVE_S if outcome.status != "failed" else ABORT_GRACE_S)
     del server
     return run_dir, outcome
 
 
-def _wait_until_left(control: Control, size: int) -> None:
+def _wait_until_left(control: Control, size: int, seconds: float) -> None:
     """Bounded: a process that died never says that it has left, and the run's scheduler ends the others."""
-    deadline = time.monotonic() + LEAVE_S
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(control.get(f"left/{rank}") is None for rank in range(size)):
         time.sleep(0.05)

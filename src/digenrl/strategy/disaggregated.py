@@ -144,7 +144,7 @@ class DisaggregatedStrategy(DDPStrategy):
         where = (session.store_host, session.store_port, session.prefix)
         store = join_store(*where)
         self.control = Control(store, world.rank, session.patience_s)
-        self.link = SocketLink(self.control, world.rank, session.host, session.token)
+        self.link = SocketLink(self.control, world.rank, session.host, session.token, watched=session.watched)
         self._state_control = Control(join_store(*where), world.rank, session.patience_s)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)

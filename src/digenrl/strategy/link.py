@@ -50,10 +50,17 @@ class Link(Protocol):
 
 
 class SocketLink:
-    """`Link` over TCP with one sender thread per peer and one reader thread per inbound connection."""
+    """`Link` over TCP with one sender thread per peer and one reader thread per inbound connection.
 
-    def __init__(self, control: Control, rank: int, host: str, token: str, queue_depth: int = 64) -> None:
+    Args:
+        watched: a launcher judges every death. Otherwise a connection that ends before the run does is an error.
+    """
+
+    def __init__(
+        self, control: Control, rank: int, host: str, token: str, queue_depth: int = 64, watched: bool = True
+    ) -> None:
         self._control, self._rank, self._token, self._depth = control, rank, token, queue_depth
+        self._watched = watched
         self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
         self._outboxes: dict[int, tuple[queue.Queue[Buffers | None], threading.Thread]] = {}
         self._opening, self._closing = threading.Lock(), threading.Event()
@@ -61,19 +68,15 @@ class SocketLink:
         port = self._listener.getsockname()[1]
         control.set(f"address/{rank}", f"{host}:{port}")
         threading.Thread(target=self._accept, name=f"link-accept-{rank}", daemon=True).start()
+        if not watched and rank > 0:
+            self.open(0)  # which then sees this rank's death, also while nothing is sent
 
     def send(self, peer: int, message: Message) -> None:
         if peer == self._rank:
             self._inbox.put(message)
             return
         buffers = encode(message)  # here, so that a bad message fails in its author's stack
-        with self._opening:  # the scorer's thread sends too
-            if peer not in self._outboxes:
-                box: queue.Queue[Buffers | None] = queue.Queue(self._depth)
-                thread = threading.Thread(target=self._sender, args=(peer, box), name=f"link-to-{peer}", daemon=True)
-                thread.start()
-                self._outboxes[peer] = (box, thread)
-            outbox, thread = self._outboxes[peer]
+        outbox, thread = self.open(peer)
         while True:
             try:
                 return outbox.put(buffers, timeout=0.5)
@@ -83,6 +86,17 @@ class SocketLink:
                     if self._finished() or peer in self._control.lost_ranks():
                         return None
                     raise ConnectionError(f"rank {self._rank} can no longer send to rank {peer}.") from None
+
+    def open(self, peer: int) -> tuple[queue.Queue[Buffers | None], threading.Thread]:
+        """Connect to `peer`, which from then on sees this rank's end; returns its queue and the thread that empties
+        it."""
+        with self._opening:  # the scorer's thread sends too
+            if peer not in self._outboxes:
+                box: queue.Queue[Buffers | None] = queue.Queue(self._depth)
+                thread = threading.Thread(target=self._sender, args=(peer, box), name=f"link-to-{peer}", daemon=True)
+                thread.start()
+                self._outboxes[peer] = (box, thread)
+            return self._outboxes[peer]
 
     def receive(self, timeout: float) -> Message | None:
         try:
@@ -164,7 +178,8 @@ class SocketLink:
                 buffer = buffer[received:]
 
         with sock:
-            if not self._is_ours(sock, read):
+            peer = self._introduced(sock, read)
+            if peer is None:
                 return
             try:
                 while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
@@ -173,17 +188,22 @@ class SocketLink:
                 # A dead peer is the launcher's to judge; a broken message is ours.
                 if isinstance(error, WireError) and not self._closing.is_set():
                     self._inbox.put(error)
+        if not (self._watched or self._closing.is_set() or self._finished() or self._outlives(peer)):
+            cause = f"rank {peer} ended before the run did: its connection to rank {self._rank} closed."
+            self._inbox.put(ConnectionError(cause))
 
-    def _is_ours(self, sock: socket.socket, read: Callable[[memoryview], None]) -> bool:
-        """Whether the peer introduces itself with this run's token; anything else is a stranger's and ends nothing."""
+    def _introduced(self, sock: socket.socket, read: Callable[[memoryview], None]) -> int | None:
+        """The rank of a peer that introduces itself with this run's token; anything else is a stranger's and ends
+        nothing."""
         try:
             sock.settimeout(10.0)
             hello = decode(read, max_bytes=0, max_meta=MAX_HELLO_BYTES)
             sock.settimeout(None)
         except (OSError, EOFError, WireError):
-            return False
-        token = str(hello.meta.get("token"))
-        return hello.kind is Kind.HELLO and hmac.compare_digest(token.encode(), self._token.encode())
+            return None
+        token, rank = str(hello.meta.get("token")), hello.meta.get("rank")
+        ours = hello.kind is Kind.HELLO and hmac.compare_digest(token.encode(), self._token.encode())
+        return rank if ours and isinstance(rank, int) else None
 
 
 def _write(sock: socket.socket, buffers: Buffers) -> None:

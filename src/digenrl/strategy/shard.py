@@ -19,13 +19,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from digenrl.models.policy import Policy
+from digenrl.models.lora import wide
+from digenrl.models.policy import Policy, cast_parameters
 
 SHARDING = ("ddp", "hsdp", "fsdp")
+_PER_PARAMETER = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
 
 
 def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> DeviceMesh:
@@ -50,9 +52,29 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
     The rest is resharded after each forward as well: otherwise it would stay whole between a forward under
     `policy.reference()` or `no_grad` and the next one, and `trained_parameters()` would name other tensors meanwhile.
     """
+    precision = mixed_precision(policy)
     for unit in policy.wrap_units():
-        fully_shard(unit, mesh=mesh)
-    fully_shard(policy.transformer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(unit, mesh=mesh, mp_policy=precision)
+    fully_shard(policy.transformer, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+
+
+def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
+    """In which dtypes parameters are gathered and gradients reduced.
+
+    All weights trained, with a 16-bit forward: the fp32 masters of matrix products and convolutions are gathered in the
+    dtype to which autocast would cast them anyway, which halves the gather and leaves every activation the rollout's.
+    Norms and the like stay fp32, as autocast computes them; that takes PyTorch 2.15, whose policies can tell parameters
+    apart. Before it, and wherever nothing would be cast, everything keeps its own dtype.
+    """
+    if policy.lora is not None or policy.dtype == wide(policy.dtype) or not _PER_PARAMETER:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    cast = {id(parameter) for module in policy.modules() for parameter in cast_parameters(module)}
+    return MixedPrecisionPolicy(
+        param_dtype=policy.dtype,
+        reduce_dtype=wide(policy.dtype),
+        cast_forward_inputs=False,
+        param_dtype_override_fn=lambda parameter: None if id(parameter) in cast else parameter.dtype,
+    )
 
 
 def synchronise_gradients(policy: Policy, on: bool) -> None:

@@ -70,6 +70,8 @@ class Session:
     """Limit of a collective among trainers."""
     patience_s: float = 1800.0
     """Limit of a wait for another rank."""
+    watched: bool = True
+    """A launcher sees every death and judges it. Without one the ranks see to each other: any death ends the run."""
 
 
 class RoleEnvironment(ClusterEnvironment):
