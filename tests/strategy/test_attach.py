@@ -245,13 +245,17 @@ def test_a_signal_to_torchrun_saves_and_leaves(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", [3, 1], ids=["rollout", "trainer"])
 def test_a_rank_killed_under_torchrun_ends_the_job(tmp_path: Path, processes: Processes, victim: int) -> None:
-    """Its agent sees it; the other agent does not, but its ranks do: nobody waits for what the dead rank owned."""
+    """Its agent sees it; the other agent does not, but its ranks do: nobody waits for what the dead rank owned. Where
+    it owned nothing, its neighbour's SIGTERM (its agent's) may end the run in order before anybody misses it."""
     agents = endless_run(tmp_path, processes)
     ranks = workers(agents)
     ranks[victim].kill()
     assert all(code != 0 for code in processes.codes())
     assert_gone(ranks, 5.0)
     found = summary(processes)
+    if victim == 3 and found["status"] == "stopped":
+        assert found["cause"] == "signal SIGTERM"
+        return
     assert found["status"] == "failed", processes.tails()
     assert f"rank {victim} ended before the run did" in found["cause"] or victim == 1, found["cause"]
 

@@ -27,8 +27,9 @@ from digenrl.strategy.control import Control, host_store, join_store
 from digenrl.strategy.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
 from digenrl.strategy.world import Session, World
 
-LEAVE_S = 60.0
-"""How long process 0 waits for the others to leave; ABORT_GRACE_S after a failure, because the scheduler kills soon."""
+LEAVE_S = 12.0
+"""How long process 0 waits for the others to leave, a little longer than a link takes to close; ABORT_GRACE_S after a
+failure. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
 SOMEWHERE = "192.0.2.1"
 """An address of no machine (RFC 5737): the route to it begins at this machine's outward address."""
 
