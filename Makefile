@@ -12,7 +12,7 @@ BENCH ?=
 ARGS ?=
 
 # benchmarks/learning.py (hours) and emulated.py (an hour and a half) are started by hand.
-BENCHES := $(filter-out learning emulated count_facts,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
+BENCHES := $(filter-out learning emulated count_facts live_bytes,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
 
 # Threads that spin while they wait would take a core from another rank.
 export OMP_WAIT_POLICY ?= passive

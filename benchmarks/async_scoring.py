@@ -1,6 +1,6 @@
 """How much of a scorer's time asynchronous scoring hides behind generation.
 
-    python benchmarks/async_scoring.py [tasks=20] [generation=0.2] [share=0.5]
+    python -m benchmarks.async_scoring [tasks=20] [generation=0.2] [share=0.5] [quick=true]
 
 The scorer takes `share` of a task's generation time; both are sleeps, as a GPU and a scorer's process leave this thread
 free. Prints the wall time of generation alone, with scoring inline and with scoring asynchronous, and the share of the
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from benchmarks._shared import Report, options
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
@@ -54,16 +55,19 @@ def wall_s(placement: str, tasks: int, generation_s: float, scorer_s: float) -> 
     return elapsed
 
 
-def main(tasks: int, generation_s: float, share: float) -> int:
+def main(words: list[str]) -> int:
     """Exit code 1 below the bar."""
+    given = options(words, {"tasks": "20", "generation": "0.2", "share": "0.5"}, {"generation": "0.05"})
+    tasks, generation_s, share = int(given["tasks"]), float(given["generation"]), float(given["share"])
+    notes = f"{tasks} tasks of {generation_s} s, a scorer of {share} x that; at most {1 - 1 / tasks:.1%} can be hidden."
+    report = Report("Asynchronous scoring", notes, (" " * 20, "seconds"))
     seconds = {name: wall_s(name, tasks, generation_s, share * generation_s) for name in ("none", "inline", "thread")}
     hidden = 1 - (seconds["thread"] - seconds["none"]) / (seconds["inline"] - seconds["none"])
     for name, label in (("none", "generation alone"), ("inline", "scoring inline"), ("thread", "scoring asynchronous")):
-        print(f"{label:<22}{seconds[name]:>8.3f} s")
-    print(f"{'hidden':<22}{hidden:>8.1%}   (bar {BAR:.0%}, possible {1 - 1 / tasks:.1%})")
-    return int(hidden < BAR)
+        report.row(label, f"{seconds[name]:.3f}")
+    report.verdict(hidden >= BAR, f"{hidden:.1%} of the scoring time is hidden, at least {BAR:.0%} wanted")
+    return report.close(given)
 
 
 if __name__ == "__main__":
-    given = dict(word.partition("=")[::2] for word in sys.argv[1:])
-    sys.exit(main(int(given.get("tasks", 20)), float(given.get("generation", 0.2)), float(given.get("share", 0.5))))
+    sys.exit(main(sys.argv[1:]))

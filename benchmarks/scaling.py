@@ -2,6 +2,8 @@
 
     python -m benchmarks.scaling [experiment=wan21_flowgrpo] [simulated=8,16,32,64,128,256] [emulated=4,8,16,32,48]
 
+An empty list (emulated=) leaves that part out.
+
 Simulated: one RL step of the published batch on ever more GPUs of testbed_c; the planner finds the best run for each
 number. Ratio = (samples/s per GPU) / (the same on the smallest number). The batch is the algorithm's, so it does not
 grow: where a group or a micro-batch becomes too small a share of a rank's work, the ratio falls.
@@ -53,7 +55,7 @@ def measured(report: Report, sizes: list[int]) -> list[float]:
     """One emulated run for each number of ranks; the ratios."""
     steps: list[float] = []
     scale = 1.0
-    for ranks in [sizes[0], *sizes]:  # the first run only finds the time scale
+    for ranks in [*sizes[:1], *sizes]:  # the first run only finds the time scale
         trainers, run_dir = max(1, ranks // 4), OUTPUT / f"{ranks}-ranks"
         words = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c", f"hardware.pools.c.count={ranks}"]
         words += ["schedule=gap_tsp", "schedule.tsp.batch=1", "sampling.task_size=1", "data.group_size=8"]
@@ -83,8 +85,10 @@ def plot(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
-    axes.plot(simulated_at, expected, "o-", label="simulated: published batch on more GPUs")
-    axes.plot(emulated_at, found, "s-", label="emulated: batch grows with the ranks")
+    if simulated_at:
+        axes.plot(simulated_at, expected, "o-", label="simulated: published batch on more GPUs")
+    if emulated_at:
+        axes.plot(emulated_at, found, "s-", label="emulated: batch grows with the ranks")
     axes.set_xscale("log", base=2)
     ticks = sorted({*simulated_at, *emulated_at})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -97,7 +101,7 @@ def plot(
 def main() -> int:
     defaults = {"experiment": "wan21_flowgrpo", "simulated": "8,16,32,64,128,256", "emulated": "4,8,16,32,48"}
     given = options(sys.argv[1:], defaults, {"simulated": "8,16", "emulated": "4,8"})
-    at = {kind: [int(size) for size in given[kind].split(",")] for kind in ("simulated", "emulated")}
+    at = {kind: [int(size) for size in given[kind].split(",") if size] for kind in ("simulated", "emulated")}
     notes = (
         f"Simulated: {given['experiment']}, its published batch, best on-policy run on testbed_c's GPU. "
         "Emulated: real processes, sleeping networks, batch in proportion to the ranks."

@@ -1,6 +1,6 @@
 """Time-step parallelism: K trained steps of a sample in one forward and backward, against a per-step loop.
 
-    python benchmarks/tsp.py [experiment=flux1_flowgrpo] [samples=8] [repeats=7]
+    python -m benchmarks.tsp [experiment=flux1_flowgrpo] [samples=8] [repeats=7] [quick=true]
 
 Same model, same trajectories, same gradients (checked); the two are measured alternately and their medians compared.
 On a CPU batching saves call overhead; with sharded weights it saves K-1 of K all-gathers, which this does not show.
@@ -17,16 +17,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from benchmarks._shared import Report, options
 from digenrl import config as configuration
 from digenrl.diffusion.denoise import SampleKey, replay, sample
 from digenrl.types import CellBlock, Prompt
 
+TOLERANCE = 1e-4
+"""Largest relative difference of gradients in norm (fp32)."""
+
 
 def main(words: list[str]) -> int:
     """Print one row per K; returns the exit code."""
-    options = {"experiment": "flux1_flowgrpo", "samples": "8", "repeats": "7"} | dict(w.split("=", 1) for w in words)
-    rows, repeats = int(options["samples"]), int(options["repeats"])
-    settings = configuration.load([f"experiment={options['experiment']}", "hardware=cpu_tiny"]).config
+    given = options(words, {"experiment": "flux1_flowgrpo", "samples": "8", "repeats": "7"}, {"repeats": "2"})
+    rows, repeats = int(given["samples"]), int(given["repeats"])
+    settings = configuration.load([f"experiment={given['experiment']}", "hardware=cpu_tiny"]).config
     torch.set_num_threads(1)
     policy = configuration.instantiate(settings.model)
     module = configuration.instantiate(settings.algorithm, policy=policy)
@@ -70,12 +74,13 @@ def main(words: list[str]) -> int:
             spent, grads = gradient(batch)
             seconds[batch].append(spent)
             worst[batch] = max(worst[batch], float((grads - reference).norm() / reference.norm()))
-    print(f"{options['experiment']}, tiny build, {rows} samples x {trained} trained steps, 1 thread, {repeats} repeats")
-    print(f"{'K':>3} {'ms':>8} {'speed-up over K=1':>18} {'gradient difference':>20}")
+    notes = f"{given['experiment']}, tiny build, {rows} samples x {trained} trained steps, 1 thread, {repeats} repeats."
+    report = Report("Time-step parallelism", notes, ("  K", "      ms", "speed-up over K=1", "gradient difference"))
     for batch in batches:
         ratio = median(seconds[1]) / median(seconds[batch])
-        print(f"{batch:>3} {1e3 * median(seconds[batch]):>8.1f} {ratio:>18.2f} {worst[batch]:>20.1e}")
-    return 0 if max(worst.values()) < 1e-4 else 1
+        report.row(batch, f"{1e3 * median(seconds[batch]):.1f}", f"{ratio:.2f}", f"{worst[batch]:.1e}")
+    report.verdict(max(worst.values()) < TOLERANCE, f"gradients differ by at most {TOLERANCE:g} in norm")
+    return report.close(given)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import steps_per_forward
 from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.floor import training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.simulate.memory import Memory
 from digenrl.simulate.workload import Workload, facts
@@ -49,9 +50,9 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     """The configuration with allocation, `schedule.tsp.batch` and `model.gradient_checkpointing` as values.
 
-    `auto` steps per forward are the most that the memory model fits into the smallest trainer of the profile; all of
-    them where the model's sizes are not known. `auto` checkpointing becomes what each trainer's GPU needs to repeat
-    least (one value, or a list in the order of the trainers); with both, the fastest combination.
+    `auto` steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish
+    first; all of them where the model's sizes are not known. `auto` checkpointing becomes what each trainer's GPU needs
+    to repeat least (one value, or a list in the order of the trainers); with both, the fastest combination.
 
     Raises:
         ValueError: the numbers contradict another key; or not even one step per forward fits (gives the estimate, the
@@ -102,7 +103,7 @@ def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ..
 
 
 def _steps_that_fit(bench: Bench, candidate: Candidate, steps: int) -> int:
-    """`schedule.tsp.batch` = auto."""
+    """`schedule.tsp.batch` = auto: of the values that fit, the one whose blocks the trainers finish first."""
     fitting = [
         trial
         for batch in range(1, steps + 1)
@@ -114,9 +115,11 @@ def _steps_that_fit(bench: Bench, candidate: Candidate, steps: int) -> int:
             f"{reason} with one step per forward: set parallel.sharding=fsdp, model.gradient_checkpointing=auto or a "
             "smaller sampling.task_size; `make plan` searches for a split that fits."
         )
-    if candidate.recompute is None:
-        return min(fitting, key=lambda trial: (round(bench.cell_seconds(trial), 4), -trial.tsp_batch)).tsp_batch
-    return fitting[-1].tsp_batch
+
+    def seconds(trial: Candidate) -> float:
+        return sum(training_floor(bench.spec(trial), bench.cluster(trial)))
+
+    return min(fitting, key=lambda trial: (round(seconds(trial), 4), -trial.tsp_batch)).tsp_batch
 
 
 def sized(composed: Composed) -> bool:

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.schedule.lending import Cost, Costs, Decision, LendingMonitor, LendingState, accepted, search
+from digenrl.schedule.lending import (
+    Cost,
+    Costs,
+    Decision,
+    LendingMonitor,
+    LendingState,
+    accepted,
+    after_older,
+    search,
+)
 
 
 @st.composite
@@ -54,6 +63,28 @@ def test_i6_nothing_is_lent_while_a_fragment_is_ready(state: LendingState) -> No
         fragment_ready=(0.0, *state.fragment_ready[1:]),
     )
     assert search(ready).lend == 0
+
+
+def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
+    def state(ready: float, later: int, step_seconds: float | None = None) -> LendingState:
+        return LendingState(
+            (9.0,), (10.0,), 0, (0,), (ready,), (1.0,), 4.0, 2, 0, 0.1, step_seconds, tasks_later=later
+        )  # fmt: skip
+
+    assert search(state(9.0, 0)).lend == 0
+    assert search(state(9.0, 8)).lend == 2  # two rounds of 4 s and two switches end before 9 s
+    assert search(state(9.0, 2)).lend == 1
+    assert search(state(3.0, 8)).lend == 0
+    assert search(state(3.0, 8, step_seconds=0.5)).lend > 0  # handed over when the fragment is ready
+    assert search(replace(state(9.0, 8), may_lend=False)).lend == 0
+    decision = search(state(9.0, 8))
+    assert decision.gain == 0.0
+
+
+def test_older_tasks_come_first() -> None:
+    free, ready = after_older((1.0, 2.0), (4.0, 10.0), (0.5, 3.0, 7.0), (2, 0, 1))
+    assert free == (9.0, 12.0)  # the fast rank ends tasks at 5 and 9, and the slow one its first at 12
+    assert ready == (9.0, 3.0, 12.0)
 
 
 def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:

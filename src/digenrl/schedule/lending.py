@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -48,6 +49,9 @@ class LendingState:
     """Cost of one switch between training and generation; a loan pays two."""
     step_seconds: float | None = None
     """With hand-off: one denoising step, after which a loan can be interrupted. None = a loan runs to its end."""
+    tasks_later: int = 0
+    """Unclaimed tasks of the next step that the version at hand generates (one-step asynchrony). They shorten that
+    step, not this one, so that they are worth a loan only where it costs nothing."""
     may_lend: bool = True
     """False after the first optimizer step of a batch when no copy of the published weights is kept (I6)."""
 
@@ -87,6 +91,30 @@ def accepted(free: tuple[float, ...], seconds: tuple[float, ...], tasks: int) ->
     return [start for start, _ in claims], [finish for _, finish in claims]
 
 
+def after_older(
+    free: Sequence[float], seconds: Sequence[float], ready: Sequence[float], older: Sequence[int]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """When rollout ranks are free, and fragments ready, behind the step's tasks that the previous version generates
+    (one-step asynchrony): rollout ranks claim them first, and nobody else can.
+
+    Args:
+        free: when each rollout rank ends its present task.
+        seconds: of a task on each of them.
+        ready: per fragment: when its tasks in flight will be done.
+        older: per fragment: its unclaimed tasks of the previous version.
+    """
+    heap = [(max(0.0, start) + cost, rank) for rank, (start, cost) in enumerate(zip(free, seconds, strict=True))]
+    heapq.heapify(heap)
+    behind, last, times = list(free), 0.0, []
+    for own, tasks in zip(ready, older, strict=True):
+        for _ in range(tasks if heap else 0):
+            finish, rank = heap[0]
+            heapq.heapreplace(heap, (finish + seconds[rank], rank))
+            behind[rank], last = finish, max(last, finish)
+        times.append(max(own, last) if tasks else own)
+    return tuple(behind), tuple(times)
+
+
 def search(state: LendingState, k_max: int = 4, depth: int = 2) -> Decision:
     """Branch and bound over "wait or lend k rounds" at the idle points that the model foresees.
 
@@ -103,8 +131,11 @@ def search(state: LendingState, k_max: int = 4, depth: int = 2) -> Decision:
     tree = _Search(state, k_max)
     start = _Point(0, 0.0, 0, 0, ())
     without = tree.follow(start, None)
-    if not state.may_lend or state.tasks_left == 0 or not state.train_seconds or tree.ready(start) <= 0.0:
+    if not state.may_lend or not state.train_seconds or tree.ready(start) <= 0.0:
         return Decision(0, without, without, tree.nodes)
+    if state.tasks_left == 0:
+        rounds = [k for k in range(1, k_max + 1) if (k - 1) * state.lenders < state.tasks_later and tree.fits(k)]
+        return Decision(max(rounds, default=0), without, without, tree.nodes)
     tree.best = without
     best_time, best_k = without, 0
     for lend in range(k_max + 1):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from digenrl.schedule.lending import LendingState
+from digenrl.schedule.lending import LendingState, after_older
+from digenrl.schedule.order import group_version
 from digenrl.simulate.generation import Generation, Worker
 
 
@@ -39,23 +40,30 @@ def lending_state(
             group = worker.task.group
             in_flight[group] = max(in_flight.get(group, 0.0), worker.free_at - now)
             started[group] = started.get(group, 0) + 1
-    tasks, ready = [], []
+    tasks, older, ready = [], [], []
     for groups, _ in fragments:
         left = [group for group in groups if group not in complete]
-        waiting = (spec.tasks_per_group - done_tasks.get((step, g), 0) - started.get(g, 0) for g in left)
-        tasks.append(max(0, sum(waiting)))
+        waiting = {g: spec.tasks_per_group - done_tasks.get((step, g), 0) - started.get(g, 0) for g in left}
+        own = {group for group in left if group_version(spec, step, group) == step}
+        tasks.append(sum(max(0, count) for group, count in waiting.items() if group in own))
+        older.append(sum(max(0, count) for group, count in waiting.items() if group not in own))
         ready.append(max((in_flight.get(group, 0.0) for group in left), default=0.0))
     steps = spec.denoise_steps
+    free = [max(0.0, w.free_at - now) if w.busy else 0.0 for w in makers]
+    seconds = [w.rank.task_seconds(steps) for w in makers]
+    rollouts = len(makers) - len(busy_lenders)
+    behind, fragment_ready = after_older(free[:rollouts], seconds[:rollouts], ready, older)
     return LendingState(
-        rollout_free=tuple(max(0.0, w.free_at - now) if w.busy else 0.0 for w in makers),
-        rollout_seconds=tuple(w.rank.task_seconds(steps) for w in makers),
+        rollout_free=(*behind, *free[rollouts:]),
+        rollout_seconds=tuple(seconds),
         tasks_left=sum(tasks),
         fragment_tasks=tuple(tasks),
-        fragment_ready=tuple(ready),
+        fragment_ready=fragment_ready,
         train_seconds=tuple(seconds for _, seconds in fragments),
         lend_seconds=lender.rank.task_seconds(steps) + lender.rank.encode_seconds,
         lenders=lenders,
         lenders_later=len(cluster.trainers),
         switch_seconds=cluster.switch_seconds,
-        step_seconds=lender.rank.step_seconds if spec.handoff else None,
+        step_seconds=lender.rank.step_seconds if spec.handoff and not cluster.lockstep else None,
+        tasks_later=max(0, generation.left(step, lender) - sum(tasks)),
     )

@@ -210,8 +210,8 @@ class Bench:
         pools = {name: self.hardware.pool(name) for name, _ in placed}
         trainer_pools = list({name: pools[name] for name, role in placed if role == "trainer"}.values())
         shards = self.shards(candidate)
-        ranks, exposed = [], 0.0
-        for number, (name, role) in enumerate(placed):
+        likes, exposed = {}, 0.0
+        for name, role in dict.fromkeys(placed):
             pool, cell = pools[name], 0.0
             step = costs.step_seconds(pool, b)
             if role == "trainer":
@@ -221,19 +221,18 @@ class Bench:
                     step = max(step, costs.gather_seconds(group, shards))
                     hidden = cell * candidate.tsp_batch
                     exposed = max(exposed, costs.sharding_seconds(group, shards) - hidden)
-            ranks.append(
-                Rank(
-                    number,
-                    role,
-                    name,
-                    step,
-                    costs.encode_seconds(pool, cached=candidate.encoders),
-                    costs.decode_seconds(pool, b),
-                    costs.score_seconds(pool, b),
-                    cell,
-                    costs.optimizer_seconds(pool, 1) / 4,
-                )
+            likes[name, role] = Rank(
+                0,
+                role,
+                name,
+                step,
+                costs.encode_seconds(pool, cached=candidate.encoders),
+                costs.decode_seconds(pool, b),
+                costs.score_seconds(pool, b),
+                cell,
+                costs.optimizer_seconds(pool, 1) / 4,
             )
+        ranks = [replace(likes[seat], rank=number) for number, seat in enumerate(placed)]
         everyone = list(pools.values())
         volume = 4 * work.trained_parameters / shards
         return Cluster(

@@ -72,20 +72,19 @@ class _Engine:
         """Of the trainers = RL step in progress."""
         self.visible = 0
         """Newest version that rollout ranks can adopt."""
-        self.updates_done = 0
-        self.arrived = 0
+        self.updates_done, self.arrived = 0, 0
         self.done_tasks: dict[tuple[int, int], int] = {}
         self.completed: dict[int, list[int]] = {}
         self.step_ends: list[float] = []
         self.trained: list[tuple[int, int, tuple[int, ...]]] = []
-        self.ledger = Ledger()
-        self.staleness = 0
-        self.monitor = LendingMonitor()
+        self.ledger, self.monitor, self.staleness = Ledger(), LendingMonitor(), 0
         self.decisions: list[tuple[float, Decision]] = []
         self.step_decisions: list[tuple[float, Decision]] = []
         self.messages: list[str] = []
         self._bubbles: list[Unit] = []
-        self._fragment_seconds: dict[tuple[tuple[int, ...], int], tuple[float, ...]] = {}
+        self._done_at: dict[int, float] = {}
+        """When ranks of a unit that generates together had nothing more to do."""
+        self._fragment_seconds: dict[tuple[int, ...], tuple[float, ...]] = {}
 
     # ---- plumbing
 
@@ -124,18 +123,11 @@ class _Engine:
                 self.gen.record(worker, self.now)
             self.gen.end_idle(worker, self.now)
         self.ledger.check()
+        made, trained, decisions = tuple(self.gen.made), tuple(self.trained), tuple(self.decisions)
         return Simulated(
-            tuple(self.step_ends),
-            tuple(self.spans),
-            self.seconds,
-            tuple(self.gen.made),
-            tuple(self.trained),
-            self.staleness,
-            self.gen.moves,
-            self.ledger,
-            tuple(self.decisions),
-            tuple(self.messages),
-        )
+            tuple(self.step_ends), tuple(self.spans), self.seconds, made, trained, self.staleness, self.gen.moves,
+            self.ledger, decisions, tuple(self.messages),
+        )  # fmt: skip
 
     def _situation(self) -> str:
         units, groups = sorted({unit.state for unit in self.units}), len(self.completed.get(self.version, []))
@@ -208,9 +200,14 @@ class _Engine:
         unit = self.unit_of.get(worker.rank.rank)
         if unit is None:
             self._next_task(worker)
-        elif not any(self.gen.workers[rank].busy for rank in unit.ranks):
-            unit.state = "idle"
-            unit.since = self.now
+            return
+        self._done_at[worker.rank.rank] = self.now
+        if not any(self.gen.workers[rank].busy for rank in unit.ranks):
+            for rank in unit.ranks:
+                self._span(
+                    rank, "wait", self._done_at.pop(rank, self.now), self.now, self.version, {"cause": "lockstep"}
+                )
+            unit.state, unit.since = "idle", self.now
             self._advance(unit)
 
     def _on_deliver(self, payload: tuple[int, int]) -> None:
@@ -287,6 +284,8 @@ class _Engine:
             worker = self.gen.workers[rank]
             if not worker.dead and self.gen.offer(worker, self._versions(worker), self.now) is None:
                 started = True
+            else:
+                self._done_at[rank] = self.now
         if started:
             self._waited(unit, since)
             unit.state, unit.lent = "lend", True
@@ -322,10 +321,10 @@ class _Engine:
 
     def fragment_seconds(self, fragment: tuple[int, ...], unit: Unit) -> tuple[float, ...]:
         """Seconds of training `fragment` on each rank of `unit`."""
-        key = (fragment, unit.ranks[0])
-        if key not in self._fragment_seconds:
-            self._fragment_seconds[key] = train_seconds(self.spec, self.cluster, fragment, unit.ranks)
-        return self._fragment_seconds[key]
+        if fragment not in self._fragment_seconds:
+            self._fragment_seconds[fragment] = train_seconds(self.spec, self.cluster, fragment)
+        everyone = self._fragment_seconds[fragment]
+        return everyone if len(unit.ranks) == len(everyone) else tuple(everyone[rank] for rank in unit.ranks)
 
     def _on_trained(self, unit: Unit) -> None:
         unit.state, unit.since = "idle", self.now
@@ -363,7 +362,8 @@ class _Engine:
             for rank in self.cluster.trainers:
                 self.gen.workers[rank.rank].held = self.version
             self._post(self.now + self.cluster.publish_seconds, "visible", self.version)
-        self._begin_update()
+        if len(self.step_ends) < self.steps:  # what comes after the last step's end is not the run's
+            self._begin_update()
 
     # ---- lending
 
@@ -392,7 +392,8 @@ class _Engine:
         )
         decision = search(state, self.k_max, self.depth)
         self.decisions.append((self.now, decision))
-        if decision.lend and not self.step_decisions:  # the step's first loan sees all of the gain and all of the error
+        # The step's first loan sees all of the gain and all of the error; one for the next step promises nothing here.
+        if decision.lend and state.tasks_left and not self.step_decisions:
             self.step_decisions.append((self.now, decision))
         for unit in units:
             if decision.lend and self._generate(unit):

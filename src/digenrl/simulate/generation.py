@@ -186,7 +186,8 @@ class Generation:
         worker.finish_time = (rank.decode_seconds + rank.score_seconds) * factor
         worker.free_at = begin + remaining * worker.step_time + worker.finish_time
         worker.token += 1
-        if self.spec.handoff and remaining:
+        together = self.cluster.lockstep and rank.role == "trainer"  # one of them cannot leave the others' forwards
+        if self.spec.handoff and remaining and not together:
             worker.next_boundary = begin + worker.step_time
             self._post(worker.next_boundary, "boundary", (rank.rank, worker.token))
         else:

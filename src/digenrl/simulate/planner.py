@@ -13,7 +13,11 @@ from dataclasses import dataclass, replace
 
 from digenrl.simulate.bound import Bound
 from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.outcome import Outcome, evaluate
+
+PROMISING = 6
+"""Disaggregated candidates of the lowest floors that are simulated, of each kind."""
 
 
 class PlanError(ValueError):
@@ -59,17 +63,19 @@ def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
-    def tried(candidates: Iterable[Candidate]) -> list[Outcome]:
-        found = []
+    def tried(candidates: Iterable[Candidate], fastest: float = math.inf) -> list[Outcome]:
+        """Outcomes, best first, of the candidates that fit and that might beat `fastest`."""
+        found = {}
         for candidate in candidates:
             if candidate not in seen:
-                if bench.misfits(candidate):
+                if bench.misfits(candidate) or _floor(bench, candidate) >= fastest:
                     continue
                 seen[candidate] = evaluate(bench, candidate, bound)
-            found.append(seen[candidate])
-        return sorted(found, key=lambda outcome: outcome.step_s)
+            found[candidate] = seen[candidate]
+            fastest = min(fastest, found[candidate].step_s)
+        return sorted(found.values(), key=lambda outcome: outcome.step_s)
 
-    for coarse in (_colocated(bench), _disaggregated(bench, 0), _disaggregated(bench, 1)):
+    for coarse in (_colocated(bench), *(_promising(bench, _disaggregated(bench, steps)) for steps in (0, 1))):
         best = tried(coarse)
         for _ in range(rounds):
             around = [near for outcome in best[:fine] for near in _neighbours(bench, outcome.candidate)]
@@ -81,21 +87,32 @@ def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
         for outcome in best[:5]:
             finalists[outcome.candidate] = evaluate(bench, outcome.candidate, bound, exact=True)
     if not seen:
-        raise PlanError(
-            f"nothing fits: {'; '.join(_shortfalls(bench))}. Use more or larger GPUs, LoRA, a smaller resolution or "
-            "fewer frames."
-        )
+        raise PlanError(_why_nothing(bench))
     ranked = tuple(sorted(finalists.values(), key=lambda outcome: outcome.step_s))
     return Plan(bench, bound, ranked, len(seen))
 
 
-def _shortfalls(bench: Bench) -> list[str]:
-    """Why even the smallest candidates do not fit: colocated, and half of the GPUs in either role."""
+def _why_nothing(bench: Bench) -> str:
+    """Why even the smallest candidates cannot run: colocated, and half of the GPUs in either role."""
     gpus, size = bench.hardware.gpus, task_sizes(bench)[0]
-    trials = [Candidate(gpus, 0, "fsdp", None, size)]
+    trials = {"colocated": Candidate(gpus, 0, "fsdp", None, size)}
+    if any(pool.role == "rollout" for pool in bench.hardware.pools):
+        trials.clear()
     if gpus > 1:
-        trials.append(Candidate(gpus // 2, gpus - gpus // 2, "fsdp", None, size))
-    return sorted({reason for trial in trials if _allowed(bench, trial) for reason in bench.misfits(trial)})
+        trainers = gpus // 2
+        counts = {role: sum(p.count for p in bench.hardware.pools if p.role == role) for role in ("trainer", "rollout")}
+        trainers = max(counts["trainer"], min(trainers, gpus - counts["rollout"]))
+        trials[f"{trainers} trainers"] = Candidate(trainers, gpus - trainers, "fsdp", None, size)
+    reasons = [
+        f"{name}: {', '.join(bench.misfits(trial))}"
+        for name, trial in trials.items()
+        if trial.trainers and _allowed(bench, trial)
+    ]
+    if not reasons:
+        roles = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in bench.hardware.pools)
+        return f"the pools' roles leave no GPU to train ({roles}): set the role of one of them to auto or trainer."
+    remedy = "Use more or larger GPUs, LoRA, a smaller resolution or fewer frames."
+    return f"nothing fits: {'; '.join(reasons)}. {remedy}"
 
 
 def fitted(bench: Bench, candidate: Candidate) -> Candidate | None:
@@ -160,29 +177,50 @@ def _disaggregated(bench: Bench, async_steps: int) -> Iterator[Candidate]:
         return
     flexible = all(pool.role == "auto" for pool in bench.hardware.pools)
     firsts = [pool.name for pool in bench.hardware.pools] if flexible and len(bench.hardware.pools) > 1 else [None]
-    sizes = task_sizes(bench)
     for first in firsts:
-        base = Candidate(
-            1,
-            gpus - 1,
-            first=first,
-            task_size=sizes[len(sizes) // 2],
-            async_steps=async_steps,
-            tag=async_steps == 0,
-            handoff=async_steps == 0,
-            shares=_unequal(bench),
-        )
-        found = list(_allocations(bench, base, _around_balance(bench, base)))
+        typical = Candidate(1, gpus - 1, first=first, async_steps=async_steps, shares=_unequal(bench))
+        found = False
+        for base in _schedules(bench, typical):
+            for candidate in _allocations(bench, base, _around_balance(bench, base)):
+                found = True
+                yield candidate
         if not found:  # memory decides, not the balance
             every = {max(1, gpus * eighth // 8) for eighth in range(1, 8)}
-            found = list(_allocations(bench, replace(base, task_size=sizes[0]), every))
-        yield from found
+            yield from _allocations(bench, replace(typical, task_size=task_sizes(bench)[0]), every)
+
+
+def _schedules(bench: Bench, typical: Candidate) -> Iterator[Candidate]:
+    """`typical` with every task size, with lending and without. Asynchronous steps overlap, so there a fragment may
+    also be all of an update, which splits most evenly."""
+    for size in task_sizes(bench):
+        for gap in {1, bench.work.prompts // bench.work.updates if typical.async_steps else 1}:
+            for tag in (False, True):
+                handoff = tag and typical.async_steps == 0
+                yield replace(typical, task_size=size, gap=gap, tag=tag, handoff=handoff)
+
+
+def _floor(bench: Bench, candidate: Candidate) -> float:
+    return floor_seconds(bench.spec(candidate), bench.cluster(candidate))
+
+
+def _promising(bench: Bench, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates of the lowest floors: from each pool first, with lending and without; on-policy ones, whose floors
+    say less, also with each task size."""
+    fitting = [candidate for candidate in dict.fromkeys(candidates) if not bench.misfits(candidate)]
+    ranked = sorted(fitting, key=lambda candidate: _floor(bench, candidate))
+    kinds: dict[tuple[bool, str | None, int], list[Candidate]] = {}
+    for candidate in ranked:
+        size = 0 if candidate.async_steps else candidate.task_size
+        kinds.setdefault((candidate.tag, candidate.first, size), []).append(candidate)
+    return [candidate for kind in kinds.values() for candidate in kind[:PROMISING]]
 
 
 def _around_balance(bench: Bench, base: Candidate) -> set[int]:
     """Numbers of trainers around the balance of generation and training, and whole pools."""
     gpus, balance = bench.hardware.gpus, _balance(bench, base)
-    offsets = (-0.05, 0.03, 0.12) if base.async_steps == 0 else (-0.05, 0.0, 0.05)
+    offsets = [-0.06, -0.03, 0.0, 0.03, 0.06]
+    if base.tag:  # what lending trainers generate, rollout ranks need not
+        offsets = [-0.03, 0.0, 0.03, 0.06, 0.09, 0.12]
     numbers = {min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}
     return numbers if base.first is None else numbers | {bench.hardware.pool(base.first).count}
 
@@ -240,8 +278,9 @@ def _neighbours(bench: Bench, candidate: Candidate) -> Iterator[Candidate]:
             yield from _held(bench, near)
     yield replace(candidate, handoff=not candidate.handoff)
     yield from _held(bench, replace(candidate, tag=not candidate.tag))
-    for gap in (1, 2, 4):
-        if gap != candidate.gap and gap <= bench.work.prompts // bench.work.updates:
+    update = bench.work.prompts // bench.work.updates
+    for gap in sorted({1, 2, 4, update // 2, update}):
+        if gap != candidate.gap and 0 < gap <= update:
             yield replace(candidate, gap=gap)
     if candidate.async_steps:
         for fraction in (0.25, 0.75, 1.0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from digenrl.recompute import AUTO, Recompute
+from digenrl.simulate.candidate import Candidate
 from digenrl.simulate.outcome import Outcome
 from digenrl.simulate.planner import Plan
 
@@ -124,25 +125,41 @@ def as_json(plan: Plan, asked: Outcome | None, asynchronous: bool, rl_steps: int
 
 
 def table(plan: Plan, asynchronous: bool, rl_steps: int, show: int) -> list[str]:
-    """The best candidates, a line each."""
+    """The best candidates, a line each; those that differ in nothing that shows are one."""
     lines = [
-        f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>10}{'GiB T/R':>13}{'s/step':>10}"
-        f"{'samples/s':>11}{'of bound':>10}{'GPU-hours':>11}  waiting"
+        f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>13}{'GiB T/R':>13}{'s/step':>10}"
+        f"{'samples/s':>11}{'of bound':>10}{'GPU-hours':>11}  waiting; also"
     ]
-    for outcome in chosen(plan, asynchronous)[:show]:
+    for outcome in chosen(plan, asynchronous):
         candidate, memory = outcome.candidate, memory_by_role(outcome)
         gib = f"{memory['trainer']:.1f}/" + (f"{memory['rollout']:.1f}" if "rollout" in memory else "-")
         waits = sorted(outcome.bubble.items(), key=lambda item: -item[1])
         bubble = ", ".join(f"{cause} {100 * share:.1f}%" for cause, share in waits if share >= 0.001)
         hours = outcome.step_s * rl_steps * outcome.bench.hardware.gpus / 3600
         rate = outcome.bench.work.samples / outcome.step_s
-        lines.append(
+        line = (
             f"{candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"
             f"{candidate.task_size:>4}{candidate.tsp_batch:>4}{candidate.gap:>4}"
-            f"{repeats(outcome):>10}{gib:>13}{outcome.step_s:>10.2f}{rate:>11.3f}"
-            f"{outcome.efficiency:>10.3f}{hours:>11.0f}  {bubble or 'none'}"
+            f"{repeats(outcome):>13}{gib:>13}{outcome.step_s:>10.2f}{rate:>11.3f}"
+            f"{outcome.efficiency:>10.3f}{hours:>11.0f}  {bubble or 'none'}{_also(candidate)}"
         )
+        if line not in lines and len(lines) <= show:
+            lines.append(line)
     return lines
+
+
+def _also(candidate: Candidate) -> str:
+    """Choices without a column of their own, where they are not the usual ones."""
+    words = {
+        f"trainers first from {candidate.first}": candidate.first is not None,
+        "encoders stay on the GPU": candidate.encoders,
+        "fragments in order of arrival": candidate.order == "arrival",
+        f"stale {candidate.stale_fraction:g}": candidate.async_steps > 0,
+        "lends": candidate.async_steps > 0 and candidate.tag,
+        "hands over": candidate.async_steps > 0 and candidate.handoff,
+        "steps not sharded": not candidate.tsp_shard and candidate.rollouts > 0,
+    }
+    return "".join(f"; {word}" for word, on in words.items() if on)
 
 
 def explanation(plan: Plan, asynchronous: bool) -> list[str]:

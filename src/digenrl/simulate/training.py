@@ -6,23 +6,19 @@ from digenrl.schedule import ScheduleSpec, place
 from digenrl.simulate.cluster import Cluster
 
 
-def train_seconds(
-    spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...], ranks: tuple[int, ...]
-) -> tuple[float, ...]:
-    """Seconds of training `fragment` on each of `ranks` (launch ranks of trainers); collectives hold sharded ranks
-    together, so there every micro-batch takes as long as its slowest rank. A replica without blocks of the fragment
-    runs one at weight zero, as `strategy.cells.StepBoard` gives it."""
-    placement = place(spec, len(cluster.trainers), fragment)
-    rows = []
-    for rank in ranks:
-        cell = cluster.trainers[rank].cell_seconds
-        rows.append([cell * sum(len(block.steps) for block in micro) for micro in placement[rank]])
-    common = cluster.micro_batch_seconds
+def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[float, ...]:
+    """Seconds of training `fragment` on each trainer; collectives hold sharded ranks together, so there every
+    micro-batch takes as long as its slowest rank. A replica without blocks of the fragment runs one at weight zero, as
+    `strategy.cells.StepBoard` gives it."""
+    trainers, common = cluster.trainers, cluster.micro_batch_seconds
+    rows = [
+        [rank.cell_seconds * sum(len(block.steps) for block in micro) for micro in own]
+        for rank, own in zip(trainers, place(spec, len(trainers), fragment), strict=True)
+    ]
     if cluster.lockstep:
         whole = sum(max(column) + common for column in zip(*rows, strict=True))
-        return (whole,) * len(ranks)
+        return (whole,) * len(trainers)
     filler = min(spec.tsp_batch, spec.trained_steps)
     return tuple(
-        (sum(row) or filler * cluster.trainers[rank].cell_seconds) + common * len(row)
-        for rank, row in zip(ranks, rows, strict=True)
+        (sum(row) or filler * rank.cell_seconds) + common * len(row) for rank, row in zip(trainers, rows, strict=True)
     )

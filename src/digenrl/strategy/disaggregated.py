@@ -121,7 +121,8 @@ class DisaggregatedStrategy(DDPStrategy):
         ranks have nobody to wait for and take one at a time, unless another one ends it earlier."""
         if self.world.rollouts == 0:
             return int(self.lockstep or not self.runner.declines(self.version))
-        return self.lender.decide(self.plan_tasks(self.version), pending, board.step, self.spans.now())
+        queues = (self.plan_tasks(self.version - 1), self.plan_tasks(self.version))
+        return self.lender.decide(queues, pending, board.step, self.spans.now())
 
     # ---- roles
 
@@ -150,7 +151,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
         self.claims = Claims(self.control, world.rank)
-        self.lender = Lender(self.spec, world, self.claims)
+        self.lender = Lender(self.spec, world, self.claims, interruptible=not self.lockstep)
         self.book = StepBook(self.spec, world, self.spans, self.lender, session.run_dir)
         self.shares = Shares(self.spec, world, self.control, session.run_dir, timed=self.sharding == "ddp")
         self._process_group_backend = self._get_process_group_backend()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from digenrl.schedule.lending import Costs, Decision, LendingMonitor, LendingState, search
+from digenrl.schedule.lending import Costs, Decision, LendingMonitor, LendingState, after_older, search
 from digenrl.schedule.spec import ScheduleSpec, Task
 from digenrl.strategy.claims import Claims, Work
 from digenrl.strategy.world import World
@@ -31,10 +31,19 @@ class Lender:
         world: ranks by role.
         claims: to read who works on what.
         seeds: seconds by stage ("generate", "train") from the hardware profile, where it has measured ones.
+        interruptible: a loan can be handed off (not that of sharded trainers, whose forwards are collectives).
     """
 
-    def __init__(self, spec: ScheduleSpec, world: World, claims: Claims, seeds: dict[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        world: World,
+        claims: Claims,
+        seeds: dict[str, float] | None = None,
+        interruptible: bool = True,
+    ) -> None:
         self._spec, self._world, self._claims = spec, world, claims
+        self._interruptible = spec.handoff and interruptible
         self._costs = Costs(seeds or {})
         self._monitor = LendingMonitor()
         self._open: list[Prediction] = []
@@ -50,11 +59,13 @@ class Lender:
         """Take in one measured duration ("generate": one task; "train": one fragment)."""
         self._costs.update(stage, rank, seconds)
 
-    def decide(self, tasks: Sequence[Task], pending: Sequence[tuple[int, ...]], step: int, now: float) -> int:
+    def decide(
+        self, queues: Sequence[Sequence[Task]], pending: Sequence[tuple[int, ...]], step: int, now: float
+    ) -> int:
         """Rounds of tasks to lend now, 0 = wait.
 
         Args:
-            tasks: queue(version), in claim order.
+            queues: of the previous version and of the one that this trainer holds, in claim order.
             pending: untrained fragments of the step, in training order.
             step: RL step in progress.
             now: run clock, seconds.
@@ -64,11 +75,10 @@ class Lender:
             return 0
         # Trainers train the same fragments, so those that do not lend already are idle together with this one.
         lenders = self._world.trainers - len(lending)
-        state = self._state(working | lending, self._left([tasks], step), pending, now, lenders)
+        state = self._state(working | lending, queues, pending, step, now, lenders)
         decision = search(state)
-        if (
-            decision.lend and not self._open
-        ):  # later loans of a step have little left to gain, and would drown the first
+        # Later loans of a step have little left to gain, and would drown the first; one for the next step has nothing.
+        if decision.lend and state.tasks_left and not self._open:
             self._open.append(Prediction(decision, now))
         return decision.lend
 
@@ -79,7 +89,7 @@ class Lender:
         expectation before every generating rank and this trainer have been measured.
 
         Args:
-            queues: of every version that generates tasks of the step.
+            queues: as for `decide`.
             pending: all fragments of the step, in training order.
         """
         generators = self._world.rollout_ranks if self._world.rollouts else range(self._world.trainers)
@@ -88,44 +98,49 @@ class Lender:
         known = working.keys() == set(self._claims.working(generators))
         if working and known and self._known("train", self._world.rank):
             may_lend = self._spec.tag and not self.off and self._world.rollouts > 0
-            state = self._state(working, self._left(queues, step), pending, now, self._world.trainers)
+            state = self._state(working, queues, pending, step, now, self._world.trainers)
             self.predicted_end = now + search(replace(state, may_lend=may_lend)).predicted_step_s
 
-    def _left(self, queues: Sequence[Sequence[Task]], step: int) -> list[Task]:
-        """Unclaimed tasks of RL step `step`."""
-        found: list[Task] = []
-        for tasks in filter(None, queues):
-            left = self._claims.left(tasks[0].version, len(tasks), range(len(tasks)))
-            found += [task for task in tasks[len(tasks) - left :] if task.step == step]
-        return found
+    def _left(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """Unclaimed tasks of a version's queue."""
+        if not tasks:
+            return tasks
+        return tasks[len(tasks) - self._claims.left(tasks[0].version, len(tasks), range(len(tasks))) :]
 
     def _state(
         self,
         working: Mapping[int, Work],
-        left: Sequence[Task],
+        queues: Sequence[Sequence[Task]],
         pending: Sequence[tuple[int, ...]],
+        step: int,
         now: float,
         lenders: int,
     ) -> LendingState:
-        """What the search sees of generating ranks whose speed is known; `lenders` trainers may begin to lend now."""
+        """What the search sees of generating ranks whose speed is known, rollout ranks first; `lenders` trainers may
+        begin to lend now."""
+        older, left = (self._left(tasks) for tasks in queues)
         free = {rank: _free_in(work, now) for rank, work in working.items()}
         in_flight = [(work.group, free[rank]) for rank, work in working.items() if work.group >= 0]
-        seconds = {rank: self._costs.get("generate", rank) for rank in working}
+        ready = [max((end for group, end in in_flight if group in fragment), default=0.0) for fragment in pending]
+        seconds = tuple(self._costs.get("generate", rank) for rank in working)
+        rollouts = sum(rank in self._world.rollout_ranks for rank in working)
+        times = tuple(free.values())
+        behind, ready_at = after_older(times[:rollouts], seconds[:rollouts], ready, _by_fragment(older, pending, step))
+        tasks = _by_fragment(left, pending, step)
         own = self._world.rank
-        lend = self._costs.get("generate", own) if self._known("generate", own) else max(seconds.values())
+        lend = self._costs.get("generate", own) if self._known("generate", own) else max(seconds)
         return LendingState(
-            rollout_free=tuple(free.values()),
-            rollout_seconds=tuple(seconds.values()),
-            tasks_left=sum(task.group in fragment for task in left for fragment in pending),
-            fragment_tasks=tuple(sum(task.group in fragment for task in left) for fragment in pending),
-            fragment_ready=tuple(
-                max((end for group, end in in_flight if group in fragment), default=0.0) for fragment in pending
-            ),
+            rollout_free=(*behind, *times[rollouts:]),
+            rollout_seconds=seconds,
+            tasks_left=sum(tasks),
+            fragment_tasks=tasks,
+            fragment_ready=ready_at,
             train_seconds=tuple(self._costs.get("train", own) for _ in pending),
             lend_seconds=lend,
             lenders=lenders,
             lenders_later=self._world.trainers,
-            step_seconds=lend / self._spec.denoise_steps if self._spec.handoff else None,
+            step_seconds=lend / self._spec.denoise_steps if self._interruptible else None,
+            tasks_later=sum(task.step > step for task in left),
         )
 
     def finish_step(self, now: float) -> tuple[list[dict[str, float]], str | None]:
@@ -167,3 +182,9 @@ class Lender:
 def _free_in(work: Work, now: float) -> float:
     """Seconds until a rank is free."""
     return max(0.0, work.until - now) if work.group >= 0 else 0.0
+
+
+def _by_fragment(tasks: Sequence[Task], pending: Sequence[tuple[int, ...]], step: int) -> tuple[int, ...]:
+    """Tasks of RL step `step` in each fragment."""
+    groups = [task.group for task in tasks if task.step == step]
+    return tuple(sum(group in fragment for group in groups) for fragment in pending)
