@@ -51,7 +51,7 @@ def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
     """Search for the fastest way to run `bench`.
 
     Args:
-        fine: candidates of each kind whose neighbourhood is searched (default: 2; 1 for steps of many samples, which
+        fine: candidates of each kind whose neighbourhood is searched (default: 4; 2 for steps of many samples, which
             take longer to simulate),
         rounds: this many times.
 
@@ -59,7 +59,7 @@ def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
         PlanError: no candidate fits; says what is missing where.
     """
     bound = bench.bound()
-    fine = fine or (1 if bench.work.samples > 600 else 2)
+    fine = fine or (2 if bench.work.samples > 600 else 4)
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
