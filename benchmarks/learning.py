@@ -32,6 +32,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 ALGORITHMS = ("flowgrpo", "dancegrpo", "cps", "mixgrpo", "guard", "dppo", "nft", "dpo")
 WANTED_GAIN = 0.2
 """What an algorithm should add to held-out judge B on every seed, at the sample budget that all share."""
+WANTED_LOSS = 0.04
+"""What one-step asynchrony may cost in held-out judge B: upper end of the 95 % interval of the best correction."""
 KL_WEIGHTS = ("0", "0.1", "0.25", "0.5", "1.0")
 CORRECTIONS = ("uncorrected", "clipped", "decoupled", "truncated_is", "cispo", "topr")
 FACTS = (
@@ -137,14 +139,21 @@ def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield from rises(order, rows)
     if study != "async":
         return
-    last = {(row["variant"], row["seed"]): row["heldout_last"] for row in rows}
     yield ""
     yield "| correction | held-out loss against on-policy, mean | 95 % interval | pairs |"
     yield "|---|---|---|---|"
-    for name in order[1:]:
-        losses = [last["on-policy", seed] - value for (variant, seed), value in last.items() if variant == name]
+    for name, losses in paired_losses(rows).items():
         mean, half = mean_and_half_width(losses)
         yield f"| {name} | {mean:+.4f} | {mean - half:+.4f} .. {mean + half:+.4f} | {len(losses)} |"
+
+
+def paired_losses(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Correction -> what held-out judge B loses against the on-policy run of the same seed, a value per seed."""
+    last = {(row["variant"], row["seed"]): row["heldout_last"] for row in rows}
+    return {
+        name: [last["on-policy", seed] - value for (variant, seed), value in last.items() if variant == name]
+        for name in CORRECTIONS
+    }
 
 
 def rises(order: Sequence[str], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -160,11 +169,34 @@ def rises(order: Sequence[str], rows: Sequence[dict[str, Any]]) -> Iterator[str]
 
 
 def plot(study: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Held-out judge against diversity, a colour per variant, a dot per seed."""
+    """The study's picture as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.0, 4.0), layout="constrained")
     axes = figure.subplots()
+    if study == "async":
+        draw_losses(axes, paired_losses(rows))
+    else:
+        draw_scores(axes, study, rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def draw_losses(axes: Any, losses: dict[str, list[float]]) -> None:
+    """A line per correction: its seeds as dots, the mean and its 95 % interval."""
+    for line, (name, values) in enumerate(losses.items()):
+        mean, half = mean_and_half_width(values)
+        axes.plot(values, [line] * len(values), "o", color="0.7", markersize=4)
+        axes.errorbar(mean, line, xerr=half, fmt="D", color=f"C{line}", capsize=4, label=name)
+    axes.axvline(0.0, color="0.6", linewidth=1)
+    axes.axvline(WANTED_LOSS, color="C3", linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(losses)), list(losses))
+    axes.invert_yaxis()
+    axes.set_xlabel("judge B lost against on-policy, 95 % interval (dashed: wanted)")
+
+
+def draw_scores(axes: Any, study: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Held-out judge against diversity, a colour per variant, a dot per seed."""
     for index, variant in enumerate(variants(study)):
         dots = [(row["diversity_ratio"], row["heldout_last"]) for row in rows if row["variant"] == variant.name]
         if dots:
@@ -175,8 +207,6 @@ def plot(study: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("diversity / real digits (grey: wanted)")
     axes.set_ylabel("held-out judge B (line: base model)")
     axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 def main(words: Sequence[str]) -> int:
@@ -199,7 +229,8 @@ def main(words: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     rows = study_rows(own["study"], seeds, steps, extra, Path(own["runs"]).absolute())
-    command = f"python benchmarks/learning.py {' '.join(words)}".strip()
+    shown = [word for word in words if not word.startswith("runs=")]
+    command = f"python benchmarks/learning.py {' '.join(shown)}".strip()
     lines = [
         f"# Learning on digits: {own['study']}",
         "",
