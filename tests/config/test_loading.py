@@ -40,9 +40,9 @@ def test_command_line_beats_hardware_beats_experiment_beats_groups() -> None:
 
 
 def test_override_kinds() -> None:
-    composed = config.load(["++seed=7", "+trainer.max_time=null", "~callbacks.recorder", "schedule.shares=[3,1]"])
+    composed = config.load(["++seed=7", "+trainer.detect_anomaly=false", "~callbacks.recorder", "schedule.shares=[3,1]"])
     assert composed.config.seed == 7
-    assert composed.config.trainer.max_time is None
+    assert composed.config.trainer.detect_anomaly is False
     assert "recorder" not in composed.config.callbacks
     assert composed.config.schedule.shares == [3, 1]
 
