@@ -40,7 +40,8 @@ def test_command_line_beats_hardware_beats_experiment_beats_groups() -> None:
 
 
 def test_override_kinds() -> None:
-    composed = config.load(["++seed=7", "+trainer.detect_anomaly=false", "~callbacks.recorder", "schedule.shares=[3,1]"])
+    overrides = ["++seed=7", "+trainer.detect_anomaly=false", "~callbacks.recorder", "schedule.shares=[3,1]"]
+    composed = config.load(overrides)
     assert composed.config.seed == 7
     assert composed.config.trainer.detect_anomaly is False
     assert "recorder" not in composed.config.callbacks
