@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from digenrl.rewards.service import RewardService
 from reward_models.digit_judge import DigitJudge
 from tests.conftest import ROOT
@@ -31,6 +33,7 @@ def command(module: str, *words: str, where: Path) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 def test_a_run_with_a_served_reward_writes_no_secret(tmp_path: Path) -> None:
     """The service needs the token; the rank that talks to it prints and raises it; W&B has its key."""
     service = RewardService(DigitJudge("a"), token=SECRETS["DIGENRL_REWARD_TOKEN"])

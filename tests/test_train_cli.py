@@ -42,6 +42,7 @@ def test_a_run_leaves_its_files_and_ends_with_its_directory(running: Any) -> Non
     assert len(adopted) >= 2
 
 
+@pytest.mark.slow
 def test_a_killed_rollout_is_named_and_the_run_can_be_resumed(running: Any) -> None:
     train = running(*SMALL, "max_rl_steps=3", *fault("denoise", 1, "kill", call=15))
     assert_failed(train, "rank 1 (rollout) was killed by signal 9")

@@ -108,7 +108,10 @@ def _images(pipeline: Any, config: DictConfig, noise: Tensor, text: str, **setti
 
 @pytest.mark.parametrize(
     ("experiment", "draw", "words"),
-    [("flux1_flowgrpo", flux, (EMA,)), ("sd35_flowgrpo", sd3, ("algorithm.ema.every=1", "algorithm.ema.decay=0.5"))],
+    [
+        pytest.param("flux1_flowgrpo", flux, (EMA,), marks=pytest.mark.slow),
+        ("sd35_flowgrpo", sd3, ("algorithm.ema.every=1", "algorithm.ema.decay=0.5")),
+    ],
 )
 def test_a_plain_pipeline_draws_the_stored_evaluation_samples(
     experiment: str, draw: Callable[..., np.ndarray], words: tuple[str, ...], tmp_path: Path, capsys: Any

@@ -28,7 +28,7 @@ def gradients(policy: DiffusersPolicy) -> tuple[dict[str, torch.Tensor], int, in
     return {name: grad for name, grad in found.items() if grad is not None}, held.kept, counter.get_total_flops()
 
 
-@pytest.mark.parametrize("lora", [None, "full"], ids=["lora", "full"])
+@pytest.mark.parametrize("lora", [None, pytest.param("full", marks=pytest.mark.slow)], ids=["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_the_same_bits_and_fewer_bytes_are_kept(family: str, lora: str | None) -> None:
     results = {

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import digenrl.models.digits  # noqa: F401  (diffusers loads once, here, and not in every forked rank)
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.strategy.checkpoint import newest_valid

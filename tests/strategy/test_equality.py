@@ -65,11 +65,20 @@ def assert_equal_runs(found: Record, wanted: Record, exact: bool, double: bool, 
     assert len(set(found.micro_batches.values())) == 1, "trainers ran different numbers of micro-batches"
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize(
-    ("trainers", "rollouts"),
-    [(1, 1), (2, 1), (2, 2), (1, 0), (2, 0)],
-    ids=["1+1", "2+1", "2+2", "colocated-1", "colocated-2"],
+    ("trainers", "rollouts", "double"),
+    [
+        pytest.param(1, 1, False, id="1+1-fp32"),
+        pytest.param(1, 1, True, id="1+1-fp64", marks=pytest.mark.slow),
+        pytest.param(2, 1, False, id="2+1-fp32", marks=pytest.mark.slow),
+        pytest.param(2, 1, True, id="2+1-fp64"),
+        pytest.param(2, 2, False, id="2+2-fp32", marks=pytest.mark.slow),
+        pytest.param(2, 2, True, id="2+2-fp64"),
+        pytest.param(1, 0, False, id="colocated-1-fp32", marks=pytest.mark.slow),
+        pytest.param(1, 0, True, id="colocated-1-fp64", marks=pytest.mark.slow),
+        pytest.param(2, 0, False, id="colocated-2-fp32", marks=pytest.mark.slow),
+        pytest.param(2, 0, True, id="colocated-2-fp64"),
+    ],
 )
 def test_schedule_equals_the_single_process_loop_over_five_steps(
     tmp_path: Path, trainers: int, rollouts: int, double: bool
@@ -225,7 +234,7 @@ def test_equality_matrix_under_one_step_asynchrony(tmp_path: Path, ranks: str) -
 @pytest.mark.parametrize(
     ("trainers", "rollouts", "words"),
     [
-        (1, 1, ("schedule.gap=1",)),
+        pytest.param(1, 1, ("schedule.gap=1",), marks=pytest.mark.slow),
         (2, 2, ("schedule.gap=1", "schedule.tsp.shard=true", "schedule.tag=true", "schedule.handoff=true")),
         (1, 3, ("schedule.gap=0", "schedule.stale_fraction=0.3", "algorithm.updates_per_batch=2")),
     ],

@@ -381,7 +381,7 @@ def test_I12_a_run_that_hands_every_task_on_at_every_step_equals_the_reference(t
     assert len(handed) == 2 * 8 * 3, "each of 8 tasks in 2 steps moves after each of its first 3 denoising steps"
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_nothing_between_roles_is_pickled(tmp_path: Path, sharding: str) -> None:
     """A whole run, checkpoint and resume included, with every way to load a pickle broken in every rank. Only trainers
     keep the one by which Lightning tells its other ranks a path, inside their own process group."""

@@ -16,7 +16,7 @@ SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.e
 @pytest.mark.parametrize(
     ("trainers", "rollouts", "words"),
     [
-        (1, 1, ("schedule.gap=1",)),
+        pytest.param(1, 1, ("schedule.gap=1",), marks=pytest.mark.slow),
         (1, 1, ("schedule.async_steps=1", "schedule.gap=1", "schedule.tag=true")),
         (1, 0, ("algorithm.updates_per_batch=2", "+algorithm/ema=default")),
         pytest.param(2, 1, ("parallel.sharding=fsdp", *FULL, "+algorithm/ema=default"), marks=pytest.mark.slow),

@@ -18,9 +18,16 @@ FORGETFUL = ("allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=te
 ALL_DIGITS = ("data.prompts_per_batch=10", "sampling.task_size=4", "sampling.steps=3")
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-@pytest.mark.parametrize("shares", ["[3,1]", "[5,0]"])
-def test_shares_leave_the_gradient_alone(tmp_path: Path, shares: str, sharding: str) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "shares"),
+    [
+        ("ddp", "[5,0]"),
+        pytest.param("fsdp", "[3,1]", marks=pytest.mark.slow),
+        pytest.param("ddp", "[3,1]", marks=pytest.mark.slow),
+        pytest.param("fsdp", "[5,0]", marks=pytest.mark.slow),
+    ],
+)
+def test_shares_leave_the_gradient_alone(tmp_path: Path, sharding: str, shares: str) -> None:
     """Micro-batch sizes differ, their number does not; a rank without cells joins with zero weight (I2, I3)."""
     words = [f"schedule.shares={shares}", "schedule.gap=2", f"parallel.sharding={sharding}"]
     config = configured(*LIGHT, *FP64, *words)

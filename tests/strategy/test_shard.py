@@ -32,6 +32,7 @@ def norm(gradient: dict[str, Tensor]) -> float:
     return float(torch.stack([value.double().square().sum() for value in gradient.values()]).sum().sqrt())
 
 
+@pytest.mark.slow
 def test_hsdp_on_a_two_by_two_mesh_equals_the_reference(tmp_path: Path) -> None:
     """Gradients, clipping by the global norm, published weights, moving average; LoRA and all weights."""
     words = ("schedule.gap=2", "schedule.tsp.shard=true", "sampling.task_size=4", "callbacks.checkpoint.every=2")
@@ -104,8 +105,15 @@ def counting(original: Any, name: str, calls: list[tuple[str, int]], batches: li
     return call
 
 
-@pytest.mark.parametrize("tune", TUNES)
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("sharding", "tune"),
+    [
+        ("ddp", "lora"),
+        ("fsdp", "full"),
+        pytest.param("ddp", "full", marks=pytest.mark.slow),
+        pytest.param("fsdp", "lora", marks=pytest.mark.slow),
+    ],
+)
 def test_mixed_precision(tmp_path: Path, sharding: str, tune: str) -> None:
     """bf16 forwards; trained weights, gradients and optimizer state stay fp32, and come close to the fp32 gradient."""
     words = (*LIGHT, "algorithm.ratio_bound=1.0", f"parallel.sharding={sharding}", *TUNES[tune])
@@ -115,6 +123,7 @@ def test_mixed_precision(tmp_path: Path, sharding: str, tune: str) -> None:
     assert 1e-6 < relative(found.gradients[0], wanted.gradients[0]) < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "param_dtype_override_fn" not in MixedPrecisionPolicy.__dataclass_fields__,
     reason="before PyTorch 2.15 FSDP2 cannot keep single parameters of a block in fp32",
@@ -161,7 +170,7 @@ def measuring(original: Any, sizes: set[int], path: Path, wanted: list[int]) -> 
     return call
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("sharding", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_activation_checkpointing_recomputes_blocks_and_leaves_the_gradient(tmp_path: Path, sharding: str) -> None:
     def count(rank: run.Rank, world: World) -> None:
         if not world.is_trainer:

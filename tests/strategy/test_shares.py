@@ -49,7 +49,7 @@ def by_rank(found: Record, step: int) -> list[int]:
     return [sum(key[0] == step and ranks == [rank] for key, ranks in found.trained_by.items()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("async_steps", [0, 1])
+@pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_cells_follow_the_measured_speed_and_the_gradient_stays(tmp_path: Path, async_steps: int) -> None:
     config = configured(*LIGHT, *FP64, *MEASURED, f"schedule.async_steps={async_steps}", "max_rl_steps=4")
     cluster = run_cluster(tmp_path, 2, 1, config, after_build=slow_trainer)
@@ -68,6 +68,7 @@ def test_cells_follow_the_measured_speed_and_the_gradient_stays(tmp_path: Path, 
     assert set(saved["digenrl"]["shares"]) == {str(4 + ahead) for ahead in range(async_steps + 1)}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_places_as_the_interrupted_one_would_have(tmp_path: Path) -> None:
     config = configured(*LIGHT, *FP64, *MEASURED, "max_rl_steps=4")
 
