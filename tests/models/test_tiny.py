@@ -17,7 +17,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("family", ["hunyuan_video", pytest.param("sd3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["hunyuan_video", "sd3"])
 def test_another_process_builds_the_same_bytes_and_another_seed_does_not(family, tmp_path):
     code = f"from digenrl.models import tiny; from pathlib import Path; tiny.build('{family}', Path('{tmp_path}/a'))"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=_environment())
