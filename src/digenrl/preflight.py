@@ -14,9 +14,10 @@ from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import steps_per_forward
 from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Bench, Candidate
-from digenrl.simulate.floor import training_floor
+from digenrl.simulate.floor import floor_seconds, training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.simulate.memory import Memory
+from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.workload import Workload, facts
 
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -25,7 +26,8 @@ _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
     """(trainers, rollouts) with every `auto` resolved: from the number of `processes` when somebody else started them,
     else from the hardware profile's pools. A pool's role says what its devices do; devices without a role are shared
-    evenly, and on processors one of each is the default.
+    evenly (`planned_split` knows better where the model's sizes are known), and on processors one of each is the
+    default.
 
     Raises:
         ValueError: what is wrong with the hardware profile.
@@ -45,6 +47,39 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
     if rollouts == "auto":
         rollouts = max(1, counts["rollout"] + counts["auto"] - max(0, trainers - counts["trainer"]))
     return int(trainers), int(rollouts)
+
+
+def planned_split(composed: Composed, processes: int | None = None) -> Outcome | None:
+    """The simulated best of all splits of the ranks into trainers and rollouts, for the configured schedule. None where
+    there is nothing to choose (a number or a role settles it), the model's sizes are not known, or no split fits.
+
+    Splits are simulated in the order of their floors, until no floor is below the best.
+    """
+    config: Any = composed.config
+    asked = (config.allocation.trainers, config.allocation.rollouts)
+    if asked != ("auto", "auto") or not sized(composed):
+        return None
+    bench = bench_of(composed)
+    ranks, steps = processes or bench.hardware.gpus, bench.work.trained_steps
+    if not any(pool.role == "auto" for pool in bench.hardware.pools) or not 1 < ranks <= bench.hardware.gpus:
+        return None
+    floors = {}
+    for trainers in range(1, ranks):
+        trial = candidate_of(config, trainers, ranks - trainers, steps)
+        try:
+            if config.schedule.tsp.batch == "auto":
+                trial = replace(trial, tsp_batch=_steps_that_fit(bench, trial, steps))
+            if not bench.misfits(trial):
+                floors[trial] = floor_seconds(bench.spec(trial), bench.cluster(trial))
+        except ValueError:  # the roles of the pools, or memory, do not allow it
+            continue
+    best: Outcome | None = None
+    for trial, floor in sorted(floors.items(), key=lambda item: item[1]):
+        if best is not None and floor >= best.step_s:
+            break
+        outcome = evaluate(bench, trial, bench.bound())
+        best = outcome if best is None or outcome.step_s < best.step_s else best
+    return best
 
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:

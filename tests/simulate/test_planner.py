@@ -13,7 +13,7 @@ import pytest
 
 from digenrl import config as configuration
 from digenrl.cli.plan import as_configured
-from digenrl.preflight import bench_of, candidate_of
+from digenrl.preflight import bench_of, candidate_of, planned_split
 from digenrl.recompute import Recompute
 from digenrl.simulate.bound import bound_seconds
 from digenrl.simulate.candidate import Bench, Candidate
@@ -32,6 +32,35 @@ HUNYUAN = Workload("hunyuan_video", 480, 480, 53, 16, 9, 32, 24, 1, False, None)
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     return Bench(FLUX, Hardware((FAST, SLOW)))
+
+
+@pytest.mark.parametrize("processes", [None, 6])
+def test_a_role_of_auto_asks_the_planner_for_the_split(processes: int | None) -> None:
+    """All splits that fit, simulated, against the one that a run without allocation.* starts with."""
+    composed = configuration.load(["experiment=flux1_flowgrpo", "hardware=node_8xh100", "schedule.tag=true"])
+    chosen = planned_split(composed, processes)
+    bench, ranks = bench_of(composed), processes or 8
+    assert chosen is not None
+    assert chosen.candidate.trainers + chosen.candidate.rollouts == ranks
+    steps = bench.work.trained_steps
+    splits = [candidate_of(composed.config, trainers, ranks - trainers, steps) for trainers in range(1, ranks)]
+    every = [evaluate(bench, split, bench.bound()).step_s for split in splits if not bench.misfits(split)]
+    assert len(every) > 2
+    assert chosen.step_s == min(every) < max(every)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hardware=node_8xh100", "allocation.trainers=2"],
+        ["hardware=node_8xh100", "hardware.pools.h100.role=trainer"],
+        ["hardware=cpu_tiny"],
+        ["hardware=single_gpu"],
+    ],
+    ids=["number", "role", "tiny build", "one rank"],
+)
+def test_what_is_settled_is_not_planned(words: list[str]) -> None:
+    assert planned_split(configuration.load(["experiment=flux1_flowgrpo", *words])) is None
 
 
 def test_plan_json_carries_what_the_bound_needs(bench: Bench) -> None:
