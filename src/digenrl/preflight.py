@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -114,7 +114,24 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     tree["schedule"]["tsp"]["batch"] = batch
     numbers = OmegaConf.create(tree)
     OmegaConf.set_readonly(numbers, True)
-    return replace(composed, config=numbers)
+    return replace(composed, config=numbers, notes=(*composed.notes, *without_effect(numbers)))
+
+
+def without_effect(config: Any) -> Iterator[str]:
+    """A line for each schedule setting that the settled allocation makes idle."""
+    schedule, trainers, rollouts = config.schedule, config.allocation.trainers, config.allocation.rollouts
+    groups = config.data.prompts_per_batch // config.algorithm.updates_per_batch
+    idle = "schedule.{}: has no effect here, because {}.".format
+    if schedule.tag and rollouts == 0:
+        yield idle("tag = true", "colocated ranks take turns at generating and training")
+    if schedule.handoff and rollouts == 0:
+        yield idle("handoff = true", "colocated ranks hand nothing over")
+    if schedule.handoff and rollouts == 1 and not schedule.tag:
+        yield idle("handoff = true", "only one rank generates")
+    if schedule.tsp.shard and trainers == 1:
+        yield idle("tsp.shard = true", "only one rank trains")
+    if schedule.gap > groups:
+        yield idle(f"gap = {schedule.gap}", f"an update has {groups} groups: it is the same as {groups}")
 
 
 def shard_group(config: Any, trainers: int) -> int:

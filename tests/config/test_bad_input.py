@@ -267,6 +267,23 @@ def test_message_before_ranks_start(case: Case) -> None:
     assert all(part in str(caught.value) for part in expected), caught.value
 
 
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        (["schedule=full"], ["tsp.shard = true"]),
+        (["schedule=sync", "schedule.handoff=true", "schedule.gap=8"], ["handoff = true", "gap = 8"]),
+        (["schedule=gap_tsp_tag", "schedule.handoff=true", "allocation.rollouts=0"], ["tag = true", "handoff = true"]),
+        (["schedule=gap_tsp_tag", "allocation.trainers=2", "allocation.rollouts=2"], []),
+    ],
+    ids=["one trainer", "one rollout", "colocated", "all used"],
+)
+def test_a_schedule_setting_without_effect_is_named(words: list[str], idle: list[str]) -> None:
+    composed = config.load(words)
+    notes = [note for note in settled(composed, *allocation(composed.config)).notes if "has no effect" in note]
+    assert len(notes) == len(idle)
+    assert all(note.startswith(f"schedule.{setting}") for note, setting in zip(notes, idle, strict=True)), notes
+
+
 def test_all_errors_at_once() -> None:
     words = [f"{word}" for case in (NAMES["unknown data"], KEYS["misspelt leaf"], VALUES["nan"]) for word in case[0]]
     text = " ".join(

@@ -57,8 +57,6 @@ def main(words: list[str]) -> int:
     if place is not None:
         return join(composed, place)
     run_dir = configuration.prepare_run_dir_or_exit(composed)
-    for note in composed.notes:
-        print(note, file=sys.stderr)
     try:
         code = train(composed, run_dir)
     except CheckpointError as error:
@@ -174,7 +172,7 @@ def announce(composed: Composed, run_dir: Path) -> None:
     world = {"trainer": trainers, "rollout": rollouts}
     append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides)})
     lines = run.describe(composed.config, trainers, rollouts, run_dir, newest(composed, run_dir))
-    print("\n".join([*lines, *memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
+    print("\n".join([*composed.notes, *lines, *memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
 
 
 def conclude(run_dir: Path, status: str, cause: str | None, trainers: int, rollouts: int) -> None:
