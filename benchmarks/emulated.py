@@ -1,6 +1,7 @@
 """Emulated clusters against the simulator: real processes, store, transfers and optimizer steps, sleeping networks.
 
-`python -m benchmarks.emulated [--testbeds testbed_c,...] [--models ...] [--schedules ...] [--seconds 45] [--again]`
+`python -m benchmarks.emulated [--testbeds testbed_c,...] [--models ...] [--schedules ...] [--seconds 45] [--again]
+[--overheads]`
 
 Every GPU of the testbed is a process of `digenrl.cli.train` with `hardware.emulate=true`; `time_scale` makes a step
 last about `--seconds`, and three steps are measured after one that warms up. The prediction is the simulator's, with
@@ -59,8 +60,9 @@ SCHEDULES = {
 }
 """Schedule of configs/schedule -> mechanisms of benchmarks/schedule.py (None: no rollout ranks)."""
 WARM_UP, STEPS = 1, 3
-STEP_SLEEP = 0.06
-"""Seconds of a denoising step in the run that measures overheads: of the order of the compared runs'."""
+STEP_SLEEP = 0.06 / 16
+"""Seconds of a denoising step, times the ranks, in the run that measures overheads: with more ranks each is slower, so
+that the machine has as many events per second, of the order of the compared runs', and its cores do not fill up."""
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "emulated.jsonl"
 
@@ -121,6 +123,15 @@ def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
     }
 
 
+def predicted_again(row: dict[str, Any], own: Overheads) -> dict[str, Any]:
+    """A kept result with the prediction that other overheads give."""
+    bench, task_size = bench_of(row["model"], row["testbed"])
+    outcome = chosen(bench, task_size, row["schedule"])
+    assert outcome is not None
+    predicted = predict(bench, outcome.candidate, row["time_scale"], own)
+    return row | {"predicted_s": predicted, "overheads": asdict(own)}
+
+
 def predict(bench: Bench, candidate: Candidate, scale: float, own: Overheads) -> float:
     """Simulated seconds per emulated step."""
     cluster = emulated_cluster(bench, candidate, scale, own)
@@ -179,7 +190,7 @@ def overheads(testbed: str, output: Path) -> Overheads:
     words += ["data.prompts_per_batch=4", "sampling.steps=5", "sampling.task_size=1", "algorithm.train_steps.stop=4"]
     composed = configuration.load([*words, "hardware.emulate=true"])
     unscaled = durations(composed, half, gpus - half)
-    scale = STEP_SLEEP / max(rank.step for rank in unscaled)
+    scale = STEP_SLEEP * gpus / max(rank.step for rank in unscaled)
     sleeps = [rank.scaled(scale) for rank in unscaled]
     train(run_dir, scale, 3, words)
     count = trained_steps(composed.config.algorithm.train_steps, composed.config.sampling.steps)
@@ -241,12 +252,12 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield "| schedule | ranks | b | K | time scale | measured | predicted | error | of bound | x naive | cores |"
         yield "|---|---|---|---|---|---|---|---|---|---|---|"
         for row in own:
-            ratio = speeds.get("colocated_naive", 0.0) / speeds[row["schedule"]]
+            ratio = f"{speeds['colocated_naive'] / speeds[row['schedule']]:.2f}" if "colocated_naive" in speeds else "-"
             error = 100 * (row["predicted_s"] / row["measured_s"] - 1)
             yield (
                 f"| {row['schedule']} | {row['ranks']} | {row['task_size']} | {row['tsp_batch']} | "
                 f"{row['time_scale']:.4f} | {row['measured_s']:.2f} | {row['predicted_s']:.2f} | {error:+.1f}% | "
-                f"{row['bound_s'] / row['measured_s']:.3f} | {ratio:.2f} | {row['cores_busy']:.2f} |"
+                f"{row['bound_s'] / row['measured_s']:.3f} | {ratio} | {row['cores_busy']:.2f} |"
             )
         predicted = sorted(own, key=lambda row: row["predicted_s"] / row["time_scale"])
         measured = sorted(own, key=lambda row: row["measured_s"] / row["time_scale"])
@@ -278,6 +289,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0)
     parser.add_argument("--output", type=Path, default=Path("outputs/emulated"))
     parser.add_argument("--again", action="store_true")
+    parser.add_argument(
+        "--overheads", action="store_true", help="measure them again, and predict what is kept with them"
+    )
     arguments = parser.parse_args()
     rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
     wanted = [
@@ -287,6 +301,10 @@ def main() -> None:
         for schedule in arguments.schedules.split(",")
     ]
     measured: dict[str, Overheads] = {}
+    if arguments.overheads:
+        measured = {testbed: overheads(testbed, arguments.output) for testbed in arguments.testbeds.split(",")}
+        rows = [predicted_again(row, measured[row["testbed"]]) if row["testbed"] in measured else row for row in rows]
+        KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for case in wanted:
         known = [
             row
