@@ -58,6 +58,8 @@ def test_the_allocation_sweep_varies_both_roles_and_words_replace_its_values() -
     assert {trainers for trainers, _ in ranks} == {"1", "2"}
     _, jobs = expand(["-m", "experiment=sweep_allocation", "allocation.trainers=1", "allocation.rollouts=1,2"])
     assert [job.varied for job in jobs] == [{"allocation.rollouts": "1"}, {"allocation.rollouts": "2"}]
+    _, jobs = expand(["-m", "experiment=digits_flowgrpo", "schedule.tag=true,false"])
+    assert [job.varied["schedule.tag"] for job in jobs] == ["true", "false"]
 
 
 @pytest.mark.slow

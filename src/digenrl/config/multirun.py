@@ -85,6 +85,7 @@ def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[
     jobs = []
     for number, job_words in enumerate(batches[0] if batches else []):
         varied = {key: value for key, _, value in (word.partition("=") for word in job_words) if key in swept}
+        varied |= {key: value.lower() for key, value in varied.items() if value in ("True", "False")}  # as YAML says it
         jobs.append(Job(number, tuple(job_words), varied, sweep_dir / f"job-{number}"))
     return sweep_dir, jobs
 
