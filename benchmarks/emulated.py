@@ -265,6 +265,11 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"Fastest first, predicted: {', '.join(row['schedule'] for row in predicted)}."
 
 
+def keep(rows: Sequence[dict[str, Any]]) -> None:
+    """Write all results, a line each."""
+    KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def write(rows: Sequence[dict[str, Any]]) -> Path:
     """The dated table of all results."""
     date = datetime.date.today().isoformat()
@@ -304,7 +309,7 @@ def main() -> None:
     if arguments.overheads:
         measured = {testbed: overheads(testbed, arguments.output) for testbed in arguments.testbeds.split(",")}
         rows = [predicted_again(row, measured[row["testbed"]]) if row["testbed"] in measured else row for row in rows]
-        KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        keep(rows)
     for case in wanted:
         known = [
             row
@@ -322,7 +327,7 @@ def main() -> None:
         rows = [row for row in rows if row not in known] + [row]
         order = list(SCHEDULES)
         rows.sort(key=lambda row: (row["testbed"], row["model"], order.index(row["schedule"])))
-        KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        keep(rows)
         print(f"{case.name}: measured {row['measured_s']:.2f} s, predicted {row['predicted_s']:.2f} s", flush=True)
     if rows:
         print("\n".join(lines_of(rows)))

@@ -26,8 +26,8 @@ from benchmarks.count_facts import MODELS, flops
 DEFAULTS = {"models": ",".join(MODELS), "rows": "1,2,4", "point": "0", "compile": "false", "repeats": "7"}
 QUICK = {"models": "flux1_dev", "rows": "1", "repeats": "2"}
 COLUMNS = ("      model", "rows", "tokens", "forward ms", "TFLOP/s", "training ms", "TFLOP/s", "compiled / eager")
-ON_CPU = (1, 16, 16)
-"""Latent frames, height and width without a GPU."""
+ON_CPU = (1, 16, 16, 64)
+"""Latent frames, height, width and text tokens without a GPU."""
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
@@ -81,8 +81,7 @@ def build(name: str, device: torch.device) -> nn.Module:
 
 def place(name: str, model: nn.Module, rows: int, point: int, device: torch.device) -> dict[str, Any]:
     """Inputs of `rows` samples on `device`, noise in place of zeros."""
-    frames, height, width = ON_CPU if device.type == "cpu" else MODELS[name]["points"][point]
-    inputs = MODELS[name]["inputs"](rows, frames, height, width, text_tokens(name, device), model)
+    inputs = MODELS[name]["inputs"](rows, *shape(name, point, device), model)
     for key, value in inputs.items():
         if isinstance(value, Tensor):
             wide = value.is_floating_point() and value.dim() > 1 and not key.endswith("_ids")
@@ -92,16 +91,19 @@ def place(name: str, model: nn.Module, rows: int, point: int, device: torch.devi
 
 def counted(name: str, rows: int, point: int, device: torch.device) -> tuple[float, int]:
     """(FLOPs of a forward, latent tokens) of `rows` samples."""
-    frames, height, width = ON_CPU if device.type == "cpu" else MODELS[name]["points"][point]
+    frames, height, width, _ = shape(name, point, device)
     with torch.device("meta"):
         model = MODELS[name]["build"](1)
-        inputs = MODELS[name]["inputs"](rows, frames, height, width, text_tokens(name, device), model)
+        inputs = MODELS[name]["inputs"](rows, *shape(name, point, device), model)
         return flops(model, inputs), rows * frames * height * width // 4
 
 
-def text_tokens(name: str, device: torch.device) -> int:
-    """Of one prompt; few without a GPU, as latent tokens are."""
-    return int(MODELS[name]["text"]) if device.type == "cuda" else 64
+def shape(name: str, point: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Latent frames, height, width and text tokens of a sample."""
+    if device.type == "cpu":
+        return ON_CPU
+    frames, height, width = MODELS[name]["points"][point]
+    return frames, height, width, int(MODELS[name]["text"])
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -25,12 +25,10 @@ from benchmarks._shared import RESULTS, Report, options
 from digenrl import config as configuration
 from digenrl.preflight import workload
 from digenrl.recompute import Recompute
-from digenrl.simulate.bound import Bound
 from digenrl.simulate.candidate import Bench, Candidate
-from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.hardware import parse_hardware
 from digenrl.simulate.outcome import Outcome, evaluate
-from digenrl.simulate.planner import fitted, make_plan, step_batches, task_sizes
+from digenrl.simulate.planner import fastest, fitted, make_plan, step_batches, task_sizes
 from digenrl.simulate.report import repeats
 
 MODELS = ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "flux1_flowgrpo", "qwen_image_flowgrpo")
@@ -112,18 +110,6 @@ def refined(bench: Bench, best: Outcome) -> Iterator[Candidate]:
     for trainers in range(best.candidate.trainers - width, best.candidate.trainers + width + 1):
         if 1 <= trainers < gpus:
             yield replace(best.candidate, trainers=trainers, rollouts=gpus - trainers)
-
-
-def fastest(bench: Bench, candidates: Iterable[Candidate], bound: Bound) -> Outcome | None:
-    """The best of `candidates`, those of the lowest floors first: what cannot beat the best so far is not simulated."""
-    floors = {c: floor_seconds(bench.spec(c), bench.cluster(c)) for c in dict.fromkeys(candidates)}
-    best: Outcome | None = None
-    for candidate, floor in sorted(floors.items(), key=lambda item: item[1]):
-        if best is not None and floor >= best.step_s:
-            break
-        outcome = evaluate(bench, candidate, bound)
-        best = outcome if best is None or outcome.step_s < best.step_s else best
-    return best
 
 
 def least(outcomes: Iterable[Outcome | None]) -> Outcome | None:

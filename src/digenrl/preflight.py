@@ -14,10 +14,11 @@ from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import steps_per_forward
 from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Bench, Candidate
-from digenrl.simulate.floor import floor_seconds, training_floor
+from digenrl.simulate.floor import training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.simulate.memory import Memory
-from digenrl.simulate.outcome import Outcome, evaluate
+from digenrl.simulate.outcome import Outcome
+from digenrl.simulate.planner import fastest
 from digenrl.simulate.workload import Workload, facts
 
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -52,8 +53,6 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
 def planned_split(composed: Composed, processes: int | None = None) -> Outcome | None:
     """The simulated best of all splits of the ranks into trainers and rollouts, for the configured schedule. None where
     there is nothing to choose (a number or a role settles it), the model's sizes are not known, or no split fits.
-
-    Splits are simulated in the order of their floors, until no floor is below the best.
     """
     config: Any = composed.config
     asked = (config.allocation.trainers, config.allocation.rollouts)
@@ -63,23 +62,34 @@ def planned_split(composed: Composed, processes: int | None = None) -> Outcome |
     ranks, steps = processes or bench.hardware.gpus, bench.work.trained_steps
     if not any(pool.role == "auto" for pool in bench.hardware.pools) or not 1 < ranks <= bench.hardware.gpus:
         return None
-    floors = {}
+    splits = []
     for trainers in range(1, ranks):
         trial = candidate_of(config, trainers, ranks - trainers, steps)
         try:
             if config.schedule.tsp.batch == "auto":
                 trial = replace(trial, tsp_batch=_steps_that_fit(bench, trial, steps))
             if not bench.misfits(trial):
-                floors[trial] = floor_seconds(bench.spec(trial), bench.cluster(trial))
+                splits.append(trial)
         except ValueError:  # the roles of the pools, or memory, do not allow it
             continue
-    best: Outcome | None = None
-    for trial, floor in sorted(floors.items(), key=lambda item: item[1]):
-        if best is not None and floor >= best.step_s:
-            break
-        outcome = evaluate(bench, trial, bench.bound())
-        best = outcome if best is None or outcome.step_s < best.step_s else best
-    return best
+    return fastest(bench, splits, bench.bound())
+
+
+def allocated(composed: Composed, processes: int | None = None) -> Composed:
+    """`settled`, with the allocation that is asked for, or else planned (a note says so), or else the profile's.
+
+    Raises:
+        ValueError: as `allocation` and `settled`.
+    """
+    planned = planned_split(composed, processes)
+    if planned is None:
+        return settled(composed, *allocation(composed.config, processes))
+    trainers, rollouts = planned.candidate.trainers, planned.candidate.rollouts
+    said = (
+        f"allocation: {trainers}+{rollouts} is the fastest split for this schedule in simulation "
+        f"({planned.step_s:.4g} s per step); `make plan` compares schedules and colocated runs too."
+    )
+    return settled(replace(composed, notes=(*composed.notes, said)), trainers, rollouts)
 
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:

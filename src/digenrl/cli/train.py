@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,19 +34,13 @@ def main(words: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from digenrl import run  # torch and Lightning load here, once, before the ranks are forked
-    from digenrl.preflight import allocation, planned_split, settled
+    from digenrl.preflight import allocated
     from digenrl.strategy.attach import find_place
     from digenrl.strategy.checkpoint import CheckpointError
 
     place = find_place()
-    processes = None if place is None else place.size
     try:
-        if planned := planned_split(composed, processes):
-            split = planned.candidate.trainers, planned.candidate.rollouts
-            said = f"allocation: {split[0]}+{split[1]} is the fastest split for this schedule in simulation"
-            said += f" ({planned.step_s:.4g} s per step); `make plan` compares schedules and colocated runs too."
-            composed = replace(composed, notes=(*composed.notes, said))
-        composed = settled(composed, *(split if planned else allocation(composed.config, processes)))
+        composed = allocated(composed, None if place is None else place.size)
         run.check(composed.config)
         ranks = composed.config.allocation.trainers + composed.config.allocation.rollouts
         run.check_devices(composed.config, ranks if place is None else place.local_size)

@@ -92,6 +92,18 @@ def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
     return Plan(bench, bound, ranked, len(seen))
 
 
+def fastest(bench: Bench, candidates: Iterable[Candidate], bound: Bound) -> Outcome | None:
+    """The best of `candidates`, those of the lowest floors first: what cannot beat the best so far is not simulated."""
+    floors = {candidate: _floor(bench, candidate) for candidate in dict.fromkeys(candidates)}
+    best: Outcome | None = None
+    for candidate, floor in sorted(floors.items(), key=lambda item: item[1]):
+        if best is not None and floor >= best.step_s:
+            break
+        outcome = evaluate(bench, candidate, bound)
+        best = outcome if best is None or outcome.step_s < best.step_s else best
+    return best
+
+
 def _why_nothing(bench: Bench) -> str:
     """Why even the smallest candidates cannot run: colocated, and half of the GPUs in either role."""
     gpus, size = bench.hardware.gpus, task_sizes(bench)[0]
