@@ -1,6 +1,6 @@
 """Count what the planner's cost and memory model needs, and write it to src/digenrl/simulate/facts.json.
 
-`python benchmarks/count_facts.py [model ...]` (default: all): parameters and LoRA parameters on the meta device at real
+`python -m benchmarks.count_facts [model ...]` (default: all): parameters and LoRA parameters on the meta device at real
 size; bytes that a forward keeps for its backward pass, by what is trained and what blocks keep (`digenrl.recompute`),
 on fake tensors at real width; FLOPs of one forward and of one decode with torch's flop counter on the meta device. A
 few minutes on one core, no download.
@@ -33,12 +33,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.live_bytes import Bytes, count_bytes
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
-from digenrl.recompute import MODES, parse_recompute
+from digenrl.recompute import ALL, MODES, parse_recompute
 
 ATTENTION = r"(attn[12]?\.)(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 FEED_FORWARD = r"(ff|ff_context|ffn|img_mlp|txt_mlp)\.net\.(0\.proj|2)"
 CASES = ((1, 16, 64), (1, 32, 64), (1, 16, 256), (2, 16, 64))
 """(rows, latent side, text tokens) whose bytes give the four coefficients."""
+MANY_TOKENS = (1, 64, 64)
+"""The case whose FLOPs are counted: in earnest there are far more latent tokens than text tokens."""
 RANK = 64
 """Of the adapters whose activations are counted."""
 TARGETS = {"attn": rf".*blocks\.\d+\.{ATTENTION}", "attn_ff": rf".*blocks\.\d+\.({ATTENTION}|{FEED_FORWARD})"}
@@ -167,13 +169,18 @@ def flops(model: nn.Module, inputs: dict[str, Any]) -> float:
     return float(counter.get_total_flops())
 
 
+def without_attention(counter: FlopCounterMode) -> int:
+    """FLOPs that were counted so far in matrix products and convolutions."""
+    return sum(n for operator, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(operator))
+
+
 def fake(model: nn.Module) -> None:
     """Replace the meta tensors of `model` by fake ones on the CPU (inside a FakeTensorMode)."""
     for module in model.modules():
         for store in (module._parameters, module._buffers, module.__dict__):
             for name, tensor in list(store.items()):
                 if isinstance(tensor, Tensor):
-                    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    made: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
                     trained = isinstance(tensor, nn.Parameter)
                     store[name] = nn.Parameter(made, tensor.requires_grad) if trained else made
 
@@ -191,24 +198,38 @@ def trainable(entry: dict[str, Any], blocks: int, trained: str) -> nn.Module:
     return model.eval()
 
 
-def activations(entry: dict[str, Any], trained: str) -> dict[str, dict[str, float]]:
+def activations(entry: dict[str, Any], trained: str) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
     """What blocks keep -> bytes of one unit of blocks per latent token, per text token, per row and per forward, by
-    differences of builds of one and two units; and `peak`, of a forward without gradients.
+    differences of builds of one and two units; what they keep -> share of the forward's FLOPs, attention aside, that
+    the backward pass repeats; and the bytes at the peak of a forward without gradients.
     """
-    table: dict[str, dict[str, float]] = {}
+    table: dict[str, Any] = {}
+    spent: dict[str, float] = {}
     with torch.device("meta"):
         models = [trainable(entry, blocks, trained) for blocks in (1, 2)]
     with FakeTensorMode():
         for model in models:
             fake(model)
 
-        def measure(model: nn.Module, rows: int, side: int, text: int) -> Bytes:
+        def forward(model: nn.Module, rows: int, side: int, text: int) -> Tensor:
             inputs = entry["inputs"](rows, 1, side, side, text, model)
             if trained != "full":
                 floats = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
                 inputs |= {name: inputs[name].bfloat16() for name in floats if inputs[name].dim() > 1}
             with torch.autocast("cpu", torch.bfloat16, trained == "full", cache_enabled=False):
-                return count_bytes(model, lambda: model(**inputs, return_dict=False)[0].float())[1]
+                output: Tensor = model(**inputs, return_dict=False)[0].float()
+            return output
+
+        def measure(model: nn.Module, *case: int) -> Bytes:
+            return count_bytes(model, lambda: forward(model, *case))[1]
+
+        def linear_flops(model: nn.Module) -> tuple[int, int]:
+            """Of a forward, and with its backward pass; attention left out."""
+            with FlopCounterMode(display=False) as counter:
+                output = forward(model, *MANY_TOKENS)
+                alone = without_attention(counter)
+                output.sum().backward()
+            return alone, without_attention(counter)
 
         def fit(figures: list[float]) -> dict[str, float]:
             base, image, words, rows = figures
@@ -216,6 +237,11 @@ def activations(entry: dict[str, Any], trained: str) -> dict[str, dict[str, floa
             row = rows - base - 64 * token - 64 * word
             return {"token": token, "text": word, "row": row, "forward": base - 64 * token - 64 * word - row}
 
+        with torch.no_grad():
+            for model in models:  # rotary tables are cached at first use
+                for case in (*CASES, MANY_TOKENS):
+                    forward(model, *case)
+            peak = fit([measure(models[0], *case).peak for case in CASES])
         for mode in MODES:
             for model in models:
                 model.disable_gradient_checkpointing()  # type: ignore[operator]
@@ -224,9 +250,9 @@ def activations(entry: dict[str, Any], trained: str) -> dict[str, dict[str, floa
                 checkpointing.enable(model, blocks, parse_recompute(mode))
             small, large = models
             table[mode] = fit([measure(large, *c).kept - measure(small, *c).kept for c in CASES])
-        with torch.no_grad():
-            table["peak"] = fit([measure(models[0], *case).peak for case in CASES])
-    return table
+            (small_forward, small_whole), (large_forward, large_whole) = (linear_flops(model) for model in models)
+            spent[mode] = (large_whole - small_whole) / (large_forward - small_forward)
+    return table, {mode: round(whole - spent[ALL], 6) for mode, whole in spent.items()}, peak
 
 
 def model_facts(name: str) -> dict[str, Any]:
@@ -238,8 +264,7 @@ def model_facts(name: str) -> dict[str, Any]:
             inputs = entry["inputs"](1, f, h, w, entry["text"], model)
             points.append({"tokens": f * h * w // 4, "flops": flops(model, inputs)})
     lists = [part for part in model.children() if isinstance(part, nn.ModuleList)]
-    kept = {trained: activations(entry, trained) for trained in ("full", *TARGETS)}
-    peaks = {trained: table.pop("peak") for trained, table in kept.items()}
+    counted = {trained: activations(entry, trained) for trained in ("full", *TARGETS)}
     heaviest = max(sum(p.numel() for p in block.parameters()) for part in lists for block in part)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -252,8 +277,9 @@ def model_facts(name: str) -> dict[str, Any]:
         "text_tokens": entry["text"],
         "joint_attention": entry["joint"],
         "flops": points,
-        "kept_bytes": kept,
-        "forward_bytes": peaks["attn"],
+        "kept_bytes": {trained: kept for trained, (kept, _, _) in counted.items()},
+        "repeated_flops": {trained: repeated for trained, (_, repeated, _) in counted.items()},
+        "forward_bytes": counted["attn"][2],
     }
 
 
@@ -291,7 +317,7 @@ def main() -> None:
     torch.set_num_threads(1)
     path = Path(__file__).parents[1] / "src/digenrl/simulate/facts.json"
     facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    facts["source"] = "python benchmarks/count_facts.py; encoders and rewards: parameters as published, see costs.py"
+    facts["source"] = "python -m benchmarks.count_facts; encoders and rewards: parameters as published, see costs.py"
     facts["vae"] = decode_flops()
     facts.setdefault("models", {})
     for name in sys.argv[1:] or MODELS:

@@ -1,6 +1,6 @@
 """Does it learn, at what price, how surely? Whole training runs on the digits task, a table and a plot per study.
 
-    python benchmarks/learning.py [study=algorithms] [seeds=0,1,2] [steps=40] [runs=outputs/learning] [key=value ...]
+    python -m benchmarks.learning [study=algorithms] [seeds=0,1,2] [steps=40] [runs=outputs/learning] [key=value ...]
 
 Studies:
     algorithms  every algorithm at the same sample budget (experiment=digits_*);
@@ -230,7 +230,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     rows = study_rows(own["study"], seeds, steps, extra, Path(own["runs"]).absolute())
     shown = [word for word in words if not word.startswith("runs=")]
-    command = f"python benchmarks/learning.py {' '.join(shown)}".strip()
+    command = f"python -m benchmarks.learning {' '.join(shown)}".strip()
     lines = [
         f"# Learning on digits: {own['study']}",
         "",

@@ -2,7 +2,8 @@
 
     all         everything that autograd asks for; nothing is computed twice
     products    the outputs of attention and of the large linear layers; the cheap work between them is repeated
-    attention   the outputs of attention; the linear layers are repeated too
+    attention   the outputs of attention and of linear layers with several inputs per output (the second of a
+                feed-forward), which cost the most FLOPs per byte; the other linear layers are repeated too
     inputs      the block's input alone; the whole block is repeated
 
 Gradients are the same bits in every case. `model.gradient_checkpointing` is false (all), true (inputs), products,

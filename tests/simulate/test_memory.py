@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.count_facts import without_attention
 from benchmarks.live_bytes import count_bytes
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
@@ -72,6 +74,30 @@ def test_kept_bytes_are_those_of_a_real_build(trained: str, rows: int) -> None:
     counted, _ = _counted(trained, rows, blocks=2, side=16, frames=2)
     for grade, (kept, expected) in counted.items():
         assert kept == pytest.approx(expected, rel=0.15), grade
+
+
+@pytest.mark.parametrize("trained", ["full", "attn"])
+def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
+    """What the backward pass of a block does again, attention aside, as a share of the block's forward."""
+    spent: dict[bool | str, list[tuple[int, int]]] = {grade: [] for grade in GRADES}
+    for blocks in (1, 2):
+        model, forward = _build(trained, 1, blocks, scale=4, side=32, frames=1)
+        for grade in GRADES:
+            model.disable_gradient_checkpointing()
+            checkpointing.enable(model, list(model.blocks), parse_recompute(grade))
+            with FlopCounterMode(display=False) as counter:
+                output = forward()
+                alone = without_attention(counter)
+                output.sum().backward()
+            spent[grade].append((alone, without_attention(counter)))
+    whole = {grade: large[1] - small[1] for grade, (small, large) in spent.items()}
+    block = spent[False][1][0] - spent[False][0][0]
+    work = Workload("wan21_1_3b", 256, 256, 1, 20, 19, 1, 2, 1, False, 64 if trained == "attn" else None, "attn")
+    rest = work.forward_flops() - work.attention_flops()
+    for grade in GRADES:
+        mode = parse_recompute(grade).modes(1)[0]
+        expected = work.repeated_flops(mode) - work.attention_flops() * (grade is True)
+        assert (whole[grade] - whole[False]) / block == pytest.approx(expected / rest, abs=0.08), grade  # half text
 
 
 @pytest.mark.slow

@@ -19,9 +19,10 @@ _PRODUCTS = {
     torch.ops.aten.baddbmm.default: 1,
 }
 """Matrix products -> position of their left factor among the arguments."""
-NARROW = 4
-"""A product whose inner dimension is this much smaller than its outer one is as cheap to repeat as to keep (the second
-factor of a low-rank adapter, modulations)."""
+PRODUCTS_FROM, ATTENTION_FROM = 0.17, 2.0
+"""Grade -> inner over outer dimension from which it keeps a product: a product costs as many FLOPs per byte of its
+output as its inner dimension. Below the first, repeating is as cheap as keeping (the second factor of a low-rank
+adapter, modulations); above the second are the products that close a block."""
 
 
 def enable(transformer: Any, blocks: Sequence[nn.Module], recompute: Recompute) -> None:
@@ -41,24 +42,19 @@ def _run(modes: dict[nn.Module, str], block: nn.Module, *args: Any) -> Any:
         return block(*args)
     selected: dict[str, Any] = {}
     if mode != INPUTS:
-        keeps = _keeps_attention if mode == ATTENTION else _keeps_products
+        keeps = partial(_keeps, ATTENTION_FROM if mode == ATTENTION else PRODUCTS_FROM)
         selected["context_fn"] = partial(create_selective_checkpoint_contexts, keeps)
     return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **selected)
 
 
-def _keeps_attention(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Fused attention, by whatever backend."""
-    name = str(operator)
-    kept = ("attention" in name or "flash_attn" in name) and "backward" not in name
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _keeps_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Attention, and products whose inner dimension is not narrow."""
+def _keeps(least: float, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Fused attention, by whatever backend, and products of at least `least` inputs per output."""
     first = _PRODUCTS.get(operator)
     if first is None:
-        return _keeps_attention(context, operator)
-    left: Tensor = args[first]
-    right: Tensor = args[first + 1]
-    wide = left.shape[-1] * NARROW >= right.shape[-1]
-    return CheckpointPolicy.MUST_SAVE if wide else CheckpointPolicy.PREFER_RECOMPUTE
+        name = str(operator)
+        kept = ("attention" in name or "flash_attn" in name) and "backward" not in name
+    else:
+        left: Tensor = args[first]
+        right: Tensor = args[first + 1]
+        kept = left.shape[-1] >= least * right.shape[-1]
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

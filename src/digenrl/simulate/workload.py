@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
-from digenrl.recompute import ALL, ATTENTION, PRODUCTS
+from digenrl.recompute import ALL, INPUTS
 
 ENCODERS = {
     # parameters of the text encoders (reference: torch on the meta device), tokens, VAE of facts.json
@@ -128,6 +128,11 @@ class Workload:
             return int(self.sizes["parameters"])
         return int(self.sizes["lora_parameters_per_rank"][self.lora_targets]) * self.lora_rank
 
+    @property
+    def _trained(self) -> str:
+        """Key of the counts that depend on what is trained."""
+        return "full" if self.lora_rank is None else self.lora_targets
+
     def attention_flops(self) -> float:
         """FLOPs of the attention products in one forward: 4 x hidden x blocks x tokens^2."""
         joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
@@ -150,10 +155,11 @@ class Workload:
         return 2.0 * attention + (2.0 if self.lora_rank is None else 1.0) * rest
 
     def repeated_flops(self, mode: str) -> float:
-        """FLOPs of one forward of one sample that its backward repeats when all blocks keep `mode`."""
-        if mode in (ALL, PRODUCTS):
-            return 0.0
-        return self.forward_flops() - (self.attention_flops() if mode == ATTENTION else 0.0)
+        """FLOPs of one forward of one sample that its backward repeats when all blocks keep `mode`: attention exactly,
+        of the rest the counted share."""
+        attention = self.attention_flops()
+        share = float(self.sizes["repeated_flops"][self._trained][mode])
+        return (attention if mode == INPUTS else 0.0) + share * (self.forward_flops() - attention)
 
     def repeated_bytes(self, mode: str) -> float:
         """Bytes that this repetition writes and reads again: what is not kept, twice."""
@@ -161,8 +167,7 @@ class Workload:
 
     def kept_bytes(self, mode: str, rows: int) -> float:
         """Bytes that one unit of blocks keeps of a forward of `rows` samples for the backward pass."""
-        trained = "full" if self.lora_rank is None else self.lora_targets
-        return self._fitted(self.sizes["kept_bytes"][trained][mode], rows)
+        return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows)
 
     def forward_bytes(self, rows: int) -> float:
         """Peak of a forward of `rows` samples without gradients, weights in 16 bit."""
