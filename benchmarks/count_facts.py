@@ -180,7 +180,7 @@ def fake(model: nn.Module) -> None:
         for store in (module._parameters, module._buffers, module.__dict__):
             for name, tensor in list(store.items()):
                 if isinstance(tensor, Tensor):
-                    made: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    made = torch.empty(tensor.shape, dtype=tensor.dtype)
                     trained = isinstance(tensor, nn.Parameter)
                     store[name] = nn.Parameter(made, tensor.requires_grad) if trained else made
 

@@ -203,9 +203,10 @@ def _disaggregated(bench: Bench, async_steps: int) -> Iterator[Candidate]:
 
 def _schedules(bench: Bench, typical: Candidate) -> Iterator[Candidate]:
     """`typical` with every task size, with lending and without. Asynchronous steps overlap, so there a fragment may
-    also be all of an update, which splits most evenly."""
+    also be half of the batch (within one update), which splits more evenly and leaves the other half to overlap."""
+    half = min(bench.work.prompts // bench.work.updates, max(1, bench.work.prompts // 2))
     for size in task_sizes(bench):
-        for gap in {1, bench.work.prompts // bench.work.updates if typical.async_steps else 1}:
+        for gap in {1, half if typical.async_steps else 1}:
             for tag in (False, True):
                 handoff = tag and typical.async_steps == 0
                 yield replace(typical, task_size=size, gap=gap, tag=tag, handoff=handoff)
