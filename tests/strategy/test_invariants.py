@@ -25,7 +25,7 @@ from digenrl.schedule.staleness import StalenessError
 from digenrl.strategy import worker
 from digenrl.strategy.cells import Part, StepBoard, owned_positions, pack
 from digenrl.strategy.checkpoint import DirectoryCheckpointIO, newest_valid
-from digenrl.strategy.handoff import pack_state, unpack_state
+from digenrl.strategy.handoff import Suspended, pack_state, unpack_state
 from digenrl.strategy.stream import FragmentStream
 from digenrl.strategy.wire import Message, WireError, decode, encode
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
@@ -41,7 +41,7 @@ from tests.strategy.cluster import (
     run_cluster,
 )
 from tests.strategy.reference import Reference, reference
-from tests.strategy.test_equality import LIGHT, reference_of
+from tests.strategy.test_equality import LIGHT, assert_equal_runs, reference_of
 from tests.strategy.test_wire import reader
 
 
@@ -180,16 +180,21 @@ def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(tmp_path: P
     assert deviation == pytest.approx(1e-3, rel=0.01) if corrupted else deviation == 0.0
 
 
-def slow_rollouts(rank: run.Rank, world: World, seconds: float = 0.02) -> None:
+def slow(rank: run.Rank, seconds: float) -> None:
+    """Add `seconds` to each denoising step of a rank."""
+    advance = rank.strategy.engine.advance
+
+    def slower(generation: Generation) -> Generation:
+        time.sleep(seconds)
+        return advance(generation)
+
+    rank.strategy.engine.advance = slower  # type: ignore[method-assign]
+
+
+def slow_rollouts(rank: run.Rank, world: World) -> None:
     """Give trainers bubbles to fill."""
     if not world.is_trainer:
-        advance = rank.strategy.engine.advance
-
-        def slower(generation: Generation) -> Generation:
-            time.sleep(seconds)
-            return advance(generation)
-
-        rank.strategy.engine.advance = slower  # type: ignore[method-assign]
+        slow(rank, seconds=0.02)
 
 
 def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: Path) -> None:
@@ -379,6 +384,42 @@ def test_I12_a_run_that_hands_every_task_on_at_every_step_equals_the_reference(t
     assert_same_cells(completed(cluster), reference_of(config))
     handed = [row for row in cluster.spans("generate") if "handed_to" in row]
     assert len(handed) == 2 * 8 * 3, "each of 8 tasks in 2 steps moves after each of its first 3 denoising steps"
+
+
+@pytest.mark.parametrize("asynchronous", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_I12_tasks_that_all_trainers_hand_to_one_rank_are_shared_out(tmp_path: Path, asynchronous: int) -> None:
+    """Trainers that end their loans together may all choose the same heir, here a slow one. It passes what waits on to
+    idle ranks, and nobody goes on with other weights than those that began a task."""
+
+    def herd(rank: run.Rank, world: World) -> None:
+        slow(rank, seconds=(0.1, 0.1, 0.3, 0.02)[world.rank])
+        strategy = rank.strategy
+        strategy.on_bubble = lambda board, pending: 1  # type: ignore[method-assign]
+        strategy.heir = lambda board, pending, task: 2 if task.step == strategy.version else None  # type: ignore[method-assign]
+        adopt, resume, pass_on = RolloutWorker._adopt, TaskRunner.resume, TaskRunner.pass_on
+        held = [-1]
+
+        def adopted(self: RolloutWorker) -> None:
+            adopt(self)
+            held[0] = self._version
+
+        def resumed(self: TaskRunner, message: Message, interrupt: worker.Interrupt | None = None) -> None:
+            assert message.meta["task"]["version"] == held[0], "a task was resumed with other weights"
+            (tmp_path / f"resumed-{world.rank}").touch()
+            resume(self, message, interrupt)
+
+        def passed(self: TaskRunner, task: Suspended, heir: int) -> bool:
+            (tmp_path / "passed").touch()
+            return pass_on(self, task, heir)
+
+        RolloutWorker._adopt, TaskRunner.resume, TaskRunner.pass_on = adopted, resumed, passed  # type: ignore[method-assign]
+
+    words = ("schedule=full", f"schedule.async_steps={asynchronous}", "schedule.tsp.batch=1")
+    config = configured(*LIGHT, *FP64, *words)
+    found = completed(run_cluster(tmp_path, 2, 2, config, after_build=herd))
+    assert_equal_runs(found, reference_of(config), exact=False, double=True, weight_bound=1e-12)
+    assert (tmp_path / "passed").exists(), "the heir kept what was handed to it"
+    assert (tmp_path / "resumed-3").exists()
 
 
 @pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])

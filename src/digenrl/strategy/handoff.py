@@ -6,7 +6,7 @@ still holds the version that began them.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +30,28 @@ def pack_state(task: Task, state: SampleState, claim: Claim) -> Message:
     meta = {"task": asdict(task), "next_step": state.next_step, "seed": state.key.seed, "uid": state.key.uid}
     meta |= {"position": claim.position, "attempt": claim.attempt}
     return Message(Kind.STATE, meta, tensors)
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """A task that was handed to this rank and waits for it."""
+
+    message: Message
+    version: int
+    """Weights that began it."""
+    claim: Claim
+    next_step: int
+    """Denoising steps done."""
+
+    @classmethod
+    def of(cls, message: Message, rank: int) -> Suspended:
+        """What `rank` received; raises WireError when the message is not a suspended task."""
+        try:
+            meta = message.meta
+            claim = Claim(int(meta["position"]), rank, int(meta["attempt"]))
+            return cls(message, int(meta["task"]["version"]), claim, int(meta["next_step"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"a STATE message lacks or garbles {error}.") from error
 
 
 def unpack_state(message: Message, device: torch.device) -> tuple[Task, SampleState, int, int]:

@@ -19,7 +19,7 @@ from digenrl.schedule.claims import Claim, hands_over
 from digenrl.strategy.cells import Placement, owned_positions, pack
 from digenrl.strategy.claims import Claims, Work, left_to_others
 from digenrl.strategy.control import Control
-from digenrl.strategy.handoff import pack_state, unpack_state
+from digenrl.strategy.handoff import Suspended, pack_state, unpack_state
 from digenrl.strategy.link import Link
 from digenrl.strategy.spans import SpanLog
 from digenrl.strategy.weights import Arrivals, Version, adopt
@@ -122,6 +122,18 @@ class TaskRunner:
         prompt = self._sampler.batch(task.step)[task.group]
         self._finish(Generation(task, prompt, state), "generate", interrupt)
 
+    def pass_on(self, task: Suspended, heir: int) -> bool:
+        """Hand a task that waits for this rank on to `heir`; False when the heir is lost (the task stays) or the task
+        has been given to somebody else since."""
+        if not self.claims.give(task.version, task.claim, heir):
+            return False
+        self._link.send(heir, task.message)
+        return True
+
+    def steps_left(self, task: Suspended) -> int:
+        """Denoising steps that a waiting task still needs."""
+        return self._spec.denoise_steps - task.next_step
+
     def idle_run(self, task: Task) -> None:
         """Make a task's forwards and throw the result away (sharded ranks move together)."""
         with self._spans.span("lend", step=task.step, discarded=True):
@@ -194,7 +206,9 @@ class TaskRunner:
 class RolloutWorker:
     """The life of a rollout rank: adopt a version, empty its queue, wait for the next one.
 
-    With hand-off, a rank whose queue is empty announces itself, and a slower rank may pass it the rest of a task.
+    With hand-off, a rank whose queue is empty announces itself, and a slower rank may pass it the rest of a task, a
+    busy one the tasks that were handed to it and wait: trainers end their loans at one moment, see the same rollout
+    rank free first, and all hand it their tasks.
     """
 
     def __init__(
@@ -211,10 +225,10 @@ class RolloutWorker:
         self._runner, self._parameters = runner, policy.trained_parameters()
         self._control, self._link, self._spans = control, link, spans
         self._rank, self._peers = rank, peers
-        self._interrupt: Interrupt | None = self._faster_idle_peer if handoff else None
+        self._interrupt: Interrupt | None = self._between_steps if handoff else None
         self._arrivals = Arrivals(policy.trainer_parameters())
         self._weights: deque[Version] = deque()
-        self._suspended: deque[Message] = deque()
+        self._suspended: deque[Suspended] = deque()
         self._announced = 0
         self._version = -1
         self._idle_since: float | None = None
@@ -235,10 +249,11 @@ class RolloutWorker:
         return bool(self._weights) and self._weights[0].number < self._version
 
     def _work_once(self) -> bool:
-        """Run a suspended task, else the next of the queue; False when there is neither for this rank."""
-        if self._suspended:
+        """Run a suspended task, else the next of the queue; False when there is neither for this rank. A task of the
+        next version waits until this rank has adopted that: its weights were published before it was begun."""
+        if self._suspended and self._suspended[0].version <= self._version:
             self._end_wait("tail")
-            self._runner.resume(self._suspended.popleft(), self._interrupt)
+            self._runner.resume(self._suspended.popleft().message, self._interrupt)
             return True
         if self._version < 0 or self._runner.declines(self._version):
             return False
@@ -287,24 +302,39 @@ class RolloutWorker:
                 if (version := self._arrivals.add(message)) is not None:
                     self._weights.append(version)
             elif message.kind is Kind.STATE:
-                self._suspended.append(message)
+                self._suspended.append(Suspended.of(message, self._rank))
+
+    def _between_steps(self, task: Task, steps_left: int) -> int | None:
+        """Who should finish `task`. Tasks that wait behind it go to idle ranks that would end them earlier."""
+        self._receive(0.0)
+        while self._suspended:
+            waiting = self._suspended[-1]
+            peer = self._faster_peer(waiting.version, self._runner.steps_left(waiting), waits=steps_left)
+            if peer is None or not self._runner.pass_on(waiting, peer):
+                break
+            self._suspended.pop()
+        return self._faster_idle_peer(task, steps_left)
 
     def _faster_idle_peer(self, task: Task, steps_left: int) -> int | None:
-        """An idle rank that would finish the task a step earlier than this one, reserved by an atomic add; or None.
+        """An idle rank that would finish the task a step earlier than this one; or None.
 
         Only tasks of the step in progress may travel (see `handoff`), and only when no task is left to claim.
         """
         if task.step != self._version or self._runner.remaining(self._version):
             return None
+        return self._faster_peer(self._version, steps_left)
+
+    def _faster_peer(self, version: int, steps: int, waits: int = 0) -> int | None:
+        """A rank that waits with `version` and would end `steps` denoising steps before this one, which has `waits` to
+        do first; reserved by an atomic add."""
         own = self._runner.step_seconds
         for peer in self._peers:
             note = self._control.get(f"idle/{peer}") if peer != self._rank else None
             if not note:
                 continue
-            version, number, seconds = note.split(":")
+            held, number, seconds = note.split(":")
             # The move is taken to cost one of our own steps, so the heir must save more than that.
-            if int(version) != self._version or not hands_over(steps_left, own, [float(seconds)], move_seconds=own):
-                continue
-            if self._control.claim(f"take/{peer}/{number}") == 0:
+            sooner = hands_over(steps, own, [float(seconds)], move_seconds=(1 - waits) * own)
+            if int(held) == version and sooner and self._control.claim(f"take/{peer}/{number}") == 0:
                 return peer
         return None
