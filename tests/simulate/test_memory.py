@@ -76,7 +76,7 @@ def test_kept_bytes_are_those_of_a_real_build(trained: str, rows: int) -> None:
         assert kept == pytest.approx(expected, rel=0.15), grade
 
 
-@pytest.mark.parametrize("trained", ["full", "attn"])
+@pytest.mark.parametrize("trained", ["full", pytest.param("attn", marks=pytest.mark.slow)])
 def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
     """What the backward pass of a block does again, attention aside, as a share of the block's forward."""
     spent: dict[bool | str, list[tuple[int, int]]] = {grade: [] for grade in GRADES}

@@ -63,6 +63,8 @@ class Bench:
     work: Workload
     hardware: Hardware
     _chosen: dict[Any, Recompute] = field(default_factory=dict, compare=False, repr=False)
+    _speeds: dict[Any, float] = field(default_factory=dict, compare=False, repr=False)
+    """Mean TFLOP/s of an allocation's trainers."""
 
     @property
     def costs(self) -> Costs:
@@ -128,8 +130,11 @@ class Bench:
         """Blocks of a micro-batch on a trainer of `pool`: with unequal shares a fast one gets several."""
         if not candidate.shares or candidate.sharding == "fsdp":
             return 1
-        speeds = [self.hardware.pool(name).tflops for name, role in self.placed(candidate) if role == "trainer"]
-        return math.ceil(pool.tflops * len(speeds) / sum(speeds) - 1e-9)
+        key = (candidate.trainers, candidate.rollouts, candidate.first)
+        if key not in self._speeds:
+            speeds = [self.hardware.pool(name).tflops for name, role in self.placed(candidate) if role == "trainer"]
+            self._speeds[key] = sum(speeds) / len(speeds)
+        return math.ceil(pool.tflops / self._speeds[key] - 1e-9)
 
     def trainer_memory(self, candidate: Candidate, recompute: Recompute, pool: Pool) -> Memory:
         """Bytes of a trainer on `pool` whose blocks keep `recompute`."""

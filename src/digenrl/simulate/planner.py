@@ -17,7 +17,9 @@ from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.outcome import Outcome, evaluate
 
 PROMISING = 6
-"""Disaggregated candidates of the lowest floors that are simulated, of each kind."""
+"""Disaggregated candidates of the lowest floors that are simulated, of each kind; half for steps of many samples."""
+MANY_SAMPLES = 600
+"""From here on simulating a step takes tenths of a second, so fewer are."""
 
 
 class PlanError(ValueError):
@@ -47,7 +49,7 @@ class Plan:
         return next((outcome for outcome in self.outcomes if tests[kind](outcome.candidate)), None)
 
 
-def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
+def make_plan(bench: Bench, fine: int | None = None, rounds: int = 2) -> Plan:
     """Search for the fastest way to run `bench`.
 
     Args:
@@ -59,7 +61,7 @@ def make_plan(bench: Bench, fine: int | None = None, rounds: int = 3) -> Plan:
         PlanError: no candidate fits; says what is missing where.
     """
     bound = bench.bound()
-    fine = fine or (2 if bench.work.samples > 600 else 4)
+    fine = fine or (2 if bench.work.samples > MANY_SAMPLES else 4)
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
@@ -225,7 +227,8 @@ def _promising(bench: Bench, candidates: Iterable[Candidate]) -> list[Candidate]
     for candidate in ranked:
         size = 0 if candidate.async_steps else candidate.task_size
         kinds.setdefault((candidate.tag, candidate.first, size), []).append(candidate)
-    return [candidate for kind in kinds.values() for candidate in kind[:PROMISING]]
+    keep = PROMISING // 2 if bench.work.samples > MANY_SAMPLES else PROMISING
+    return [candidate for kind in kinds.values() for candidate in kind[:keep]]
 
 
 def _around_balance(bench: Bench, base: Candidate) -> set[int]:
