@@ -1,7 +1,7 @@
 """Hand-off: a trajectory suspended at a denoising-step boundary, on its way to the rank that finishes it.
 
 Only tasks of the step in progress travel: the next version cannot be published before they are trained, so the receiver
-still holds the version that began them.
+holds the version that began them, or, under one-step asynchrony, waits with the task until it has adopted that.
 """
 
 from __future__ import annotations
