@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from digenrl.strategy.control import Control, host_store, join_store
-from digenrl.strategy.launcher import keep_memory
-from digenrl.strategy.link import SocketLink
-from digenrl.strategy.wire import Message
+from digenrl.cluster.control import Control, host_store, join_store
+from digenrl.cluster.launcher import keep_memory
+from digenrl.transport.link import SocketLink
+from digenrl.transport.wire import Message
 
 HOST = "127.0.0.1"
 RESULTS = Path(__file__).parent / "results"

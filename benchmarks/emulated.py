@@ -43,9 +43,9 @@ from digenrl.emulate import Overheads, durations, emulated_cluster
 from digenrl.preflight import trained_steps
 from digenrl.schedule import place
 from digenrl.simulate.candidate import Bench, Candidate
-from digenrl.simulate.engine import simulate
 from digenrl.simulate.outcome import Outcome, evaluate
-from digenrl.simulate.report import overrides
+from digenrl.simulate.plan_text import overrides
+from digenrl.simulate.virtual_run import simulate
 
 MODELS = ("qwen_image_flowgrpo", "flux1_flowgrpo")
 TESTBEDS = ("testbed_c", "testbed_ac")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._shared import Report, Seat, on_ranks, options
-from digenrl.strategy.wire import Kind, Message
+from digenrl.transport.wire import Kind, Message
 
 MIB = 1 << 20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)

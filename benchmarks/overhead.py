@@ -24,16 +24,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._shared import Report, Seat, on_ranks, options
+from digenrl.cluster.claims import Claims
 from digenrl.data import PromptSampler
 from digenrl.diffusion.denoise import SampleKey, SampleState
+from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue
 from digenrl.schedule.claims import Claim
-from digenrl.strategy.cells import Part, Placement, StepBoard, pack
-from digenrl.strategy.claims import Claims
-from digenrl.strategy.spans import SpanLog
-from digenrl.strategy.wire import Kind, Message
 from digenrl.strategy.worker import TaskRunner
+from digenrl.transport.cells import Part, Placement, StepBoard, pack
+from digenrl.transport.wire import Kind, Message
 from digenrl.types import Prompt, Trajectory
 
 BAR_MS = 3.0

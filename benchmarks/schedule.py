@@ -28,8 +28,8 @@ from digenrl.recompute import Recompute
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import parse_hardware
 from digenrl.simulate.outcome import Outcome, evaluate
+from digenrl.simulate.plan_text import repeats
 from digenrl.simulate.planner import fastest, fitted, make_plan, step_batches, task_sizes
-from digenrl.simulate.report import repeats
 
 MODELS = ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "flux1_flowgrpo", "qwen_image_flowgrpo")
 TESTBEDS = ("testbed_a", "testbed_b", "testbed_c", "testbed_ac", "unequal")

@@ -21,7 +21,7 @@ from digenrl.types import Prompt
 from reward_models.aesthetic import AestheticHead
 from reward_models.clip_backbone import CHUNK, clip_pixels
 from reward_models.digests import module_digest
-from reward_models.tiny import checkpoint, read_state
+from reward_models.tiny_checkpoints import checkpoint, read_state
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 MAX_TOKENS = 35

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from digenrl.rewards.client import ClientOptions, RewardClient
+from digenrl.rewards.frames import DtypeName
 from digenrl.rewards.protocol import Identity
-from digenrl.rewards.wire import DtypeName
 from digenrl.types import Prompt
 
 

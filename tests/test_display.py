@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from digenrl.display import Display, final_table, sparkline
-from digenrl.report.run_dir import append_event, append_jsonl, read_run
+from digenrl.record.run_dir import append_event, append_jsonl
+from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 from tests.report.synthetic import write_run
 

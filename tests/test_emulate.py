@@ -15,13 +15,13 @@ import torch
 
 from digenrl import config as configuration
 from digenrl import run
+from digenrl.cluster.launcher import Launch, launch
 from digenrl.emulate import durations
 from digenrl.preflight import candidate_of, workload
 from digenrl.simulate.candidate import Bench
-from digenrl.simulate.engine import simulate
 from digenrl.simulate.hardware import parse_hardware
-from digenrl.strategy.launcher import Launch, launch
-from tests.strategy.cluster import logs
+from digenrl.simulate.virtual_run import simulate
+from tests.strategy.processes import logs
 
 TRAINERS, ROLLOUTS = 4, 12
 SCALE = 0.07

@@ -16,10 +16,11 @@ SOURCE = ROOT / "src" / "digenrl"
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "prompts": set(),
+    "record": set(),
     "schedule": set(),
     "recompute": set(),
-    "simulate": {"schedule", "recompute"},
-    "config": {"prompts"},
+    "simulate": {"schedule", "recompute", "record.spans"},
+    "config": {"prompts", "record"},
     "diffusion": {"types"},
     "models": {"types", "diffusion", "recompute"},
     "algorithms": {"types", "diffusion", "models.policy"},
@@ -27,10 +28,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reward_models": {"types", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
     "data": {"types", "prompts"},
-    "report": {"schedule", "config.redact"},
-    "display": {"report"},
-    "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "report", "config.redact"},
-    "callbacks": {"types", "data", "report", "models", "rewards", "rollout"},
+    "report": {"record"},
+    "display": {"report", "record"},
+    "cluster": {"record", "schedule"},
+    "transport": {"types", "schedule", "diffusion", "cluster", "record"},
+    "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "record", "cluster", "transport"},
+    "callbacks": {"types", "data", "record", "models", "rewards", "rollout"},
 }
 """Room -> what it may import besides itself. Rooms not listed are the top and may import everything."""
 
@@ -40,6 +43,7 @@ TYPES_ONLY: dict[str, set[str]] = {"diffusion": {"models.policy"}}
 STANDARD_LIBRARY_ONLY = ("schedule", "prompts", "recompute")
 TORCH_FREE = (
     "digenrl.schedule",
+    "digenrl.record.spans",
     "digenrl.recompute",
     "digenrl.simulate",
     "digenrl.config",

@@ -12,8 +12,8 @@ import torch
 
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.strategy.world import Session, World
-from tests.strategy.cluster import configured
+from digenrl.cluster.world import Session, World
+from tests.strategy.processes import configured
 
 
 def test_the_schedule_is_the_configurations() -> None:

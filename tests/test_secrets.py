@@ -15,7 +15,7 @@ from digenrl.rewards.service import RewardService
 from reward_models.digit_judge import DigitJudge
 from tests.conftest import ROOT
 from tests.rewards.services import running
-from tests.strategy.cluster import TINY
+from tests.strategy.processes import TINY
 
 SECRETS = {
     "DIGENRL_REWARD_TOKEN": "canary-reward-7d1f0c55",

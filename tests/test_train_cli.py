@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from digenrl.strategy.launcher import EXIT_STOPPED
+from digenrl.cluster.launcher import EXIT_STOPPED
 from tests.training import SMALL, assert_failed, commands, fault
 
 

@@ -23,13 +23,13 @@ from torch import Tensor
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cli.export import read_weights
-from digenrl.models.export import LORA_FILE, PIPELINES, export_policy
+from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.world import Session, World
+from digenrl.models.diffusers_export import LORA_FILE, PIPELINES, export_policy
 from digenrl.models.policy import Policy
 from digenrl.preflight import allocation
-from digenrl.strategy.launcher import Launch, Outcome, launch
-from digenrl.strategy.world import Session, World
 from digenrl.types import Prompt
-from tests.strategy.cluster import logs
+from tests.strategy.processes import logs
 
 EXPERIMENTS = (
     "wan21_flowgrpo",

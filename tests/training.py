@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from tests.conftest import ROOT
-from tests.strategy.cluster import TINY
 from tests.strategy.faults import InjectedError
+from tests.strategy.processes import TINY
 
 GONE_WITHIN_S = 10.0
 """Every process of a failed run."""

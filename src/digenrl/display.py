@@ -22,8 +22,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from digenrl.report.alarms import alarms
-from digenrl.report.run_dir import EVENTS, METRICS, JsonlTail, Row, is_number
+from digenrl.record.run_dir import EVENTS, METRICS, Row
+from digenrl.report.learning_alarms import alarms
+from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.report.tables import DASH, duration, facts, number
 
 LINE_EVERY_S = 10.0

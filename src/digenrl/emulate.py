@@ -10,7 +10,7 @@ from digenrl.config import Composed
 from digenrl.models.emulated import Durations
 from digenrl.preflight import bench_of, candidate_of
 from digenrl.simulate.candidate import Bench, Candidate
-from digenrl.simulate.cluster import Cluster
+from digenrl.simulate.virtual_cluster import Cluster
 
 REWARD: dict[str, Any] = {
     "_target_": "digenrl.rewards.suite.RewardSuite",

@@ -22,19 +22,19 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from digenrl import config as configuration
 from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
+from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.policy import Policy
 from digenrl.preflight import shard_group, trainer_speeds
-from digenrl.report.run_dir import append_event
+from digenrl.record.run_dir import append_event
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update, steps_per_forward
 from digenrl.schedule.shares import relative
-from digenrl.strategy.checkpoint import DirectoryCheckpointIO
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
-from digenrl.strategy.world import Session, World
 
 
 @dataclass(frozen=True)

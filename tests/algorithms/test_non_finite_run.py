@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT
-from tests.strategy.cluster import TINY
+from tests.strategy.processes import TINY
 
 POISONED = (1, 3, 4, 5)
 CAUSES = ["gradient", *(pytest.param(what, marks=pytest.mark.slow) for what in ("reward", "advantage", "ratio"))]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from digenrl.callbacks.recorder import Recorder
-from digenrl.report.run_dir import read_run
+from digenrl.report.read_run import read_run
 from digenrl.report.summary import outcome
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from digenrl import config as configuration
 from digenrl.cli.evaluate import NoCheckpoint, Request, evaluate, main
-from digenrl.strategy.checkpoint import DirectoryCheckpointIO
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 
 SMALL = "callbacks.evaluation.samples_per_prompt=3"
 

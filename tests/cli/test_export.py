@@ -18,11 +18,11 @@ from digenrl import config as configuration
 from digenrl.callbacks.evaluation import save_pictures
 from digenrl.cli.export import main
 from digenrl.diffusion import denoise, keys
-from digenrl.models.export import LORA_FILE
+from digenrl.models.diffusers_export import LORA_FILE
 from digenrl.models.policy import Policy
 from digenrl.rollout.engine import EVAL_STREAM, RolloutEngine
 from digenrl.run import sampling_spec
-from digenrl.strategy.checkpoint import DirectoryCheckpointIO
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.types import Prompt
 
 RL_STEP = 7
@@ -72,9 +72,9 @@ def noise_of(config: DictConfig, policy: Policy, text: str) -> Tensor:
 
 def flux(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
     """Two samples [2, H, W, 3] in [0, 1] of a plain FluxPipeline: nothing of digenrl but the folder."""
-    from digenrl.models import tiny
+    from digenrl.models import tiny_builds
 
-    pipeline = diffusers.FluxPipeline.from_pretrained(tiny.ensure("flux"))
+    pipeline = diffusers.FluxPipeline.from_pretrained(tiny_builds.ensure("flux"))
     pipeline.set_progress_bar_config(disable=True)
     if export is not None:
         pipeline.load_lora_weights(export, weight_name=LORA_FILE)
@@ -83,9 +83,9 @@ def flux(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> n
 
 def sd3(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
     """The same of a plain StableDiffusion3Pipeline, which takes its sigmas from its scheduler's default range."""
-    from digenrl.models import tiny
+    from digenrl.models import tiny_builds
 
-    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny.ensure("sd3"))
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny_builds.ensure("sd3"))
     pipeline.set_progress_bar_config(disable=True)
     if export is not None:
         pipeline.load_lora_weights(export, weight_name=LORA_FILE)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from digenrl import config
-from digenrl.config.redact import MASK
 from digenrl.preflight import allocation, settled
+from digenrl.record.redact import MASK
 
 Case = tuple[Sequence[str], Sequence[str]]
 

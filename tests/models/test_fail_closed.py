@@ -9,9 +9,9 @@ import shutil
 import pytest
 import torch
 
-from digenrl.models import tiny
-from digenrl.models.checkpoint import CheckpointError
+from digenrl.models import tiny_builds
 from digenrl.models.latents import pack, unpack
+from digenrl.models.pretrained import CheckpointError
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, LORA, make
 
@@ -21,7 +21,7 @@ def real(family: str, path, **overrides):
 
 
 def test_the_same_call_loads_a_directory(tmp_path):
-    assert real("wan", tiny.ensure("wan")).path == str(tiny.ensure("wan"))
+    assert real("wan", tiny_builds.ensure("wan")).path == str(tiny_builds.ensure("wan"))
 
 
 def test_wrong_path_says_what_is_expected(tmp_path):
@@ -42,7 +42,7 @@ def test_weights_that_are_not_here_name_file_licence_and_command():
 def test_half_a_checkpoint(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    whole = tiny.ensure("sd3")
+    whole = tiny_builds.ensure("sd3")
     without_folder = shutil.copytree(whole, tmp_path / "a")
     shutil.rmtree(without_folder / "transformer")
     with pytest.raises(CheckpointError, match="has no transformer/"):
@@ -63,7 +63,7 @@ def test_half_a_checkpoint(tmp_path):
 
 def test_foreign_family():
     with pytest.raises(CheckpointError, match="holds a WanPipeline, and the flux adapter reads FluxPipeline"):
-        real("flux", tiny.ensure("wan"))
+        real("flux", tiny_builds.ensure("wan"))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_ranks_start_from_the_same_adapter_whatever_the_global_seed():
 
 def test_auto_dtype_is_float32_for_the_tiny_build_and_bfloat16_for_the_real_one():
     assert make("wan", dtype="auto").dtype == torch.float32
-    policy = real("wan", tiny.ensure("wan"), dtype="auto")
+    policy = real("wan", tiny_builds.ensure("wan"), dtype="auto")
     assert policy.dtype == torch.bfloat16
     assert policy.transformer.proj_out.weight.dtype == torch.bfloat16
     assert {value.dtype for value in policy.trained_parameters().values()} == {torch.float32}
@@ -145,7 +145,7 @@ def test_options_that_a_family_cannot_use_are_refused():
 
 
 def test_guidance_for_a_network_without_it_is_refused(tmp_path):
-    folder = shutil.copytree(tiny.ensure("flux"), tmp_path / "schnell")
+    folder = shutil.copytree(tiny_builds.ensure("flux"), tmp_path / "schnell")
     config = json.loads((folder / "transformer" / "config.json").read_text())
     from safetensors.torch import load_file, save_file
 

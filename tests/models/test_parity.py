@@ -191,12 +191,12 @@ def test_decode_gives_media_in_the_unit_range(family):
 def test_decode_equals_the_diffusers_pipeline():
     import diffusers
 
-    from digenrl.models import tiny
+    from digenrl.models import tiny_builds
 
     for family in FAMILIES:
         policy = make(family)
         latents = noise_of(policy, 1)
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny.ensure(family))
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_builds.ensure(family))
         pipeline.set_progress_bar_config(disable=True)
         size = {"num_frames": 5} if family in ("wan", "hunyuan_video") else {}
         decoded = []

@@ -11,7 +11,7 @@ import diffusers
 import numpy as np
 import torch
 
-from digenrl.models import tiny
+from digenrl.models import tiny_builds
 from digenrl.models.flux import FluxPolicy
 from digenrl.models.hunyuan_video import HunyuanVideoPolicy
 from digenrl.models.pipeline import DiffusersPolicy
@@ -69,7 +69,7 @@ def diffusers_latents(
     family: str, prompts: list[str], noise: torch.Tensor, steps: int, guidance: float, true_cfg: float = 1.0
 ) -> torch.Tensor:
     """Final latents of the family's own pipeline on the tiny build, from the same noise."""
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny.ensure(family), local_files_only=True)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_builds.ensure(family), local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     call: dict[str, Any] = {
         "prompt": prompts,

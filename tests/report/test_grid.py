@@ -10,7 +10,7 @@ import pytest
 
 from digenrl.report.find import newest_run
 from digenrl.report.grid import draw_grid, read_grid
-from digenrl.report.run_dir import read_run
+from digenrl.report.read_run import read_run
 from digenrl.report.style import paper_style
 from tests.report.synthetic import GROUPS, write_run
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.report.run_dir import read_run
+from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
+from digenrl.report.read_run import read_run
 from digenrl.report.style import CAUSE_COLOURS, STAGE_COLOURS, paper_style
 from digenrl.report.timeline import lanes, step_ends, time_by_rank, timeline, typical_window
-from digenrl.schedule.trace import STAGES, WAIT_CAUSES, Span
 
 
 def span(start: float, end: float, step: int = 0, stage: str = "train", rank: int = 0) -> Span:

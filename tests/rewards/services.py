@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 import uvicorn
 
-from digenrl.rewards import wire
+from digenrl.rewards import frames
 from digenrl.rewards.service import Limits, RewardService
 
 
@@ -63,8 +63,8 @@ class ScriptedHandler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        json_bytes, payload_bytes = wire.parse_header(body[: wire.HEADER.size])
-        request = wire.decode_request(body[wire.HEADER.size : wire.HEADER.size + json_bytes], payload_bytes)
+        json_bytes, payload_bytes = frames.parse_header(body[: frames.HEADER.size])
+        request = frames.decode_request(body[frames.HEADER.size : frames.HEADER.size + json_bytes], payload_bytes)
         honest = {
             "protocol": 1,
             "request_id": request.request_id,

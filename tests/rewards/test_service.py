@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from digenrl.rewards import wire
+from digenrl.rewards import frames
 from digenrl.rewards.client import ClientOptions, RewardClient
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.rewards.service import Limits, RewardService, is_loopback, serve
@@ -23,7 +23,7 @@ from tests.rewards.services import Brightness, running
 
 PROMPTS = [Prompt(f"p{i}", target="t", metadata={"k": [1, None]}) for i in range(5)]
 MEDIA = torch.rand(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-FRAME = wire.encode_request(MEDIA, PROMPTS, "request")
+FRAME = frames.encode_request(MEDIA, PROMPTS, "request")
 
 
 def post(url, body, **headers):
@@ -103,14 +103,14 @@ BROKEN = {
     "trailing byte": (FRAME + b"x", 413),
     "no header": (b"abc", 400),
     "empty": (b"", 400),
-    "declares a terabyte": (wire.HEADER.pack(wire.MAGIC, 10, 1 << 40) + b"x" * 64, 413),
-    "declares 1 GB of JSON": (wire.HEADER.pack(wire.MAGIC, 1 << 30, 0) + b"x" * 64, 422),
+    "declares a terabyte": (frames.HEADER.pack(frames.MAGIC, 10, 1 << 40) + b"x" * 64, 413),
+    "declares 1 GB of JSON": (frames.HEADER.pack(frames.MAGIC, 1 << 30, 0) + b"x" * 64, 422),
     "pickle": (b"\x80\x04\x95" + b"x" * 100, 422),
-    "NaN media": (wire.encode_request(torch.full((1, 3, 2, 2), math.nan), PROMPTS[:1], "r"), 422),
-    "media beyond [0, 1]": (wire.encode_request(torch.full((1, 3, 2, 2), 2.0), PROMPTS[:1], "r"), 422),
-    "four channels": (wire.encode_request(torch.zeros(1, 4, 2, 2), PROMPTS[:1], "r"), 422),
-    "too many samples": (wire.encode_request(torch.zeros(9, 1, 1, 1), [Prompt("p")] * 9, "r"), 413),
-    "too many pixels": (wire.encode_request(torch.zeros(1, 1, 300, 300), [Prompt("p")], "r"), 413),
+    "NaN media": (frames.encode_request(torch.full((1, 3, 2, 2), math.nan), PROMPTS[:1], "r"), 422),
+    "media beyond [0, 1]": (frames.encode_request(torch.full((1, 3, 2, 2), 2.0), PROMPTS[:1], "r"), 422),
+    "four channels": (frames.encode_request(torch.zeros(1, 4, 2, 2), PROMPTS[:1], "r"), 422),
+    "too many samples": (frames.encode_request(torch.zeros(9, 1, 1, 1), [Prompt("p")] * 9, "r"), 413),
+    "too many pixels": (frames.encode_request(torch.zeros(1, 1, 300, 300), [Prompt("p")], "r"), 413),
 }
 
 
@@ -127,7 +127,7 @@ def test_a_body_beyond_the_limit_is_refused_while_it_streams():
 
     def endless():
         nonlocal sent
-        yield wire.HEADER.pack(wire.MAGIC, 100, 1 << 19)
+        yield frames.HEADER.pack(frames.MAGIC, 100, 1 << 19)
         while sent < 1 << 30:
             sent += 1 << 16
             yield b"\0" * (1 << 16)
@@ -211,4 +211,4 @@ def test_limits_must_be_positive_and_finite():
     for value in (0, -1, math.inf, math.nan):
         with pytest.raises(ValueError, match="body_s"):
             Limits(body_s=value)
-    assert struct.calcsize(">4sIQ") == wire.HEADER.size
+    assert struct.calcsize(">4sIQ") == frames.HEADER.size

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, queue
 from digenrl.schedule.claims import MAX_ATTEMPTS, ClaimBook, ClaimError, declines, hands_over, swaps, yields
-from digenrl.simulate.cluster import Cluster, Rank
-from digenrl.simulate.engine import simulate
+from digenrl.simulate.virtual_cluster import Cluster, Rank
+from digenrl.simulate.virtual_run import simulate
 
 SPEEDS = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=8)
 

@@ -19,8 +19,8 @@ from digenrl.simulate.bound import bound_seconds
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import Hardware, Pool, assign, parse_hardware
 from digenrl.simulate.outcome import evaluate
+from digenrl.simulate.plan_text import as_json, explanation, overrides
 from digenrl.simulate.planner import PlanError, fitted, make_plan, task_sizes
-from digenrl.simulate.report import as_json, explanation, overrides
 from digenrl.simulate.workload import Workload
 
 FAST = Pool("fast", "H100", 4, "auto", 80, 989, 3.35, 450, 25, 8)

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms.base import PolicyModule
+from digenrl.cluster.control import Control
 from digenrl.rewards.protocol import RewardUnavailable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.strategy import gradients
-from digenrl.strategy.control import Control
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
-from digenrl.strategy.link import SocketLink
+from digenrl.transport.link import SocketLink
 from digenrl.types import Prompt
 from reward_models.digit_judge import DigitJudge
 

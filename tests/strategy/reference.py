@@ -18,7 +18,7 @@ from digenrl.diffusion.steps import AllButLast
 from digenrl.models.policy import Policy
 from digenrl.schedule import ScheduleSpec, group_version
 from digenrl.types import CellBlock, Prompt
-from tests.strategy.cluster import Cell, Record
+from tests.strategy.processes import Cell, Record
 
 
 class Reference:

@@ -17,8 +17,8 @@ import torch
 from omegaconf import DictConfig
 
 from digenrl import run
-from digenrl.strategy.world import World
-from tests.strategy.cluster import (
+from digenrl.cluster.world import World
+from tests.strategy.processes import (
     FP64,
     FULL,
     SGD,

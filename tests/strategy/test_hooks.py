@@ -12,7 +12,7 @@ from digenrl import run
 from digenrl.config import instantiate
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from tests.conftest import ROOT
-from tests.strategy.cluster import Cluster, Job, assert_same_cells, completed, configured, relative, run_series
+from tests.strategy.processes import Cluster, Job, assert_same_cells, completed, configured, relative, run_series
 from tests.strategy.test_equality import LIGHT, reference_of
 
 HOOKS = ("plan_tasks", "cut_fragment", "place_timesteps", "on_bubble")

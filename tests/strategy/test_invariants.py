@@ -18,20 +18,20 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from digenrl import run
+from digenrl.cluster.world import Session, World
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, group_tasks, group_version, place
 from digenrl.schedule.claims import Claim
 from digenrl.schedule.staleness import StalenessError
 from digenrl.strategy import worker
-from digenrl.strategy.cells import Part, StepBoard, owned_positions, pack
-from digenrl.strategy.checkpoint import DirectoryCheckpointIO, newest_valid
-from digenrl.strategy.handoff import Suspended, pack_state, unpack_state
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
 from digenrl.strategy.stream import FragmentStream
-from digenrl.strategy.wire import Message, WireError, decode, encode
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
-from digenrl.strategy.world import Session, World
+from digenrl.transport.cells import Part, StepBoard, owned_positions, pack
+from digenrl.transport.handoff import Suspended, pack_state, unpack_state
+from digenrl.transport.wire import Message, WireError, decode, encode
 from digenrl.types import Prompt, Trajectory
-from tests.strategy.cluster import (
+from tests.strategy.processes import (
     FP64,
     Record,
     assert_same_cells,
@@ -42,7 +42,7 @@ from tests.strategy.cluster import (
 )
 from tests.strategy.reference import Reference, reference
 from tests.strategy.test_equality import LIGHT, assert_equal_runs, reference_of
-from tests.strategy.test_wire import reader
+from tests.transport.test_wire import reader
 
 
 def test_I1_the_same_seeds_give_the_same_samples_in_every_mode(tmp_path: Path) -> None:

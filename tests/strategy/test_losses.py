@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from digenrl import run
+from digenrl.cluster.control import host_store
+from digenrl.cluster.launcher import Launch, launch
+from digenrl.cluster.world import Session, World
 from digenrl.rollout.engine import Generation
-from digenrl.strategy.control import host_store
-from digenrl.strategy.launcher import Launch, launch
-from digenrl.strategy.world import Session, World
-from tests.strategy.cluster import Cluster, assert_same_cells, completed, configured, run_cluster
 from tests.strategy.faults import Fault
+from tests.strategy.processes import Cluster, assert_same_cells, completed, configured, run_cluster
 from tests.strategy.test_equality import LIGHT, reference_of
 
 CAUSES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.strategy.cluster import FULL, assert_same_cells, completed, configured, run_cluster
+from tests.strategy.processes import FULL, assert_same_cells, completed, configured, run_cluster
 
 SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.every=3", "algorithm.kl_weight=0.05")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.strategy.cluster import FP64, completed, configured, relative, run_cluster
+from tests.strategy.processes import FP64, completed, configured, relative, run_cluster
 from tests.strategy.reference import reference
 from tests.strategy.test_equality import LIGHT
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from digenrl import run
+from digenrl.cluster.world import World
 from digenrl.models.policy import cast_parameters
-from digenrl.strategy.checkpoint import DirectoryCheckpointIO, newest_valid
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
 from digenrl.strategy.shard import mesh_of
-from digenrl.strategy.world import World
-from tests.strategy.cluster import FP64, FULL, Job, completed, configured, relative, run_cluster, run_series
+from tests.strategy.processes import FP64, FULL, Job, completed, configured, relative, run_cluster, run_series
 from tests.strategy.test_equality import LIGHT, assert_equal_runs, reference_of
 
 HSDP = ("parallel.sharding=hsdp", "parallel.shard_group=2")

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from digenrl.report.run_dir import append_event
+from digenrl.record.run_dir import append_event
 
 KEY = "digenrl"
 """Our entry in Lightning's checkpoint dictionary."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from digenrl.data import PromptSet
-from digenrl.report.run_dir import METRICS, SAMPLES, append_event, append_jsonl
-from digenrl.rewards.alarms import canary, of_evaluations
+from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl
+from digenrl.rewards.hacking_alarms import canary, of_evaluations
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]

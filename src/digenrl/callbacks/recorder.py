@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from digenrl.report.run_dir import METRICS, append_event, append_jsonl
+from digenrl.record.run_dir import METRICS, append_event, append_jsonl
 
 
 @runtime_checkable

@@ -114,10 +114,10 @@ def evaluate(request: Request) -> dict[str, Any]:
 
     # torch is imported only now, so that a mistyped word is refused at once.
     from digenrl.callbacks.evaluation import Evaluation, Pictures
-    from digenrl.report.run_dir import write_json
+    from digenrl.record.run_dir import write_json
     from digenrl.rollout.engine import RolloutEngine
     from digenrl.run import sampling_spec
-    from digenrl.strategy.checkpoint import CheckpointError, DirectoryCheckpointIO
+    from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO
 
     folder = composed.run_dir / "checkpoints" / "last"
     checkpoint: dict[str, Any] | None = None

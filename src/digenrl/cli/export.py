@@ -64,7 +64,7 @@ def export(request: Request) -> Path:
     Raises:
         ConfigError: no such run.
         NoWeights: no whole checkpoint, or no moving average in it.
-        digenrl.models.export.ExportError: what was written could not be read back.
+        digenrl.models.diffusers_export.ExportError: what was written could not be read back.
     """
     composed = configuration.load([f"resume={request.run}", *request.words])
 
@@ -73,8 +73,8 @@ def export(request: Request) -> Path:
     from omegaconf import OmegaConf
 
     from digenrl.models.card import write_card
-    from digenrl.models.export import export_policy
-    from digenrl.models.media import write_samples
+    from digenrl.models.diffusers_export import export_policy
+    from digenrl.models.sample_files import write_samples
 
     tensors, weights = read_weights(composed.run_dir / "checkpoints" / "last", request.weights)
     print(f"export: {NOTES[weights]}", file=sys.stderr)
@@ -99,7 +99,7 @@ def read_weights(checkpoint: Path, weights: str) -> tuple[dict[str, Any], str]:
     import torch
     from safetensors.torch import load_file
 
-    from digenrl.strategy.checkpoint import POLICY, STATE, CheckpointError, verify
+    from digenrl.strategy.checkpoint_io import POLICY, STATE, CheckpointError, verify
 
     try:
         verify(checkpoint)

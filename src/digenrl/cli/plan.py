@@ -17,12 +17,12 @@ from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.multirun import is_multirun, sweep
 from digenrl.preflight import allocation, bench_of, candidate_of
-from digenrl.schedule.trace import Span, perfetto
+from digenrl.record.spans import Span, perfetto
 from digenrl.simulate.candidate import Bench
 from digenrl.simulate.hardware import assign
 from digenrl.simulate.outcome import Outcome, evaluate
+from digenrl.simulate.plan_text import as_json, chosen, explanation, overrides, table
 from digenrl.simulate.planner import Plan, PlanError, make_plan
-from digenrl.simulate.report import as_json, chosen, explanation, overrides, table
 
 
 def main(words: list[str]) -> int:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from digenrl.display import final_table
+from digenrl.record.run_dir import REPORT
 from digenrl.report.build import rebuild
-from digenrl.report.run_dir import REPORT
 
 USAGE = "usage: python -m digenrl.cli.report run=<run directory>"
 

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    from digenrl.rewards.media import MediaError
+    from digenrl.rewards.media_files import MediaError
     from digenrl.rewards.protocol import RewardError
 
     try:
@@ -93,7 +93,7 @@ def reward_suite(config: DictConfig) -> RewardSuite:
 
 def score(config: DictConfig) -> Path:
     """Scores, prints the table and writes the file; returns its absolute path."""
-    from digenrl.rewards.media import media_files
+    from digenrl.rewards.media_files import media_files
     from digenrl.rewards.protocol import RewardUnavailable
 
     files, asked = media_files(Path(config.images)), aligned_prompts(config.prompts)
@@ -140,7 +140,7 @@ def _rows(
     """One entry of scores.json per file; at most `batch` files of equal size are in memory."""
     import torch
 
-    from digenrl.rewards.media import read_media
+    from digenrl.rewards.media_files import read_media
     from digenrl.rewards.suite import combine
 
     step = max(1, config.batch)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 def main(families: Sequence[str]) -> None:
     """Build what is missing; one line a family: name, directory."""
-    from digenrl.models import tiny
+    from digenrl.models import tiny_builds
 
-    for family in families or list(tiny.BUILDERS):
-        print(f"{family}\t{tiny.ensure(family)}")
+    for family in families or list(tiny_builds.BUILDERS):
+        print(f"{family}\t{tiny_builds.ensure(family)}")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from digenrl.config import Composed
 from digenrl.config.multirun import is_multirun, sweep
 
 if TYPE_CHECKING:
+    from digenrl.cluster.attach import Place
+    from digenrl.cluster.world import Session, World
     from digenrl.models.emulated import Durations
-    from digenrl.strategy.attach import Place
-    from digenrl.strategy.world import Session, World
 
 
 def main(words: list[str]) -> int:
@@ -34,9 +34,9 @@ def main(words: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from digenrl import run  # torch and Lightning load here, once, before the ranks are forked
+    from digenrl.cluster.attach import find_place
     from digenrl.preflight import allocated
-    from digenrl.strategy.attach import find_place
-    from digenrl.strategy.checkpoint import CheckpointError
+    from digenrl.strategy.checkpoint_io import CheckpointError
 
     place = find_place()
     try:
@@ -62,8 +62,8 @@ def main(words: list[str]) -> int:
 def train(composed: Composed, run_dir: Path) -> int:
     """Start every rank, show the run, and write its report; returns the exit code."""
     from digenrl import run
+    from digenrl.cluster.launcher import Launch, Outcome, launch
     from digenrl.display import Display
-    from digenrl.strategy.launcher import Launch, Outcome, launch
 
     settings = composed.config
     trainers, rollouts = settings.allocation.trainers, settings.allocation.rollouts
@@ -112,8 +112,8 @@ def train(composed: Composed, run_dir: Path) -> int:
 def join(composed: Composed, place: Place) -> int:
     """Be the rank that torchrun or SLURM started; returns the exit code. Process 0 also reports."""
     from digenrl import run
+    from digenrl.cluster.attach import attach, check_allocation
     from digenrl.simulate.hardware import numbering, parse_hardware
-    from digenrl.strategy.attach import attach, check_allocation
 
     settings = composed.config
     trainers, rollouts = settings.allocation.trainers, settings.allocation.rollouts
@@ -150,7 +150,7 @@ def sleeps(composed: Composed, trainers: int, rollouts: int) -> Sequence[Duratio
 
 def newest(composed: Composed, run_dir: Path) -> Path | None:
     """The checkpoint that a resumed run continues from."""
-    from digenrl.strategy.checkpoint import newest_valid
+    from digenrl.strategy.checkpoint_io import newest_valid
 
     return newest_valid(run_dir / "checkpoints") if composed.resumed else None
 
@@ -159,7 +159,7 @@ def announce(composed: Composed, run_dir: Path) -> None:
     """Record the launch, and say what is going to run."""
     from digenrl import run
     from digenrl.preflight import memory_lines
-    from digenrl.report.run_dir import LAUNCH, append_event
+    from digenrl.record.run_dir import LAUNCH, append_event
 
     trainers, rollouts = composed.config.allocation.trainers, composed.config.allocation.rollouts
     world = {"trainer": trainers, "rollout": rollouts}

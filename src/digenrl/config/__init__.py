@@ -11,9 +11,9 @@ from digenrl.config.checks import problems_of
 from digenrl.config.compose import config_directory, group_options
 from digenrl.config.errors import ConfigError
 from digenrl.config.loading import EXIT_CODE, Composed, load, load_or_exit
-from digenrl.config.redact import redact, redact_text
-from digenrl.config.run_dir import prepare_run_dir, prepare_run_dir_or_exit
+from digenrl.config.output_dir import prepare_run_dir, prepare_run_dir_or_exit
 from digenrl.config.targets import instantiate
+from digenrl.record.redact import redact, redact_text
 
 __all__ = [
     "EXIT_CODE",

@@ -12,9 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl import prompts
 from digenrl.config.compose import unknown_key
 from digenrl.config.cross import cross_problems
-from digenrl.config.redact import MASK, is_secret_name, redact_text
 from digenrl.config.rules import CLOSED, DERIVED_TRAINER_KEYS, KEYS, REQUIRED
 from digenrl.config.targets import target_problems
+from digenrl.record.redact import MASK, is_secret_name, redact_text
 
 _ABSENT = object()
 

@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.redact import MASK, is_secret_name, redact_text
 from digenrl.config.rules import DERIVED_TRAINER_KEYS, KEYS
+from digenrl.record.redact import MASK, is_secret_name, redact_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"

@@ -26,8 +26,8 @@ from digenrl.config.compose import (
     merge_words,
 )
 from digenrl.config.errors import ConfigError, listing
-from digenrl.config.redact import redact_text
 from digenrl.config.rules import KEYS, REQUIRED
+from digenrl.record.redact import redact_text
 
 EXIT_CODE = 2
 """Exit code of a refused configuration, as of wrong command line arguments elsewhere."""

@@ -26,8 +26,8 @@ from omegaconf import OmegaConf
 from digenrl.config.compose import VERSION_BASE, compose_words, config_directory, initialize_config_dir
 from digenrl.config.errors import ConfigError
 from digenrl.config.loading import EXIT_CODE, load, usage, without_flags
-from digenrl.config.redact import redact_text
 from digenrl.config.sweep_table import result_of, write_tables
+from digenrl.record.redact import redact_text
 
 FLAGS = ("-m", "--multirun")
 _PR_SET_PDEATHSIG = 1

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from digenrl.models.export import LORA_FILE, PIPELINES
+from digenrl.models.diffusers_export import LORA_FILE, PIPELINES
 
 NUMBERS = (
     "status",

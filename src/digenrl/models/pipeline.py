@@ -18,7 +18,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
-from digenrl.models import checkpoint, latents, tiny
+from digenrl.models import latents, pretrained, tiny_builds
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.recompute import parse_recompute
@@ -32,7 +32,7 @@ class DiffusersPolicy(Policy):
     Args:
         path: directory in diffusers layout, or a hub id that `hf download` has put into the local cache.
         build: "real" loads `path`; "tiny" loads the small random build of the same classes, made on first use, whose
-            encoder takes no more than `tiny.TEXT_LENGTH` tokens.
+            encoder takes no more than `tiny_builds.TEXT_LENGTH` tokens.
         height, width: pixels; frames: video frames (1 for images).
         guidance_scale: the embedded scale of a guidance-distilled family, else classifier-free guidance (1 = off).
         true_cfg_scale: classifier-free guidance on top, guidance-distilled families only (1 = off).
@@ -105,10 +105,10 @@ class DiffusersPolicy(Policy):
                 f"model.gradient_checkpointing={gradient_checkpointing} chooses among operators, which compiled blocks "
                 "do not show: set model.compile=false, or model.gradient_checkpointing to true, false or a share"
             )
-        self.path = str(tiny.ensure(self.family)) if build == "tiny" else path
-        checkpoint.require_family(self.path, self.pipelines, self.family)
+        self.path = str(tiny_builds.ensure(self.family)) if build == "tiny" else path
+        pretrained.require_family(self.path, self.pipelines, self.family)
         compute = self._compute_dtype(dtype, build)
-        transformer: Any = checkpoint.load_component(
+        transformer: Any = pretrained.load_component(
             self.transformer_class, self.path, "transformer", torch.float32 if lora is None else compute
         )
         if self.embedded_guidance and guidance_scale != 1.0 and not transformer.config.guidance_embeds:
@@ -141,7 +141,7 @@ class DiffusersPolicy(Policy):
         self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
         self.max_sequence_length = (
-            min(max_sequence_length, tiny.TEXT_LENGTH) if build == "tiny" else max_sequence_length
+            min(max_sequence_length, tiny_builds.TEXT_LENGTH) if build == "tiny" else max_sequence_length
         )
         self.negative_prompt = negative_prompt
         self.offload_encoders = offload_encoders
@@ -158,7 +158,7 @@ class DiffusersPolicy(Policy):
         """
         cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
         if settings.get("build", "real") == "real":
-            checkpoint.require_family(str(settings["path"]), cls.pipelines, cls.family)
+            pretrained.require_family(str(settings["path"]), cls.pipelines, cls.family)
 
     # ---- what a family implements
 
@@ -211,7 +211,7 @@ class DiffusersPolicy(Policy):
         """[steps + 1] fp32 as the family's pipeline computes them from explicit sigmas (or see `grid`), ending in 0."""
         if steps < 1:
             raise ValueError(f"sampling.steps={steps}: at least one denoising step is needed")
-        config = dict(checkpoint.scheduler_config(self.path))
+        config = dict(pretrained.scheduler_config(self.path))
         if self.shift is not None:
             config |= {"shift": self.shift, "use_dynamic_shifting": False, "shift_terminal": None}
         elif config.get("flow_shift") is not None:
@@ -261,18 +261,18 @@ class DiffusersPolicy(Policy):
         if not self._encoders:
             import diffusers
 
-            checkpoint.hide_progress_bars()
-            checkpoint.require_family(self.path, self.pipelines, self.family)
-            for name in checkpoint.model_index(self.path):
+            pretrained.hide_progress_bars()
+            pretrained.require_family(self.path, self.pipelines, self.family)
+            for name in pretrained.model_index(self.path):
                 if name.startswith("text_encoder"):
-                    checkpoint.require_shards(self.path, name)
+                    pretrained.require_shards(self.path, name)
             try:
                 pipeline = getattr(diffusers, self.pipelines[0]).from_pretrained(
                     self.path, torch_dtype=self.dtype, local_files_only=True, **self.pipeline_components()
                 )
             except (OSError, ValueError) as error:
-                message = checkpoint.missing_message(self.path, "text encoders or tokenizers", str(error)[:200])
-                raise checkpoint.CheckpointError(message) from error
+                message = pretrained.missing_message(self.path, "text encoders or tokenizers", str(error)[:200])
+                raise pretrained.CheckpointError(message) from error
             # The pipeline says of every cut prompt what `report_long_prompt` says once.
             logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
             self.check_encoders(pipeline)
@@ -281,7 +281,7 @@ class DiffusersPolicy(Policy):
 
     def _decoder(self) -> Any:
         if not self._vae:
-            vae: Any = checkpoint.load_component(self.vae_class, self.path, "vae", self.vae_dtype)
+            vae: Any = pretrained.load_component(self.vae_class, self.path, "vae", self.vae_dtype)
             vae.requires_grad_(False)
             if self.vae_tiling:
                 vae.enable_tiling()

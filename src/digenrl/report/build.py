@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from digenrl.record.run_dir import END, REPORT, SUMMARY, TRACE, append_event, write_json
+from digenrl.record.spans import perfetto
 from digenrl.report.html import render
 from digenrl.report.plots import draw_all
-from digenrl.report.run_dir import END, REPORT, SUMMARY, TRACE, append_event, read_run, write_json
+from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
-from digenrl.schedule.trace import perfetto
 
 
 def finish(

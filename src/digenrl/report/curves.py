@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from digenrl.report.run_dir import Run
+from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, CYCLE, FAINT, GREEN, VERMILION
 
 WIDTH = 7.2

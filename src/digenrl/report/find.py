@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from digenrl.report.run_dir import METRICS
+from digenrl.record.run_dir import METRICS
 
 
 def repository_root() -> Path:

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from digenrl.report.run_dir import Run
+from digenrl.record.spans import Span
+from digenrl.report.read_run import Run
 from digenrl.report.style import CYCLE
-from digenrl.schedule.trace import Span
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from digenrl.report.alarms import alarms
+from digenrl.report.learning_alarms import alarms
 from digenrl.report.plots import PICTURES
-from digenrl.report.run_dir import Run, is_number
+from digenrl.report.read_run import Run, is_number
 from digenrl.report.tables import DASH, duration, facts, number
 
 _STYLE = """

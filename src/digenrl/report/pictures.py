@@ -13,7 +13,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from digenrl.report.run_dir import SAMPLES, Run
+from digenrl.record.run_dir import SAMPLES
+from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, FAINT, INK, VERMILION
 
 MAX_PROMPTS = 10

@@ -10,9 +10,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from digenrl.record.run_dir import BEFORE_AFTER, PLOTS
 from digenrl.report import curves, timeline
 from digenrl.report.pictures import Samples, before_after, read_samples, sample_files
-from digenrl.report.run_dir import BEFORE_AFTER, PLOTS, Run
+from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, VERMILION, paper_style
 
 Plot = Callable[[Run], Figure | None]

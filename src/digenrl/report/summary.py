@@ -9,8 +9,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from digenrl.report.run_dir import END, LAUNCH, LOST, Row, Run, is_number
-from digenrl.schedule.trace import bubbles
+from digenrl.record.run_dir import END, LAUNCH, LOST, Row
+from digenrl.record.spans import bubbles
+from digenrl.report.read_run import Run, is_number
 
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from digenrl.report.run_dir import is_number
+from digenrl.report.read_run import is_number
 
 DASH = "-"
 

@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from digenrl.record.spans import Span, clipped
 from digenrl.report.curves import WIDTH
-from digenrl.report.run_dir import Run
+from digenrl.report.read_run import Run
 from digenrl.report.style import CAUSE_COLOURS, FAINT, GRID, INK, STAGE_COLOURS
 from digenrl.report.summary import wall_seconds
-from digenrl.schedule.trace import Span, clipped
 
 SHOWN_STEPS = 3
 

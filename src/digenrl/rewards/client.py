@@ -30,7 +30,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from digenrl.rewards import wire
+from digenrl.rewards import frames
 from digenrl.rewards.breaker import Breaker, backoff_s
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.types import Prompt
@@ -59,7 +59,7 @@ class ClientOptions:
     max_response_bytes: int = 1 << 20
     max_malformed: int = 3
     """Malformed answers in a row that end the run."""
-    dtype: wire.DtypeName = "float32"
+    dtype: frames.DtypeName = "float32"
     """On the wire: float32 is exact; uint8 is a quarter of the bytes and rounds to 1/255."""
 
     def __post_init__(self) -> None:
@@ -73,15 +73,15 @@ class ClientOptions:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be positive, every wait is bounded.")
-        if self.dtype not in wire.WIRE_DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(wire.WIRE_DTYPES)}.")
+        if self.dtype not in frames.WIRE_DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(frames.WIRE_DTYPES)}.")
 
 
 @dataclass
 class _Endpoint:
     url: str
     breaker: Breaker
-    limits: wire.WireLimits | None = None
+    limits: frames.WireLimits | None = None
     """None until the first answer of GET /identity."""
     not_before: float = 0.0
     """Monotonic time of the next call: after a failure's back-off, or what Retry-After asked for."""
@@ -191,7 +191,7 @@ class RewardClient:
             async with gate:
                 try:
                     request_id = uuid.uuid4().hex
-                    body = wire.encode_request(media[rows], prompts[rows], request_id, self.options.dtype)
+                    body = frames.encode_request(media[rows], prompts[rows], request_id, self.options.dtype)
                     scores = await self._attempts((body, request_id, len(prompts[rows])), deadline)
                     assert scores is not None
                     outcome.scores[rows] = scores
@@ -207,10 +207,10 @@ class RewardClient:
     def _cut(self, media: Tensor, prompts: Sequence[Prompt]) -> list[slice]:
         """Rows of each request: as many as the tightest known service takes."""
         limits = [endpoint.limits for endpoint in self._endpoints if endpoint.limits is not None]
-        sample_bytes = media[0].numel() * wire.WIRE_DTYPES[self.options.dtype].itemsize
+        sample_bytes = media[0].numel() * frames.WIRE_DTYPES[self.options.dtype].itemsize
         longest = max(len(repr(prompt)) * 6 for prompt in prompts)  # JSON writes a character as at most 6 bytes
         room = sample_bytes + longest + _JSON_ALLOWANCE
-        fits = min((limit.max_body_bytes - wire.HEADER.size) // room for limit in limits)
+        fits = min((limit.max_body_bytes - frames.HEADER.size) // room for limit in limits)
         pixels = media[0].numel() // media.shape[-3]
         if fits < 1 or pixels > min(limit.max_pixels for limit in limits):
             raise RewardError(
@@ -263,7 +263,7 @@ class RewardClient:
     async def _attempt(self, endpoint: _Endpoint, request: tuple[bytes, str, int] | None) -> Tensor | None:
         if endpoint.limits is None:
             description = self._parse(
-                wire.decode_description, await self._exchange("GET", endpoint.url + "/identity", None)
+                frames.decode_description, await self._exchange("GET", endpoint.url + "/identity", None)
             )
             self._pin(endpoint, Identity(description.identity.model_id, description.identity.weights_digest))
             endpoint.limits = description.limits
@@ -271,7 +271,7 @@ class RewardClient:
             return None
         body, request_id, samples = request
         raw = await self._exchange("POST", endpoint.url + "/score", body)
-        scores, identity = self._parse(lambda document: wire.decode_response(document, request_id, samples), raw)
+        scores, identity = self._parse(lambda document: frames.decode_response(document, request_id, samples), raw)
         self._pin(endpoint, identity)
         self._malformed_in_row = 0
         return scores
@@ -301,7 +301,7 @@ class RewardClient:
     def _parse(self, decode: Any, raw: bytes) -> Any:
         try:
             return decode(raw)
-        except wire.WireError as error:
+        except frames.WireError as error:
             self._reject(raw, f"malformed answer: {error}")
 
     def _reject(self, raw: bytes | bytearray, cause: str) -> None:

@@ -1,6 +1,6 @@
 """A scorer in a process of its own: its threads, its memory and its crashes stay there.
 
-Parent and child share a socket pair and exchange frames of `digenrl.rewards.wire`. The child builds the scorer from its
+Parent and child share a socket pair and exchange `digenrl.rewards.frames`. The child builds the scorer from its
 YAML node, so nothing is pickled in either direction, and ends when the socket does.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from digenrl.rewards import wire
+from digenrl.rewards import frames
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.types import Prompt
 
@@ -67,7 +67,7 @@ class ProcessScorer:
         """
         with self._lock:
             self._start()
-            frame = wire.encode_request(media, prompts, uuid.uuid4().hex)
+            frame = frames.encode_request(media, prompts, uuid.uuid4().hex)
             kind, payload = self._exchange(frame, self._call_s)
             self._deaths = 0
         if kind["kind"] == "unavailable":
@@ -102,7 +102,7 @@ class ProcessScorer:
                 env=environment,
             )
         self._socket = here
-        answer, _ = self._exchange(wire.encode_frame(json.dumps(self._node)), self._start_s)
+        answer, _ = self._exchange(frames.encode_frame(json.dumps(self._node)), self._start_s)
         identity = Identity(answer["model_id"], answer["weights_digest"])
         if self._identity not in (None, identity):
             raise RewardError(f"The scorer's process came back as {identity}, it was {self._identity}.")
@@ -115,7 +115,7 @@ class ProcessScorer:
         try:
             send(self._socket, frame, deadline)
             document, payload = receive(self._socket, deadline)
-        except (OSError, EOFError, wire.WireError) as error:
+        except (OSError, EOFError, frames.WireError) as error:
             self._lost(error, seconds)
         answer = json.loads(document)
         if answer["kind"] == "error":
@@ -156,7 +156,7 @@ def send(connection: socket.socket, frame: bytes, deadline: float) -> None:
 
 def receive(connection: socket.socket, deadline: float | None) -> tuple[bytes, bytes]:
     """(json, payload) of one frame. Raises TimeoutError at `deadline`, EOFError when the peer is gone, WireError."""
-    lengths = wire.parse_header(bytes(_receive_exactly(connection, wire.HEADER.size, deadline)))
+    lengths = frames.parse_header(bytes(_receive_exactly(connection, frames.HEADER.size, deadline)))
     return bytes(_receive_exactly(connection, lengths[0], deadline)), bytes(
         _receive_exactly(connection, lengths[1], deadline)
     )

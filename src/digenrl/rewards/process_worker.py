@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from digenrl.rewards import wire
+from digenrl.rewards import frames
 from digenrl.rewards.placement import build_scorer
 from digenrl.rewards.process import receive, send
 from digenrl.rewards.protocol import RewardUnavailable, check_scores, identity_of
@@ -34,11 +34,11 @@ def main(descriptor: int) -> None:
             _answer(connection, {"kind": "ready", **vars(identity)})
             while True:
                 document, payload = receive(connection, None)
-                request = wire.decode_request(document, len(payload))
-                media = wire.decode_media(request.media, bytearray(payload))
+                request = frames.decode_request(document, len(payload))
+                media = frames.decode_media(request.media, bytearray(payload))
                 try:
                     with torch.no_grad():
-                        scores = scorer(media, wire.decode_prompts(request))
+                        scores = scorer(media, frames.decode_prompts(request))
                     scores = check_scores(identity.model_id, scores, len(request.prompts))
                     _answer(connection, {"kind": "scores"}, scores.numpy().tobytes())
                 except RewardUnavailable as error:
@@ -51,7 +51,7 @@ def main(descriptor: int) -> None:
 
 
 def _answer(connection: socket.socket, document: dict[str, str], payload: bytes = b"") -> None:
-    send(connection, wire.encode_frame(json.dumps(document), payload), time.monotonic() + _ANSWER_S)
+    send(connection, frames.encode_frame(json.dumps(document), payload), time.monotonic() + _ANSWER_S)
 
 
 def _end_with_parent(parent: int) -> None:

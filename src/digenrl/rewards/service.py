@@ -2,7 +2,7 @@
 
     GET  /health    200 {"status": "ok"}: the process lives; open to everybody.
     GET  /identity  `ServiceDescription`: what scores, and what a request may hold.
-    POST /score     a request frame (`digenrl.rewards.wire`) -> `ScoreResponse`.
+    POST /score     a request frame (`digenrl.rewards.frames`) -> `ScoreResponse`.
 
 The body is checked while it streams in: its header declares every length, and nothing beyond the limits is kept. A
 request beyond `max_pending` is refused with 429 before its body is read. With a token, every path but /health needs it.
@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
-from digenrl.rewards import wire
+from digenrl.rewards import frames
 from digenrl.rewards.protocol import Identity, RewardUnavailable, Scorer, check_media, check_scores, identity_of
 
 log = logging.getLogger(__name__)
@@ -96,10 +96,10 @@ class RewardService:
         return JSONResponse({"status": "ok"})
 
     async def _describe(self, request: Request) -> Response:
-        description = wire.ServiceDescription(
+        description = frames.ServiceDescription(
             protocol=1,
-            identity=wire.WireIdentity(model_id=self.identity.model_id, weights_digest=self.identity.weights_digest),
-            limits=wire.WireLimits(
+            identity=frames.WireIdentity(model_id=self.identity.model_id, weights_digest=self.identity.weights_digest),
+            limits=frames.WireLimits(
                 max_body_bytes=self.limits.max_body_bytes,
                 max_samples=self.limits.max_samples,
                 max_pixels=self.limits.max_pixels,
@@ -123,7 +123,9 @@ class RewardService:
             done, _ = await asyncio.wait({running}, timeout=self.limits.score_s)
             if not done:
                 raise _Refused(504, f"scoring took longer than {self.limits.score_s:g} s")
-            return Response(wire.encode_response(asked, running.result(), self.identity), media_type="application/json")
+            return Response(
+                frames.encode_response(asked, running.result(), self.identity), media_type="application/json"
+            )
         finally:
             if running is None or running.done():
                 self._release()
@@ -133,7 +135,7 @@ class RewardService:
     def _release(self, _: object = None) -> None:
         self._pending -= 1
 
-    async def _read(self, request: Request) -> tuple[wire.ScoreRequest, bytearray]:
+    async def _read(self, request: Request) -> tuple[frames.ScoreRequest, bytearray]:
         """The request and its payload. Raises _Refused as soon as a limit is passed."""
         limit = self.limits.max_body_bytes
         declared = request.headers.get("content-length")
@@ -144,17 +146,17 @@ class RewardService:
             if len(raw) + len(chunk) > expected:
                 raise _Refused(413, f"the body exceeds {expected} bytes")
             raw += chunk
-            if expected == limit and len(raw) >= wire.HEADER.size:
-                expected = wire.HEADER.size + sum(self._lengths(raw))
+            if expected == limit and len(raw) >= frames.HEADER.size:
+                expected = frames.HEADER.size + sum(self._lengths(raw))
                 if expected > limit or len(raw) > expected:
                     raise _Refused(413, f"the frame declares {expected} bytes; at most {limit} are read")
-        if len(raw) < wire.HEADER.size or len(raw) != expected:
+        if len(raw) < frames.HEADER.size or len(raw) != expected:
             raise _Refused(400, f"the body ends after {len(raw)} bytes, its frame is longer")
         json_bytes, payload_bytes = self._lengths(raw)
-        head = wire.HEADER.size + json_bytes
+        head = frames.HEADER.size + json_bytes
         try:
-            asked = wire.decode_request(bytes(raw[wire.HEADER.size : head]), payload_bytes)
-        except wire.WireError as error:
+            asked = frames.decode_request(bytes(raw[frames.HEADER.size : head]), payload_bytes)
+        except frames.WireError as error:
             raise _Refused(422, str(error)) from error
         shape = asked.media.shape
         pixels = math.prod(shape[1:]) // shape[-3]
@@ -168,12 +170,12 @@ class RewardService:
     @staticmethod
     def _lengths(raw: bytearray) -> tuple[int, int]:
         try:
-            return wire.parse_header(bytes(raw[: wire.HEADER.size]))
-        except wire.WireError as error:
+            return frames.parse_header(bytes(raw[: frames.HEADER.size]))
+        except frames.WireError as error:
             raise _Refused(422, str(error)) from error
 
-    def _call(self, asked: wire.ScoreRequest, payload: bytearray) -> Tensor:
-        media, prompts = wire.decode_media(asked.media, payload), wire.decode_prompts(asked)
+    def _call(self, asked: frames.ScoreRequest, payload: bytearray) -> Tensor:
+        media, prompts = frames.decode_media(asked.media, payload), frames.decode_prompts(asked)
         try:
             check_media(media, prompts)
         except ValueError as error:

@@ -8,7 +8,7 @@ Invariants:
   Proof of the last: the accepted finishing times are the n smallest of the union of {free_i + j s_i}. At
   t = (n+m-1)/sum(1/s_i) the union holds sum floor(t/s_i) > n-1 of them, so n fit.
 
-Pure: standard library only. The runtime keeps the states of `ClaimBook` in its control store (strategy/claims.py).
+Pure: standard library only. The runtime keeps the states of `ClaimBook` in its control store (cluster/claims.py).
 """
 
 from __future__ import annotations

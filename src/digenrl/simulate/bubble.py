@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from digenrl.schedule.lending import LendingState, after_older
 from digenrl.schedule.order import group_version
+from digenrl.schedule.search import LendingState, after_older
 from digenrl.simulate.generation import Generation, Worker
 
 

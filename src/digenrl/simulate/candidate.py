@@ -10,10 +10,10 @@ from typing import Any
 from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
 from digenrl.simulate.bound import Bound, solve_bound
-from digenrl.simulate.cluster import Cluster, Rank
 from digenrl.simulate.costs import Costs
 from digenrl.simulate.hardware import Hardware, Pool, assign, shard_group
 from digenrl.simulate.memory import Memory, rollout_memory, trainer_memory
+from digenrl.simulate.virtual_cluster import Cluster, Rank
 from digenrl.simulate.workload import Workload
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from digenrl.schedule import ScheduleSpec
-from digenrl.simulate.cluster import Cluster
+from digenrl.simulate.virtual_cluster import Cluster
 
 
 def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:

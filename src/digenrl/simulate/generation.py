@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from digenrl.schedule import ScheduleSpec, Task, queue
 from digenrl.schedule.claims import Claim, ClaimBook, declines, hands_over, swaps, yields
-from digenrl.simulate.cluster import Cluster, Rank
+from digenrl.simulate.virtual_cluster import Cluster, Rank
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from typing import Any
 from digenrl.recompute import Recompute
 from digenrl.simulate.bound import Bound
 from digenrl.simulate.candidate import Bench, Candidate
-from digenrl.simulate.engine import simulate
 from digenrl.simulate.records import Simulated
+from digenrl.simulate.virtual_run import simulate
 
 _STAGE_OF_SPAN = {"lend": "generate"}
 _EXCESS = {

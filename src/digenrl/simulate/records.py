@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from digenrl.schedule.lending import Decision
+from digenrl.record.spans import Span
+from digenrl.schedule.search import Decision
 from digenrl.schedule.staleness import Ledger
-from digenrl.schedule.trace import Span
 
 
 @dataclass(eq=False)

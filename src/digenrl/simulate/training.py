@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from digenrl.schedule import ScheduleSpec, place
-from digenrl.simulate.cluster import Cluster
+from digenrl.simulate.virtual_cluster import Cluster
 
 
 def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[float, ...]:

@@ -25,26 +25,26 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+from digenrl.cluster.claims import Claims
+from digenrl.cluster.control import Aborted, Control, join_store
+from digenrl.cluster.world import RoleEnvironment, Session, World
 from digenrl.data import PromptSampler
-from digenrl.report.run_dir import append_event
+from digenrl.record.run_dir import append_event
+from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
 from digenrl.schedule.order import later_fragments
 from digenrl.strategy import gradients, shard
-from digenrl.strategy.book import StepBook
-from digenrl.strategy.cells import Placement, StepBoard
-from digenrl.strategy.claims import Claims
-from digenrl.strategy.control import Aborted, Control, join_store
-from digenrl.strategy.learner import Learner
-from digenrl.strategy.lender import Lender
-from digenrl.strategy.link import SocketLink
+from digenrl.strategy.learner import Learner, PublishedCopy
+from digenrl.strategy.lending import Lender
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
-from digenrl.strategy.shares import Shares
-from digenrl.strategy.spans import SpanLog
+from digenrl.strategy.measured_shares import Shares
+from digenrl.strategy.step_ledger import StepBook
 from digenrl.strategy.stream import FragmentStream
-from digenrl.strategy.weights import PublishedCopy, publish
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
-from digenrl.strategy.world import RoleEnvironment, Session, World
+from digenrl.transport.cells import Placement, StepBoard
+from digenrl.transport.link import SocketLink
+from digenrl.transport.weights import publish
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from digenrl.strategy.weights import WeightsError
+from digenrl.transport.weights import WeightsError
 
 
 @torch.no_grad()

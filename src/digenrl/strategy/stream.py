@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from digenrl.schedule import Task, fragments
-from digenrl.strategy.cells import Part, StepBoard
-from digenrl.strategy.weights import publish
-from digenrl.strategy.wire import Kind
+from digenrl.transport.cells import Part, StepBoard
+from digenrl.transport.weights import publish
+from digenrl.transport.wire import Kind
 from digenrl.types import TrainBatch
 
 if TYPE_CHECKING:

@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from digenrl.cluster.claims import Claims, Work, left_to_others
+from digenrl.cluster.control import Control
 from digenrl.data import PromptSampler
 from digenrl.models.policy import Policy
+from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import Claim, hands_over
-from digenrl.strategy.cells import Placement, owned_positions, pack
-from digenrl.strategy.claims import Claims, Work, left_to_others
-from digenrl.strategy.control import Control
-from digenrl.strategy.handoff import Suspended, pack_state, unpack_state
-from digenrl.strategy.link import Link
-from digenrl.strategy.spans import SpanLog
-from digenrl.strategy.weights import Arrivals, Version, adopt
-from digenrl.strategy.wire import Kind, Message
+from digenrl.transport.cells import Placement, owned_positions, pack
+from digenrl.transport.handoff import Suspended, pack_state, unpack_state
+from digenrl.transport.link import Link
+from digenrl.transport.weights import Arrivals, Version, adopt
+from digenrl.transport.wire import Kind, Message
 from digenrl.types import Trajectory
 
 Interrupt = Callable[[Task, int], int | None]

@@ -1,0 +1,239 @@
+"""Ranks that somebody else started: torchrun, SLURM.
+
+Under torchrun the elastic agent's store serves, and any death ends the job (torchrun stops all workers). Under SLURM
+process 0 hosts the store and leaves last. In both, `allocation` must add up to the number of processes, the hardware
+profile says which of them train, and the run directory must be on a file system that all machines share.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from digenrl.cluster.control import Control, host_store, join_store
+from digenrl.cluster.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
+from digenrl.cluster.world import Session, World
+
+LEAVE_S = 12.0
+"""How long process 0 waits for the others to leave, a little longer than a link takes to close; ABORT_GRACE_S after a
+failure. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
+SOMEWHERE = "192.0.2.1"
+"""An address of no machine (RFC 5737): the route to it begins at this machine's outward address."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those that were started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    """Host of the store."""
+    port: int
+    prefix: str
+    hosts_store: bool
+    """This process must host the store (no agent does)."""
+    local_size: int = 1
+    """Processes on this machine."""
+
+    @property
+    def host(self) -> str:
+        """The address under which peers reach this process: that of the route to the store. Where a machine resolves
+        its own name to the loopback interface (Debian's 127.0.1.1), other machines need its outward address."""
+        host = _source(self.address)
+        if ipaddress.ip_address(host).is_loopback and self.size > self.local_size:
+            return _source(SOMEWHERE)
+        return host
+
+
+def _source(address: str) -> str:
+    """This machine's address on the route to `address`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0])
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Where this process stands, or None when nobody but the user started it.
+
+    Raises:
+        ValueError: SLURM tasks without MASTER_PORT.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return Place(
+            rank=int(environment["RANK"]),
+            size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            address=environment["MASTER_ADDR"],
+            port=int(environment["MASTER_PORT"]),
+            prefix=f"digenrl-{environment['TORCHELASTIC_RUN_ID']}-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE", "True") != "True"
+            and environment["RANK"] == "0",
+            local_size=int(environment["LOCAL_WORLD_SIZE"]),
+        )
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun sets it; the batch script itself has SLURM_NTASKS
+        if "MASTER_PORT" not in environment:
+            raise ValueError(
+                "SLURM tasks need MASTER_PORT: export one free port of the first node, see scripts/slurm.sbatch."
+            )
+        rank = int(environment["SLURM_PROCID"])
+        return Place(
+            rank=rank,
+            size=int(environment["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(environment["SLURM_LOCALID"]),
+            address=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+            port=int(environment["MASTER_PORT"]),
+            prefix="-".join(
+                ["digenrl", *(environment.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))]
+            ),
+            hosts_store=rank == 0,
+            local_size=_tasks_here(environment),
+        )
+    return None
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a SLURM node list: `gpu[03-05,9]-ib,cpu1` -> `gpu03-ib`.
+
+    Raises:
+        ValueError: it names none.
+    """
+    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodelist)
+    if found is None:
+        raise ValueError(f"SLURM_STEP_NODELIST = {nodelist!r} names no host; set MASTER_ADDR.")
+    return found[1] + (found[2] or "") + (found[3] or "")
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int:
+    """Tasks of this node, from `SLURM_STEP_TASKS_PER_NODE` such as `8(x2),4`: that of node number SLURM_NODEID."""
+    counts: list[int] = []
+    for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    return counts[int(environment["SLURM_NODEID"])]
+
+
+@contextmanager
+def _stop_on_signals(control: Control) -> Iterator[None]:
+    """Inside, SIGTERM and SIGINT ask for a clean stop after the step in progress (SLURM's --signal, torchrun's end).
+    Afterwards they are ignored: an agent that sees one rank leave sends SIGTERM to the others, of which process 0 may
+    still write the report.
+
+    The handler only wakes a thread: the main thread may hold the lock of its own store client.
+    """
+    asked, over = threading.Event(), threading.Event()
+    causes: list[str] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        causes.append(f"signal {signal.Signals(number).name}")
+        asked.set()
+
+    def watch() -> None:
+        asked.wait()
+        if not over.is_set():
+            control.request_stop(causes[0])
+
+    threading.Thread(target=watch, name="stop-on-signals", daemon=True).start()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        over.set()
+        asked.set()
+
+
+def check_allocation(place: Place, trainers: int, rollouts: int) -> None:
+    """Every started process must be a rank.
+
+    Raises:
+        ValueError: the allocation does not add up to the processes that were started.
+    """
+    if trainers < 1 or trainers + rollouts != place.size:
+        raise ValueError(
+            f"allocation.trainers = {trainers} and allocation.rollouts = {rollouts} are {trainers + rollouts} ranks, "
+            f"but {place.size} processes were started: start as many (torchrun --nnodes x --nproc-per-node, srun "
+            "--ntasks), or change one of the two keys; auto takes what is left."
+        )
+
+
+def attach(
+    place: Place,
+    ranks: Sequence[int],
+    trainers: int,
+    prepare: Callable[[], Path],
+    rank_main: Callable[[World, Session], None],
+) -> tuple[Path, Outcome]:
+    """Run this process's rank to its end; returns the run directory and how it ended.
+
+    Args:
+        ranks: rank of every started process; the first `trainers` ranks train.
+        prepare: makes the run directory; called by process 0 alone, the others learn its path from the store.
+        rank_main: as in `launcher.Launch`.
+    """
+    server: dist.TCPStore | None = None
+    if place.hosts_store:
+        server = host_store(place.host, place.port)
+    control = Control(join_store(place.address, place.port, place.prefix), place.rank)
+    if place.rank == 0:
+        run_dir = prepare()
+        control.set("token", secrets.token_hex(16))
+        control.set("epoch", repr(time.time()))
+        control.set("run_dir", str(run_dir.absolute()))
+    run_dir = Path(control.wait_for("run_dir", "process 0 to make the run directory"))
+    if not run_dir.is_dir():
+        raise ValueError(
+            f"process {place.rank} on {socket.gethostname()} does not see the run directory {run_dir}, which process 0 "
+            "made: set output_root to a directory that all machines share."
+        )
+    session = Session(
+        store_host=place.address,
+        store_port=place.port,
+        prefix=place.prefix,
+        token=control.wait_for("token", "process 0"),
+        run_dir=run_dir,
+        epoch=float(control.wait_for("epoch", "process 0")),
+        host=place.host,
+        watched=False,
+    )
+    world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
+    watcher = Control(join_store(place.address, place.port, place.prefix), place.rank)
+    outcome = Outcome()
+    try:
+        with _stop_on_signals(watcher):
+            rank_main(world, session)
+        if (cause := control.get("stop")) is not None:
+            outcome = Outcome("stopped", cause, EXIT_STOPPED)
+    except Exception as error:
+        cause = control.get("abort") or f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
+        control.abort(cause)
+        outcome = Outcome("failed", cause, 1)
+    control.set(f"left/{place.rank}", "1")
+    if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
+        _wait_until_left(control, place.size, LEAVE_S if outcome.status != "failed" else ABORT_GRACE_S)
+    del server
+    return run_dir, outcome
+
+
+def _wait_until_left(control: Control, size: int, seconds: float) -> None:
+    """Bounded: a process that died never says that it has left, and the run's scheduler ends the others."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(control.get(f"left/{rank}") is None for rank in range(size)):
+        time.sleep(0.05)

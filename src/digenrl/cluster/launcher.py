@@ -1,0 +1,317 @@
+"""The launcher: hosts the control store, forks the ranks, watches them, and cleans up whatever happens.
+
+It is never a rank, so no rank's death takes the store with it. Ranks are forked after the heavy imports (14 MB a rank
+instead of 250 MB and seconds). A rank cannot outlive the launcher (PR_SET_PDEATHSIG), and the launcher does not leave
+before every rank is gone.
+
+A rollout rank may die alone: what it owned goes back to the others, and the run continues. A trainer's death, the last
+rollout's, or that of a task's second owner ends the run with its cause.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+
+from digenrl.cluster.claims import Claims
+from digenrl.cluster.control import Aborted, Control, host_store, join_store, listen
+from digenrl.cluster.vitals import Pulse, Witness, beat, beat_key
+from digenrl.cluster.world import Session, World
+from digenrl.record.redact import redact_text
+from digenrl.record.run_dir import LOST, append_event
+from digenrl.schedule.claims import ClaimError
+
+_PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""Parameters of glibc's mallopt(3)."""
+ABORT_GRACE_S = 4.0
+"""Time that ranks get to leave by themselves after a failure, before SIGKILL."""
+EXIT_STOPPED = 75
+"""Exit code of a run that asked to stop itself (EX_TEMPFAIL: fix the cause, then resume)."""
+
+
+@dataclass
+class Outcome:
+    """How a run ended. Grows while the launcher watches, hence not frozen."""
+
+    status: str = "completed"
+    """completed | stopped | failed"""
+    cause: str | None = None
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start.
+
+    `rank_main(world, session)` runs in each forked rank; an exception there ends the rank with its text as the cause.
+    """
+
+    rank_main: Callable[[World, Session], None]
+    trainers: int
+    rollouts: int
+    run_dir: Path
+    max_lost: int | None = None
+    """Rollout ranks that may die while the run continues; None = all but the last, 0 = any death ends the run."""
+    stop_grace_s: float = 5.0
+    """Ctrl-C: how long ranks may take to finish the step in progress and save, before they are killed."""
+    host: str = "127.0.0.1"
+    on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
+    """Called several times per second with a function that reads what each rank does (the live display)."""
+    on_end: Callable[[], None] = field(default=lambda: None)
+    """Called once when every rank is gone, while the store still answers."""
+    on_orphaned: Callable[[str], None] = field(default=lambda cause: None)
+    """Called with the cause, in a process of its own, when the launcher itself was killed or suspended."""
+
+
+def launch(spec: Launch) -> Outcome:
+    """Start every rank, watch them to the end, and say how it ended. No process of the run is left behind.
+
+    Raises:
+        OSError: the control store could not be hosted.
+    """
+    # A rank that collected this process's garbage would end threads that only this process has (an earlier store's),
+    # and die of it.
+    gc.collect()
+    gc.freeze()
+    listener = listen(spec.host)
+    witness, port = Witness(spec.on_orphaned), listener.getsockname()[1]
+    prefix, epoch = f"run-{secrets.token_hex(4)}", time.time()
+    token = secrets.token_hex(16)
+    logs = spec.run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    ranks: dict[int, BaseProcess] = {}
+    with _Signals() as signals:
+        try:
+            for rank in range(spec.trainers + spec.rollouts):
+                world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
+                session = Session(spec.host, port, prefix, token, spec.run_dir, epoch, spec.host)
+                log = logs / f"rank-{rank:03d}.log"
+                process = multiprocessing.get_context("fork").Process(
+                    target=_child, args=(spec.rank_main, world, session, log, os.getpid(), witness, listener)
+                )
+                process.start()
+                ranks[rank] = process
+            # Only now, because a fork beside the store's busy threads may inherit a lock that nobody releases.
+            store = host_store(spec.host, port, listener)
+            control = Control(join_store(spec.host, store.port, prefix), rank=-1)
+            for rank in ranks:
+                control.set(beat_key(rank), "0")
+            outcome = _Watch(spec, ranks, control, signals).run()
+        except Exception as error:
+            outcome = _own_failure(error, logs)
+        finally:
+            gc.unfreeze()
+            _kill(ranks)
+        try:
+            spec.on_end()
+        except Exception as error:
+            outcome = outcome if outcome.status == "failed" else _own_failure(error, logs)
+        witness.dismiss()
+        return outcome
+
+
+def _own_failure(error: Exception, logs: Path) -> Outcome:
+    """The launcher's own mistake, or that of what it calls (the display): the run ends, and says why."""
+    with (logs / "launcher.log").open("a") as file:
+        traceback.print_exception(error, file=file)
+    return Outcome("failed", f"the launcher raised {type(error).__name__}: {error}; see logs/launcher.log", 1)
+
+
+def _child(
+    rank_main: Callable[[World, Session], None],
+    world: World,
+    session: Session,
+    log: Path,
+    launcher: int,
+    witness: Witness,
+    listener: socket.socket,
+) -> None:
+    """Body of a forked rank: die with the launcher, keep the terminal free, report what went wrong."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died between fork and prctl
+        os._exit(1)
+    witness.ignore()
+    listener.close()
+    keep_memory()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    mask_secrets()
+    code = 0
+    try:
+        beat(session, world.rank)
+        rank_main(world, session)
+    except Aborted as error:
+        print(error, file=sys.stderr)
+        code = 1
+    except BaseException as error:
+        traceback.print_exc()
+        Control(join_store(session.store_host, session.store_port, session.prefix), world.rank).report(
+            world.is_trainer, error
+        )
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # interpreter shutdown would wait for threads that wait for peers
+
+
+def mask_secrets() -> None:
+    """Mask secrets in what this rank prints from now on: its output is a file of the run directory. The streams stay
+    the same objects, because logging handlers hold on to them."""
+    for stream in (sys.stdout, sys.stderr):
+        write = stream.write
+        stream.write = lambda text, write=write: write(redact_text(text))  # type: ignore[method-assign]
+
+
+def keep_memory() -> None:
+    """Let glibc keep freed memory: weights and trajectories of many MB come and go in every step, and faulting their
+    pages in again takes as long as sending them (benchmarks/publish.py). Other C libraries decide for themselves."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc takes
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        library.mallopt(_M_ARENA_MAX, 1)  # a thread's own arena would give its pages back all the same
+
+
+class _Watch:
+    """Waits for the ranks; turns deaths, hangs and signals into one outcome with one cause."""
+
+    def __init__(self, spec: Launch, ranks: dict[int, BaseProcess], control: Control, signals: _Signals) -> None:
+        self._spec, self._ranks, self._control, self._signals = spec, ranks, control, signals
+        self._outcome = Outcome()
+        self._deadline = float("inf")
+        self._killed = False
+        self._buried: set[int] = set()
+        self._suspects: dict[int, str] = {}
+        """rank -> why the launcher killed it."""
+        self._pulse = Pulse(control, {rank: process.pid for rank, process in ranks.items()})
+        rollouts = max(0, spec.rollouts - 1)
+        self._may_lose = rollouts if spec.max_lost is None else min(spec.max_lost, rollouts)
+
+    def run(self) -> Outcome:
+        """Until every rank is gone."""
+        while True:
+            codes = {rank: process.exitcode for rank, process in self._ranks.items()}
+            self._bury({rank: code for rank, code in codes.items() if code and rank not in self._buried})
+            alive = {rank: self._ranks[rank] for rank, code in codes.items() if code is None}
+            if not alive:
+                if self._outcome.status == "completed" and (cause := self._control.get("stop")) is not None:
+                    return Outcome("stopped", cause, EXIT_STOPPED)
+                return self._outcome
+            for rank, cause in self._pulse.look(list(alive)).items():
+                self._suspects[rank] = cause
+                alive[rank].kill()
+            self._obey_signals()
+            if time.monotonic() > self._deadline or self._signals.count > 1:
+                self._killed = True
+                _kill(self._ranks)
+            self._spec.on_tick(self._states)
+            connection.wait([process.sentinel for process in alive.values()], timeout=0.2)
+
+    def _states(self) -> dict[int, str]:
+        return {
+            rank: "lost" if rank in self._buried else self._control.get(f"state/{rank}") or "starting"
+            for rank in self._ranks
+        }
+
+    def _bury(self, dead: dict[int, int]) -> None:
+        """Go on without the newly dead, or end the run."""
+        self._buried |= dead.keys()
+        if not dead or self._killed or self._outcome.status == "failed":
+            return
+        # A rank killed by a signal could not speak: its peers' lost connections come second.
+        for rank, code in sorted(dead.items(), key=lambda item: (item[1] >= 0, item[0])):
+            cause = self._suspects.get(rank) or _death(rank, code, self._control)
+            if cause is None:
+                return self._fail(self._control.get("abort") or f"{self._name(rank)} exited with code {code}")
+            if rank < self._spec.trainers or self._may_lose == 0:
+                return self._fail(f"{self._name(rank)} {cause}")
+            self._lose(rank, cause)
+
+    def _lose(self, rank: int, cause: str) -> None:
+        """Go on without a rollout rank: its tasks go back to the others."""
+        self._may_lose -= 1
+        self._control.lose(rank)
+        try:
+            tasks = Claims(self._control, rank=-1).lose(rank, cause, self._spec.trainers)
+        except ClaimError as error:
+            return self._fail(str(error))
+        facts = {"rank": rank, "cause": f"{self._name(rank)} {cause}", "reissued": tasks}
+        append_event(self._spec.run_dir, LOST, facts)
+
+    def _fail(self, cause: str) -> None:
+        if self._outcome.status != "failed":
+            self._outcome.status, self._outcome.cause, self._outcome.exit_code = "failed", cause, 1
+            self._control.abort(cause)
+            self._deadline = min(self._deadline, time.monotonic() + ABORT_GRACE_S)
+
+    def _obey_signals(self) -> None:
+        """Ctrl-C or SIGTERM: ask the ranks to stop after the step in progress."""
+        if self._signals.count and self._outcome.status == "completed":
+            self._outcome.status, self._outcome.exit_code = "stopped", 128 + self._signals.number
+            self._outcome.cause = f"signal {self._signals.name}"
+            self._control.set("stop", "1")
+            self._deadline = time.monotonic() + self._spec.stop_grace_s
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({World(rank, self._spec.trainers, self._spec.rollouts).role})"
+
+
+def _death(rank: int, code: int, control: Control) -> str | None:
+    """What a dead rank did ("was killed by ...", "raised ..."), or None when it only left because the run was over."""
+    if code < 0:
+        hint = "; likely out of memory" if -code == signal.SIGKILL else ""
+        return f"was killed by signal {-code} ({signal.Signals(-code).name}{hint})"
+    reported = control.get(f"cause/{rank}")
+    if reported is None and control.get("abort") is None:
+        return f"exited with code {code}; see logs/rank-{rank:03d}.log"
+    return reported
+
+
+def _kill(ranks: dict[int, BaseProcess]) -> None:
+    for process in ranks.values():
+        if process.exitcode is None:
+            process.kill()
+    for process in ranks.values():
+        process.join(timeout=5.0)
+
+
+class _Signals:
+    """Counts SIGINT and SIGTERM while active; the handlers do nothing else."""
+
+    def __init__(self) -> None:
+        self.count, self.number = 0, 0
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+    def __enter__(self) -> _Signals:
+        self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count, self.number = self.count + 1, number

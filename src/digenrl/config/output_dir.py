@@ -1,0 +1,66 @@
+"""Makes the run directory: the first thing that a run writes, after every check has passed."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from digenrl.config.errors import ConfigError
+from digenrl.config.loading import Composed
+from digenrl.record.redact import redact
+
+_JOB = re.compile(r"-(\d+)$")
+_MAX_ATTEMPTS = 1000
+
+
+def prepare_run_dir(composed: Composed) -> Path:
+    """Create the run directory and write config.yaml (resolved, secrets masked) into it; returns its absolute path.
+
+    A directory that exists belongs to another run of the same second: the job number at its end is counted up.
+    A resumed run keeps its directory, and its config.yaml is replaced by the configuration that now applies.
+
+    Raises:
+        ConfigError: the directory cannot be created or written.
+    """
+    try:
+        directory = composed.run_dir if composed.resumed else _fresh(composed.run_dir)
+        temporary = directory / f".config.yaml.{os.getpid()}.tmp"
+        plain = redact(OmegaConf.to_container(composed.config))
+        plain["resume"] = None  # naming the run that is resumed is the command line's part
+        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
+        os.replace(temporary, directory / "config.yaml")
+    except OSError as error:
+        raise ConfigError(
+            [
+                f"output_root: cannot write {error.filename or composed.run_dir} ({error.strerror}); set "
+                "output_root=... to a directory that you may write, with free space."
+            ]
+        ) from error
+    return directory
+
+
+def prepare_run_dir_or_exit(composed: Composed) -> Path:
+    """`prepare_run_dir` for a command: a ConfigError is printed to stderr, exit code 2."""
+    try:
+        return prepare_run_dir(composed)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _fresh(wanted: Path) -> Path:
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    numbered = _JOB.search(wanted.name)
+    stem, first = (wanted.name[: numbered.start()], int(numbered[1])) if numbered else (wanted.name, 0)
+    candidates = [wanted, *(wanted.with_name(f"{stem}-{first + k}") for k in range(1, _MAX_ATTEMPTS))]
+    for candidate in candidates:
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            continue
+        return candidate
+    raise OSError(17, "every numbered name is taken", str(wanted))

@@ -1,0 +1,69 @@
+"""What a reader of a run must not overlook, in sentences with the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from digenrl.report.read_run import is_number
+
+DIVERSITY_RANGE = (0.70, 1.15)
+"""Within-class diversity relative to real data that counts as neither collapsed nor noisy."""
+RATIO_BOUND = 1e-5
+"""|ratio - 1| before the first optimizer step that fp32 rounding explains (design section 5)."""
+
+
+def alarms(summary: Mapping[str, Any]) -> list[str]:
+    """Sentences, the most serious first; [] for a run with nothing to report."""
+    found: list[str] = []
+    if summary["status"] == "failed":
+        found.append(f"The run failed: {summary['cause']}.")
+    deviation = summary["first_ratio_max_dev"]
+    if is_number(deviation) and deviation > RATIO_BOUND:
+        found.append(
+            f"Replay does not reproduce the rollout: max |ratio - 1| before the first optimizer step is "
+            f"{deviation:.2g}, above {RATIO_BOUND:g}."
+        )
+    if is_number(summary["staleness_max"]) and summary["staleness_max"] > 1:
+        found.append(f"Weights {summary['staleness_max']} versions old were trained on; at most 1 is allowed.")
+    found += _learning(summary)
+    found += summary.get("alarms", [])
+    dropped = summary["dropped"]
+    if dropped:
+        found.append("Samples were dropped: " + ", ".join(f"{count} ({why})" for why, count in dropped.items()) + ".")
+    if missing := summary["missing"]:
+        found.append("Scores are missing: " + ", ".join(f"{count} of {name}" for name, count in missing.items()) + ".")
+    found += [f"The run went on without a rank: {cause}." for cause in summary["lost"]]
+    measured, predicted = summary["step_s"], summary["predicted_step_s"]
+    if is_number(measured) and is_number(predicted) and measured > 1.5 * predicted > 0:
+        found.append(f"An RL step took {measured:.2f} s, {measured / predicted:.1f} times what the schedule predicted.")
+    return found
+
+
+def _learning(summary: Mapping[str, Any]) -> list[str]:
+    """Signs that the reward rose for the wrong reason."""
+    found: list[str] = []
+    reward = _change(summary, "reward")
+    heldout = _change(summary, "heldout")
+    if reward is not None and heldout is not None and reward > 0 > heldout:
+        found.append(
+            f"The reward rose by {reward:.3f} while the held-out score fell by {-heldout:.3f}: "
+            "the reward is being gamed."
+        )
+    low, high = DIVERSITY_RANGE
+    ratio = summary["diversity_ratio"]
+    if is_number(ratio) and not low <= ratio <= high:
+        word = "mode collapse" if ratio < low else "more spread than real data, probably noise"
+        found.append(f"Within-class diversity is {ratio:.2f} of real data's ({word}; usual: {low:.2f} to {high:.2f}).")
+    distance = _change(summary, "nn_distance")
+    if distance is not None and distance > 0:
+        found.append(
+            "Samples moved away from real data: distance to the nearest real sample "
+            f"{summary['nn_distance_first']:.3f} at first, {summary['nn_distance_last']:.3f} at last."
+        )
+    return found
+
+
+def _change(summary: Mapping[str, Any], key: str) -> float | None:
+    first, last = summary[f"{key}_first"], summary[f"{key}_last"]
+    return last - first if is_number(first) and is_number(last) else None

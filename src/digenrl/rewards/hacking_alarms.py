@@ -1,0 +1,163 @@
+"""Alarms against rewards that are plausible but wrong, and against policies that game them: pure functions.
+
+Each takes what a report has read from a run and returns `Alarm`s; none means nothing was found, not that all is well.
+`of_evaluations` calls those that need only the samples and scores of two evaluations (samples/eval-*.npz). That a
+reward rises while a held-out one falls, or variety shrinks, is told from the eval lines
+(`digenrl.report.learning_alarms`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from digenrl.rewards.picture_statistics import laplacian, luma
+
+COLLAPSED_SHARE = 0.9
+BLUR_SHARE = 0.5
+GRID_RATIO = 4.0
+CANARY_TOLERANCE = 1e-3
+"""Relative to the score, or to 1.0 where the score is smaller: room for kernels that round differently."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One suspicion."""
+
+    name: str
+    """variance_collapse | blur | grid | canary"""
+    value: float
+    """What was measured."""
+    threshold: float
+    message: str
+    """Cause and what to look at."""
+
+
+def of_evaluations(
+    before: NDArray[np.uint8],
+    after: NDArray[np.uint8],
+    scores: Mapping[str, NDArray[np.float32]],
+    prompts: Sequence[str],
+) -> list[Alarm]:
+    """Alarms that two evaluations of a run give: blur, grid, and rewards that are constant within the prompts.
+
+    Args:
+        before, after: media of the first and of the last evaluation, [N, (F,) C, H, W].
+        scores: of the last evaluation, name -> [N].
+        prompts: of the last evaluation, N texts; samples of one prompt are a group.
+    """
+    pictures = [torch.from_numpy(media).float() / 255 for media in (before, after)]
+    found = [blur(*pictures), grid(*pictures)]
+    rows: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows.setdefault(prompt, []).append(row)
+    longest = max(map(len, rows.values()))
+    for name, values in scores.items():
+        groups = torch.full((len(rows), longest), math.nan)
+        for group, members in enumerate(rows.values()):
+            groups[group, : len(members)] = torch.from_numpy(values[members])
+        found.append(variance_collapse(name, groups))
+    return [alarm for alarm in found if alarm is not None]
+
+
+def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm | None:
+    """Whether nearly every group of `rewards` [P, G] has one value: such a group carries no gradient.
+
+    `floor` is the standard deviation below which a group counts as constant, in units of the reward's overall spread or
+    of 1.0, whichever is larger. NaN members are left out; groups with fewer than two members do not count.
+    """
+    spreads = [row[~row.isnan()].std().item() for row in rewards.float() if (~row.isnan()).sum() >= 2]
+    if not spreads:
+        return None
+    known = rewards[~rewards.isnan()]
+    scale = max(1.0, known.std().item()) if known.numel() > 1 else 1.0
+    share = sum(spread <= floor * scale for spread in spreads) / len(spreads)
+    if share < COLLAPSED_SHARE:
+        return None
+    return Alarm(
+        "variance_collapse",
+        share,
+        COLLAPSED_SHARE,
+        f"Reward `{name}` is constant within {share:.0%} of the groups: no gradient comes from it "
+        "(all solved, none solvable, samples alike, or a broken scorer).",
+    )
+
+
+def blur(before: Tensor, after: Tensor) -> Alarm | None:
+    """Whether the samples `after` have lost detail against `before` (both [N, (F,) C, H, W] in [0, 1])."""
+    old, new = sharpness(before).median().item(), sharpness(after).median().item()
+    if old <= 0 or new / old >= BLUR_SHARE:
+        return None
+    return Alarm(
+        "blur",
+        new / old,
+        BLUR_SHARE,
+        f"Samples keep {new / old:.0%} of the detail that they had before training: blur.",
+    )
+
+
+def grid(before: Tensor, after: Tensor) -> Alarm | None:
+    """Whether a regular pattern grew: checkerboards and grids are what a policy paints to please a scorer."""
+    old, new = grid_strength(before).median().item(), grid_strength(after).median().item()
+    if new < GRID_RATIO * max(old, 1.0 / GRID_RATIO):
+        return None
+    return Alarm(
+        "grid",
+        new,
+        GRID_RATIO * old,
+        f"A regular pattern stands out {new:.1f}-fold (at first {old:.1f}): grid.",
+    )
+
+
+def canary(name: str, scores: Tensor, expected: Tensor) -> Alarm | None:
+    """Whether the same pictures still score what they scored when the run began; both [N], NaN = not scored."""
+    gaps = (scores - expected).abs().double() / expected.abs().clamp_min(1.0)
+    if gaps.isnan().all() or (worst := float(gaps[~gaps.isnan()].max())) <= CANARY_TOLERANCE:
+        return None
+    row = int(gaps.nan_to_num(-1.0).argmax())
+    return Alarm(
+        "canary",
+        worst,
+        CANARY_TOLERANCE,
+        f"Reward `{name}` scores a picture {scores[row]:.6g} that it scored {expected[row]:.6g} when the run began: "
+        "the reward model changed.",
+    )
+
+
+def sharpness(media: Tensor) -> Tensor:
+    """[N] mean absolute Laplacian of the samples' brightness."""
+    return laplacian(luma(media)).abs().mean((1, 2, 3))
+
+
+def grid_strength(media: Tensor) -> Tensor:
+    """[N] sharpest peak of the spectrum above a quarter of Nyquist, over its neighbourhood; about 1.5 = none.
+
+    For each sample: the power of every frequency along rows (and along columns), averaged over the other axis; the
+    largest ratio of one frequency to the mean of the eight around it. Photographs and noise have smooth spectra, a grid
+    has a line.
+    """
+    frames = luma(media)
+    frames = frames - frames.mean((-2, -1), keepdim=True)
+    strengths = [torch.ones(frames.shape[0])]
+    for axis, other in ((-1, -2), (-2, -1)):
+        if frames.shape[axis] < 16:
+            continue
+        power = torch.fft.rfft(frames, dim=axis).abs().square().mean((1, other))
+        neighbours = _window_sum(power) - power
+        count = _window_sum(torch.ones_like(power)) - 1
+        floor = power.mean(1, keepdim=True) * 1e-6 + 1e-12
+        ratio = power / (neighbours / count + floor)
+        strengths.append(ratio[:, power.shape[1] // 4 :].amax(1))
+    return torch.stack(strengths).amax(0)
+
+
+def _window_sum(spectrum: Tensor) -> Tensor:
+    """[N, K]: sum over the nine entries around each, fewer at the ends."""
+    return functional.avg_pool1d(spectrum[:, None], 9, stride=1, padding=4)[:, 0] * 9

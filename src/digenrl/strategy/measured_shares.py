@@ -1,0 +1,96 @@
+"""`schedule.shares=measured` at run time: each trainer times its cells, trainer 0 fixes the shares of a step before any
+of its cells is shipped, and every rank reads them from the control store.
+
+The first shares come from the hardware profile. Sharded trainers keep those: their forwards are collectives, in which
+every rank looks as slow as the slowest.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from digenrl.cluster.control import Control
+from digenrl.cluster.world import World
+from digenrl.record.run_dir import append_event
+from digenrl.schedule import ScheduleSpec
+from digenrl.schedule.search import Cost
+from digenrl.schedule.shares import adjusted
+from digenrl.types import TrainBatch
+
+
+class Shares:
+    """The schedule of each RL step as its trainers share it.
+
+    Args:
+        spec: with `measured_shares` off, the schedule of every step.
+        timed: whether a trainer's own speed can be told (replicas).
+    """
+
+    def __init__(self, spec: ScheduleSpec, world: World, control: Control, run_dir: Path, timed: bool) -> None:
+        self._spec, self._world, self._control, self._run_dir = spec, world, control, run_dir
+        self._timed = timed and spec.measured_shares
+        self._fixed: dict[int, tuple[float, ...]] = {}
+        self._cost: Cost | None = None
+        self._began, self._cells = 0.0, 0
+
+    def spec_at(self, step: int) -> ScheduleSpec:
+        """The schedule with the shares of RL step `step`; waits until they are fixed."""
+        if not self._spec.measured_shares:
+            return self._spec
+        if step not in self._fixed:
+            text = self._control.wait_for(f"shares/{step}", f"trainer 0 to fix the shares of RL step {step}")
+            self._fixed[step] = tuple(float(share) for share in text.split(","))
+        return replace(self._spec, shares=self._fixed[step])
+
+    def begin(self, batch: TrainBatch) -> None:
+        """A micro-batch begins on this trainer."""
+        self._began = time.perf_counter()
+        self._cells = sum(block.samples * len(block.steps) for block in batch.blocks)
+
+    def end(self) -> None:
+        """The micro-batch's gradients are there, and nobody has been waited for."""
+        if not self._timed or not self._cells:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the host runs ahead of the device, whose time is asked for
+        seconds = (time.perf_counter() - self._began) / self._cells
+        self._cost = self._cost or Cost(seconds)
+        self._cost.update(seconds)
+
+    def tell(self) -> None:
+        """Publish this trainer's measured seconds per cell."""
+        if self._cost is not None:
+            self._control.set(f"cell_seconds/{self._world.rank}", repr(self._cost.seconds))
+
+    def fix(self, version: int) -> None:
+        """Trainer 0, before it sends `version`: fix the shares of every step that this version generates for. All
+        trainers must have told their speed, for which they meet in a collective."""
+        if not self._spec.measured_shares or self._world.rank != 0:
+            return
+        for step in range(version, version + self._spec.async_steps + 1):
+            if step not in self._fixed:
+                self._fixed[step] = self._next(self._fixed.get(step - 1, self._spec.shares), step)
+            self._control.set(f"shares/{step}", ",".join(map(repr, self._fixed[step])))
+
+    def _next(self, current: tuple[float, ...], step: int) -> tuple[float, ...]:
+        texts = [self._control.get(f"cell_seconds/{rank}") for rank in range(self._world.trainers)]
+        seconds = [float(text) for text in texts if text is not None]
+        shares = adjusted(current, seconds) if len(seconds) == len(texts) else current
+        if shares != current or step == 0:
+            append_event(
+                self._run_dir, "shares", {"rl_step": step, "shares": list(shares), "seconds_per_cell": seconds}
+            )
+        return shares
+
+    def state(self, version: int) -> dict[str, Any]:
+        """For the checkpoint at the end of step `version` - 1: shares that are fixed already."""
+        return {str(step): list(shares) for step, shares in self._fixed.items() if step >= version}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse: a resumed run places these steps as the interrupted one would have."""
+        self._fixed = {int(step): tuple(shares) for step, shares in state.items()}

@@ -1,0 +1,205 @@
+"""Trajectories on the wire, and their assembly into complete groups and micro-batches on a trainer rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from digenrl.schedule import Block, ScheduleSpec, fragments, group_version, update_of
+from digenrl.schedule.claims import Claim
+from digenrl.schedule.staleness import StalenessError
+from digenrl.transport.wire import Kind, Message, WireError
+from digenrl.types import CellBlock, TrainBatch, Trajectory
+
+_FIELDS = ("step", "index", "group", "uid", "first_sample", "version")
+
+
+Placement = tuple[tuple[tuple[Block, ...], ...], ...]
+"""placement[rank][micro_batch] = blocks of one fragment."""
+Place = Callable[[tuple[int, ...]], Placement]
+"""The Strategy's `place_timesteps`: fragment -> placement."""
+
+
+def owned_positions(spec: ScheduleSpec, place: Place, rank: int, group: int, part: int) -> tuple[int, ...]:
+    """Which of a task's trained steps (positions 0..S-1) trainer `rank` needs: those that it trains, and the first ones
+    of the fragment where the rank has fewer blocks than another and may have to fill up with zero-weight ones."""
+    fragment = next(f for f in fragments(spec, update_of(spec, group)) if group in f)
+    placement = place(fragment)
+    mine = {p for blocks in placement[rank] for b in blocks if (b.group, b.part) == (group, part) for p in b.steps}
+    filler = _filler(spec, fragment)
+    fills = any(len(own) < width for own, width in zip(placement[rank], _widths(placement), strict=True))
+    if fills and (group, part) == (filler.group, filler.part):
+        mine.update(filler.steps)
+    return tuple(sorted(mine))
+
+
+def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds: float) -> Message:
+    """The part of a trajectory that one trainer rank needs: all rewards, and the cells at `positions`; with the claim
+    under which it was made, and how long that took (the trainers' cost tables)."""
+    meta = {name: getattr(trajectory, name) for name in _FIELDS} | {
+        "positions": list(positions),
+        "reward_names": list(trajectory.rewards),
+        "maker": claim.rank,
+        "queued": claim.position,
+        "attempt": claim.attempt,
+        "seconds": seconds,
+    }
+
+    def at_positions(tensor: Tensor) -> Tensor:
+        """[b, S, ...] -> [b, len(positions), ...]; all of it without a copy."""
+        every = list(positions) == list(range(tensor.shape[1]))
+        return tensor if every else tensor[:, list(positions)]
+
+    tensors: dict[str, Tensor] = {f"rewards/{name}": value for name, value in trajectory.rewards.items()}
+    if positions:
+        tensors |= {
+            "steps": trajectory.steps[list(positions)],
+            "sigmas": trajectory.sigmas,
+            "latents": at_positions(trajectory.latents),
+            "next_latents": at_positions(trajectory.next_latents),
+            "log_probs": at_positions(trajectory.log_probs),
+        }
+        tensors |= {f"condition/{name}": value for name, value in trajectory.condition.items()}
+        if trajectory.final is not None:
+            tensors["final"] = trajectory.final
+        if trajectory.means is not None:
+            tensors["means"] = at_positions(trajectory.means)
+    return Message(Kind.CELLS, meta, tensors)
+
+
+class Part:
+    """What one trainer rank holds of one task."""
+
+    def __init__(self, message: Message) -> None:
+        try:
+            self.meta = {name: int(message.meta[name]) for name in _FIELDS}
+            self.claim = Claim(int(message.meta["queued"]), int(message.meta["maker"]), int(message.meta["attempt"]))
+            self.seconds = float(message.meta["seconds"])
+            self.positions = [int(p) for p in message.meta["positions"]]
+            self.rewards = {str(name): message.tensors[f"rewards/{name}"] for name in message.meta["reward_names"]}
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"a CELLS message lacks or garbles {error}.") from error
+        self._tensors = message.tensors
+
+    def block(self, steps: Sequence[int]) -> CellBlock:
+        """The cells at `steps` (positions among the trained steps), which must have been shipped to this rank."""
+        index = torch.tensor([self.positions.index(position) for position in steps])
+        t = self._tensors
+        condition = {k.removeprefix("condition/"): v for k, v in t.items() if k.startswith("condition/")}
+        return CellBlock(
+            step=self.meta["step"],
+            group=self.meta["group"],
+            uid=self.meta["uid"],
+            first_sample=self.meta["first_sample"],
+            version=self.meta["version"],
+            steps=t["steps"][index],
+            sigmas=t["sigmas"],
+            latents=t["latents"][:, index],
+            next_latents=t["next_latents"][:, index],
+            log_probs=t["log_probs"][:, index],
+            condition=condition,
+            final=t.get("final"),
+            means=t["means"][:, index] if "means" in t else None,
+        )
+
+
+class StepBoard:
+    """One RL step on one trainer rank: which groups are complete, their rewards, their cells.
+
+    I4: a group is handed out only when every task of it has arrived with rewards; a group with a missing optimised
+    reward is dropped on every rank alike (all ranks see all rewards), and its cells train with weight zero.
+
+    Args:
+        lockstep: the model is sharded, so every forward is a collective: all ranks run as many of them, and one with
+            fewer blocks in a micro-batch fills up with zero-weight ones. A replica gets micro-batches without blocks,
+            but at least one block of every fragment, so that all ranks keep the same statistics.
+    """
+
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        place: Place,
+        rank: int,
+        step: int,
+        reward_weights: Mapping[str, float],
+        lockstep: bool = False,
+    ) -> None:
+        self._spec, self._place, self._rank, self.step, self._lockstep = spec, place, rank, step, lockstep
+        self._weights = dict(reward_weights)
+        self._parts: dict[tuple[int, int], Part] = {}
+        self.rewards: dict[str, Tensor] = {}
+        self.completed: list[int] = []
+        """Complete groups, in order of completion."""
+        self.dropped: list[int] = []
+
+    def add(self, part: Part) -> bool:
+        """Take one task's part; whether it was new. A second delivery of the same task is ignored: a re-issued task
+        gives the same samples.
+
+        Raises:
+            StalenessError: the part was generated by another version than its group's.
+        """
+        expected = group_version(self._spec, self.step, part.meta["group"])
+        if part.meta["version"] != expected:
+            raise StalenessError(
+                f"group {part.meta['group']} of step {self.step} was generated by version {part.meta['version']}, "
+                f"the schedule fixed version {expected}."
+            )
+        group, index = part.meta["group"], part.meta["first_sample"] // self._spec.task_size
+        if (group, index) in self._parts:
+            return False
+        self._parts[group, index] = part
+        rows = slice(part.meta["first_sample"], part.meta["first_sample"] + self._spec.task_size)
+        for name, values in part.rewards.items():
+            table = self.rewards.setdefault(name, torch.full((self._spec.prompts, self._spec.group_size), torch.nan))
+            table[group, rows] = values
+        if all((group, i) in self._parts for i in range(self._spec.tasks_per_group)):
+            self.completed.append(group)
+            if any(not torch.isfinite(self.rewards[name][group]).all() for name in self._weights):
+                self.dropped.append(group)
+        return True
+
+    def is_complete(self, fragment: tuple[int, ...]) -> bool:
+        """Whether every group of the fragment has arrived and is scored."""
+        return set(self.completed).issuperset(fragment)
+
+    def batches(self, fragment: tuple[int, ...]) -> list[TrainBatch]:
+        """This rank's micro-batches of a complete fragment."""
+        placement = self._place(fragment)
+        widths = _widths(placement) if self._lockstep else [1] + [0] * (len(placement[self._rank]) - 1)
+        return [
+            self._batch(fragment, blocks, width) for blocks, width in zip(placement[self._rank], widths, strict=True)
+        ]
+
+    def versions(self, fragment: tuple[int, ...]) -> set[int]:
+        """Weight versions that generated the fragment."""
+        return {part.meta["version"] for (group, _), part in self._parts.items() if group in fragment}
+
+    def _batch(self, fragment: tuple[int, ...], blocks: tuple[Block, ...], at_least: int) -> TrainBatch:
+        cells = [self._cells(block, 0.0 if block.group in self.dropped else 1.0) for block in blocks]
+        if len(cells) < at_least:
+            cells += [self._cells(_filler(self._spec, fragment), 0.0)] * (at_least - len(cells))
+        return TrainBatch(
+            blocks=tuple(cells),
+            rewards={name: table.clone() for name, table in self.rewards.items()},
+            reward_weights=self._weights,
+            denominator=float(self._spec.cells_per_update),
+            update=update_of(self._spec, fragment[0]),
+            version=self.step,
+        )
+
+    def _cells(self, block: Block, weight: float) -> CellBlock:
+        return replace(self._parts[block.group, block.part].block(block.steps), weight=weight)
+
+
+def _widths(placement: Placement) -> list[int]:
+    """The largest number of blocks that any rank has in each micro-batch."""
+    return [max(len(blocks) for blocks in ranks) for ranks in zip(*placement, strict=True)]
+
+
+def _filler(spec: ScheduleSpec, fragment: tuple[int, ...]) -> Block:
+    """The cells that stand in where a rank has none: the fragment's first block, at weight zero."""
+    return Block(fragment[0], 0, tuple(range(min(spec.tsp_batch, spec.trained_steps))))

@@ -1,0 +1,217 @@
+"""The data plane: one TCP connection per (sender, receiver), opened on first use, so that a dead peer poisons nobody.
+
+Why sockets and not gloo pairs: an expired gloo wait closes the pair, a posted receive cannot be polled, and building
+a pair is a rendezvous that can deadlock two ranks that send to each other. A socket reports a dead peer at once (EOF),
+needs no rendezvous, and costs one descriptor. Collectives stay with torch.distributed.
+
+Every rank listens, and publishes its address on the control store. A connection begins with a HELLO that carries the
+run's token (constant-time compare), so a stray client is dropped before it can send anything else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Protocol
+
+from digenrl.cluster.control import Aborted, Control, PeerLost
+from digenrl.transport.wire import Buffers, Kind, Message, WireError, decode, encode
+
+_BUFFER = 4 << 20
+_VECTOR = 1024
+"""Buffers that one system call takes (IOV_MAX of Linux)."""
+_CLOSE_SECONDS = 10.0
+_VERDICT_SECONDS = 6.0
+"""How long the launcher may take to say that a dead peer is not missed."""
+MAX_MESSAGE_BYTES = 64 << 30
+MAX_HELLO_BYTES = 4096
+"""All that a client may send before it has shown the token."""
+
+
+class Link(Protocol):
+    """What the strategy needs from a transport. RDMA or NCCL transports fit behind these three calls."""
+
+    def send(self, peer: int, message: Message) -> None:
+        """Queue `message` for `peer`; blocks only while the peer's bounded queue is full. The tensors belong to the
+        link from now on: do not write to them."""
+
+    def receive(self, timeout: float) -> Message | None:
+        """The next message from anybody, or None after `timeout` seconds. Raises what broke a connection, except after
+        the end of the run."""
+
+    def close(self) -> None:
+        """Flush queued messages (bounded; not at all in an aborted run), then close."""
+
+
+class SocketLink:
+    """`Link` over TCP with one sender thread per peer and one reader thread per inbound connection.
+
+    Args:
+        watched: a launcher judges every death. Otherwise a connection that ends before the run does is an error.
+    """
+
+    def __init__(
+        self, control: Control, rank: int, host: str, token: str, queue_depth: int = 64, watched: bool = True
+    ) -> None:
+        self._control, self._rank, self._token, self._depth = control, rank, token, queue_depth
+        self._watched = watched
+        self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
+        self._outboxes: dict[int, tuple[queue.Queue[Buffers | None], threading.Thread]] = {}
+        self._opening, self._closing = threading.Lock(), threading.Event()
+        self._listener = socket.create_server((host, 0), backlog=256)
+        port = self._listener.getsockname()[1]
+        control.set(f"address/{rank}", f"{host}:{port}")
+        threading.Thread(target=self._accept, name=f"link-accept-{rank}", daemon=True).start()
+        if not watched and rank > 0:
+            self.open(0)  # which then sees this rank's death, also while nothing is sent
+
+    def send(self, peer: int, message: Message) -> None:
+        if peer == self._rank:
+            self._inbox.put(message)
+            return
+        buffers = encode(message)  # here, so that a bad message fails in its author's stack
+        outbox, thread = self.open(peer)
+        while True:
+            try:
+                return outbox.put(buffers, timeout=0.5)
+            except queue.Full:
+                self._control.check()
+                if not thread.is_alive():
+                    if self._finished() or peer in self._control.lost_ranks():
+                        return None
+                    raise ConnectionError(f"rank {self._rank} can no longer send to rank {peer}.") from None
+
+    def open(self, peer: int) -> tuple[queue.Queue[Buffers | None], threading.Thread]:
+        """Connect to `peer`, which from then on sees this rank's end; returns its queue and the thread that empties
+        it."""
+        with self._opening:  # the scorer's thread sends too
+            if peer not in self._outboxes:
+                box: queue.Queue[Buffers | None] = queue.Queue(self._depth)
+                thread = threading.Thread(target=self._sender, args=(peer, box), name=f"link-to-{peer}", daemon=True)
+                thread.start()
+                self._outboxes[peer] = (box, thread)
+            return self._outboxes[peer]
+
+    def receive(self, timeout: float) -> Message | None:
+        try:
+            item = self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for outbox, thread in self._outboxes.values():
+            ended = False
+            while thread.is_alive() and time.monotonic() < deadline and not self._aborted():
+                if not ended and not outbox.full():
+                    outbox.put(None)
+                    ended = True
+                thread.join(timeout=0.05)
+        self._closing.set()
+        self._listener.close()
+
+    def _finished(self) -> bool:
+        """Whether the trainers have ended the run: what is still under way to them is not missed."""
+        try:
+            return self._control.get("done") is not None
+        except RuntimeError:  # the store is gone too
+            return False
+
+    def _aborted(self) -> bool:
+        """Whether nobody waits any more for what is still queued."""
+        try:
+            self._control.check()
+        except Aborted:
+            return True
+        return False
+
+    def _sender(self, peer: int, outbox: queue.Queue[Buffers | None]) -> None:
+        try:
+            address = self._control.wait_for(f"address/{peer}", f"address of rank {peer}", peer)
+            host, port = address.rsplit(":", 1)
+            with socket.create_connection((host, int(port)), timeout=30.0) as sock:
+                sock.settimeout(None)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+                hello = encode(Message(Kind.HELLO, {"rank": self._rank, "token": self._token}))
+                _write(sock, hello)
+                while (buffers := outbox.get()) is not None:
+                    _write(sock, buffers)
+        except PeerLost:
+            return
+        except (OSError, Aborted) as error:
+            if not self._closing.is_set() and not self._finished() and not self._outlives(peer):
+                self._inbox.put(ConnectionError(f"rank {self._rank} lost its link to rank {peer}: {error}"))
+
+    def _outlives(self, peer: int) -> bool:
+        """Whether the run goes on without `peer`, to which the connection broke."""
+        try:
+            return self._control.outlives(peer, _VERDICT_SECONDS)
+        except (Aborted, RuntimeError):
+            return False
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # closed: the run is over
+                return
+            threading.Thread(target=self._reader, args=(sock,), name=f"link-reader-{self._rank}", daemon=True).start()
+
+    def _reader(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+
+        def read(buffer: memoryview) -> None:
+            while buffer:
+                received = sock.recv_into(buffer, 0, socket.MSG_WAITALL)
+                if received == 0:
+                    raise EOFError("the peer closed the connection in the middle of a message")
+                buffer = buffer[received:]
+
+        with sock:
+            peer = self._introduced(sock, read)
+            if peer is None:
+                return
+            try:
+                while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
+                    self._inbox.put(decode(read, MAX_MESSAGE_BYTES))
+            except (OSError, EOFError, WireError) as error:
+                # A dead peer is the launcher's to judge; a broken message is ours.
+                if isinstance(error, WireError) and not self._closing.is_set():
+                    self._inbox.put(error)
+        if not (self._watched or self._closing.is_set() or self._finished() or self._outlives(peer)):
+            cause = f"rank {peer} ended before the run did: its connection to rank {self._rank} closed."
+            self._inbox.put(ConnectionError(cause))
+
+    def _introduced(self, sock: socket.socket, read: Callable[[memoryview], None]) -> int | None:
+        """The rank of a peer that introduces itself with this run's token; anything else is a stranger's and ends
+        nothing."""
+        try:
+            sock.settimeout(10.0)
+            hello = decode(read, max_bytes=0, max_meta=MAX_HELLO_BYTES)
+            sock.settimeout(None)
+        except (OSError, EOFError, WireError):
+            return None
+        token, rank = str(hello.meta.get("token")), hello.meta.get("rank")
+        ours = hello.kind is Kind.HELLO and hmac.compare_digest(token.encode(), self._token.encode())
+        return rank if ours and isinstance(rank, int) else None
+
+
+def _write(sock: socket.socket, buffers: Buffers) -> None:
+    """Send all of `buffers`, many in one system call."""
+    pending = deque(buffer for buffer in buffers if buffer)
+    while pending:
+        sent = sock.sendmsg(tuple(islice(pending, _VECTOR)))
+        while pending and sent >= len(pending[0]):
+            sent -= len(pending.popleft())
+        if sent:
+            pending[0] = pending[0][sent:]

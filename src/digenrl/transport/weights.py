@@ -1,0 +1,169 @@
+"""Versioned weights: a table that both sides must agree on, a digest that must match, adoption between trajectories.
+
+Version v = weights after v logical batches. A trainer publishes a version once, after the batch's last optimizer step;
+a rollout rank uses it only after its bytes gave the announced digest. LoRA runs ship the adapter alone.
+
+A version travels in buckets of consecutive parameters, so that copying, hashing, sending, receiving and hashing again
+overlap; the seal that follows carries the digest, and nothing is adopted without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from digenrl.transport.link import Link
+from digenrl.transport.wire import Kind, Message, tensor_bytes
+
+_BUCKET_BYTES = 4 << 20
+_MOST_BUCKETS = 32
+"""Of a version: fewer than a link queues for a peer, so that a slow peer does not hold up the trainer."""
+_ALIGNMENT = 64
+"""Of a tensor within its bucket, as torch allocates: kernels then take the same path on every rank."""
+
+
+class WeightsError(RuntimeError):
+    """Weights that did not arrive, or are not the ones that were sent."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """Weights of one version in this rank's CPU memory."""
+
+    number: int
+    digest: str
+    """xxh3 over the digests (xxh3) of its buckets."""
+    tensors: Mapping[str, Tensor]
+    """Views into the buckets; nobody writes to them."""
+
+
+@dataclass
+class Bucket:
+    """Parameters that travel together: where each begins, in bytes. Grows while the plan is made."""
+
+    starts: dict[str, int] = field(default_factory=dict)
+    size: int = 0
+
+    def views(self, data: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The bucket's tensors, shaped as `parameters`, as views of its bytes."""
+        found: dict[str, Tensor] = {}
+        for name, start in self.starts.items():
+            like = parameters[name]
+            found[name] = data[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+        return found
+
+
+def table(parameters: Mapping[str, Tensor]) -> str:
+    """Digest of names, shapes and dtypes: equal on two ranks exactly if weights can travel between them."""
+    rows = [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in parameters.items()]
+    return xxhash.xxh3_64_hexdigest("\n".join(rows).encode())
+
+
+def buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
+    """Which parameters travel together; a function of what `table` covers."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+    full = max(_BUCKET_BYTES, -(-total // _MOST_BUCKETS))
+    plan = [Bucket()]
+    for name, parameter in parameters.items():
+        if plan[-1].size >= full:
+            plan.append(Bucket())
+        plan[-1].starts[name] = plan[-1].size
+        size = parameter.numel() * parameter.element_size()
+        plan[-1].size += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return plan
+
+
+@torch.no_grad()
+def publish(
+    number: int, parameters: Mapping[str, Tensor], link: Link, ranks: Sequence[int], agree: Callable[[str], None]
+) -> Version:
+    """Copy `parameters` and send them to `ranks` as version `number`. When it returns, the copy is complete, and later
+    optimizer steps cannot change it, however slow the link.
+
+    With sharded parameters this is a collective: every trainer calls it, one of them with `ranks`.
+
+    Args:
+        agree: called with the digest before the version becomes valid; raises if another trainer has another one.
+    """
+    known, plan = table(parameters), buckets(parameters)
+    tensors: dict[str, Tensor] = {}
+    digests: list[str] = []
+    for index, bucket in enumerate(plan):
+        pin = any(parameters[name].is_cuda for name in bucket.starts)
+        data = torch.empty(bucket.size, dtype=torch.uint8, pin_memory=pin)
+        views = bucket.views(data, parameters)
+        for name, view in views.items():
+            parameter = parameters[name].detach()
+            view.copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+            end = bucket.starts[name] + view.numel() * view.element_size()
+            data[end : -(-end // _ALIGNMENT) * _ALIGNMENT] = 0
+        message = Message(Kind.WEIGHTS, {"version": number, "table": known, "bucket": index}, {"data": data})
+        for rank in ranks:
+            link.send(rank, message)
+        digests.append(xxhash.xxh3_64_hexdigest(tensor_bytes(data)))
+        tensors |= views
+    digest = _combined(digests)
+    agree(digest)
+    for rank in ranks:
+        link.send(rank, Message(Kind.WEIGHTS, {"version": number, "table": known, "digest": digest}))
+    return Version(number, digest, tensors)
+
+
+class Arrivals:
+    """Versions on their way to a rank; `parameters` are as the sender holds them (only shapes and dtypes count). A link
+    keeps the order of a sender's messages, so the buckets of a version come in order, and its seal last."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters, self._table, self._plan = parameters, table(parameters), buckets(parameters)
+        self._arrived: list[Message] = []
+
+    def add(self, message: Message) -> Version | None:
+        """Take one message; the version that it completes, if it does.
+
+        Raises:
+            WeightsError: other names or shapes than this rank's, a bucket out of turn, or bytes that do not give the
+                announced digest.
+        """
+        number, announced = message.meta["version"], message.meta.get("digest")
+        if message.meta["table"] != self._table:
+            raise WeightsError(
+                f"weights of version {number} do not fit this rank: names, shapes or dtypes differ. "
+                "All ranks must build the model from the same configuration."
+            )
+        place = len(self._arrived)
+        if announced is None:
+            data, index = message.tensors.get("data"), message.meta.get("bucket")
+            if index != place or place >= len(self._plan) or data is None or len(data) != self._plan[place].size:
+                raise WeightsError(f"weights of version {number}: bucket {index} came where {place} was expected.")
+            self._arrived.append(message)
+            return None
+        arrived, self._arrived = self._arrived, []
+        digest = _combined(
+            [part.digest or xxhash.xxh3_64_hexdigest(tensor_bytes(part.tensors["data"])) for part in arrived]
+        )
+        if digest != announced or any(part.meta["version"] != number for part in arrived):
+            raise WeightsError(f"weights of version {number} arrived with digest {digest}, sent as {announced}.")
+        tensors: dict[str, Tensor] = {}
+        for bucket, part in zip(self._plan, arrived, strict=True):
+            tensors |= bucket.views(part.tensors["data"], self._parameters)
+        return Version(number, digest, tensors)
+
+
+@torch.no_grad()
+def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
+    """Make `parameters` this version, in their own dtypes; in CPU memory, arrived bytes are taken over."""
+    for name, parameter in parameters.items():
+        value = version.tensors[name]
+        if (parameter.device, parameter.dtype) == (value.device, value.dtype) and parameter.is_contiguous():
+            parameter.data = value
+        else:
+            parameter.copy_(value)
+
+
+def _combined(digests: Sequence[str]) -> str:
+    return xxhash.xxh3_64_hexdigest("".join(digests).encode())

@@ -1,0 +1,346 @@
+"""Ranks that somebody else started: torchrun with two agents, SLURM's environment, two network namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from digenrl.cluster.attach import Place, check_allocation, find_place, first_host
+from digenrl.cluster.launcher import EXIT_STOPPED
+from digenrl.simulate.hardware import numbering, parse_hardware
+from digenrl.strategy.checkpoint_io import newest_valid
+from tests.strategy.processes import TINY
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+STEP = {
+    "SLURM_NTASKS": "12",
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "login1,gpu[03-04]-ib",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "12",
+    "SLURM_STEP_NODELIST": "gpu[03-04]-ib",
+    "SLURM_STEP_TASKS_PER_NODE": "8,4",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "MASTER_PORT": "23456",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[03-05,9],cpu1", "gpu03"),
+        ("a,b", "a"),
+        ("rack1-gpu[3,5]-ib", "rack1-gpu3-ib"),
+        ("10.0.0.4", "10.0.0.4"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_a_task_of_srun_finds_its_place() -> None:
+    place = find_place(STEP)
+    assert place == Place(9, 12, 1, "gpu03-ib", 23456, "digenrl-77-2-0", hosts_store=False, local_size=4)
+    first = find_place(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2),4"})
+    assert first is not None
+    assert (first.hosts_store, first.local_size) == (True, 4)
+    again = find_place(STEP | {"SLURM_RESTART_COUNT": "1", "MASTER_ADDR": "head"})
+    assert again is not None
+    assert (again.prefix, again.address) == ("digenrl-77-2-1", "head")
+    with pytest.raises(ValueError, match=r"MASTER_PORT: export one free port .* scripts/slurm\.sbatch"):
+        find_place({key: value for key, value in STEP.items() if key != "MASTER_PORT"})
+
+
+def test_a_batch_script_that_starts_us_without_srun_is_one_machine() -> None:
+    batch = {key: value for key, value in STEP.items() if "STEP" not in key}
+    assert find_place(batch) is None
+    assert find_place({}) is None
+
+
+def test_a_wrong_number_of_processes_names_both_numbers_and_the_remedy() -> None:
+    place = find_place(STEP)
+    assert place is not None
+    check_allocation(place, 8, 4)
+    for trainers, rollouts in ((8, 8), (-1, 13)):
+        message = rf"trainers = {trainers} and .*rollouts = {rollouts} .* 12 processes.*nproc-per-node.*ntasks.*auto"
+        with pytest.raises(ValueError, match=message):
+            check_allocation(place, trainers, rollouts)
+
+
+def pools(**counts_and_roles: tuple[int, str]) -> Mapping[str, Any]:
+    figures = {"memory_gib": 80, "tflops": 300, "hbm_tb_s": 2, "intra_gb_s": 300, "inter_gb_s": 25}
+    return {
+        "pools": {
+            name: {"gpu": name, "count": count, "role": role, **figures}
+            for name, (count, role) in counts_and_roles.items()
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("profile", "trainers", "rollouts", "ranks"),
+    [
+        (pools(a=(4, "auto")), 2, 2, (0, 1, 2, 3)),
+        (pools(old=(2, "rollout"), new=(2, "trainer")), 2, 2, (2, 3, 0, 1)),
+        (pools(new=(3, "auto"), old=(2, "auto")), 2, 3, (0, 1, 4, 2, 3)),
+        (pools(a=(4, "auto")), 2, 0, (0, 1)),
+    ],
+    ids=["one-pool", "rollouts-first", "a-mixed-pool", "colocated"],
+)
+def test_the_profile_says_which_process_trains(
+    profile: Mapping[str, Any], trainers: int, rollouts: int, ranks: tuple[int, ...]
+) -> None:
+    assert numbering(parse_hardware(profile), trainers, rollouts) == ranks
+    assert sorted(ranks) == list(range(trainers + rollouts))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+class Processes:
+    """Processes of a test, each in a session of its own; all of them are gone afterwards."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        number = len(self._started)
+        own = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
+        with (self._logs / f"{number}.out").open("wb") as out, (self._logs / f"{number}.err").open("wb") as err:
+            self._started.append(
+                subprocess.Popen(command, stdout=out, stderr=err, env=own | environment, start_new_session=True)
+            )
+        return self._started[-1]
+
+    def codes(self) -> list[int]:
+        return [process.wait(timeout=600) for process in self._started]
+
+    def said(self, number: int = 0, stream: str = "out") -> str:
+        return (self._logs / f"{number}.{stream}").read_text()
+
+    def tails(self) -> str:
+        files = sorted(self._logs.glob("*.err"))
+        return "\n".join(f"== {file.name}\n{file.read_text()[-2500:]}" for file in files)
+
+    def kill(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    found = Processes(tmp_path)
+    yield found
+    found.kill()
+
+
+def words(tmp_path: Path, trainers: int, rollouts: int, *more: str) -> list[str]:
+    allocation = (f"allocation.trainers={trainers}", f"allocation.rollouts={rollouts}")
+    return [*TINY, *allocation, f"output_root={tmp_path / 'outputs'}", *more]
+
+
+def summary(processes: Processes) -> dict[str, Any]:
+    """Of the run whose directory is the last line of process 0's standard output (under either agent)."""
+    lines = [*processes.said(0).splitlines(), *processes.said(1).splitlines()]
+    assert lines, processes.tails()
+    return json.loads((Path(lines[-1]) / "summary.json").read_text())
+
+
+def agent(
+    tmp_path: Path,
+    processes: Processes,
+    *prefix: str,
+    more: Sequence[str] = ("parallel.sharding=fsdp",),
+    **settings: str,
+) -> subprocess.Popen[bytes]:
+    """Start scripts/torchrun.sh: one of two agents, each with two processes."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [*prefix, "bash", str(SCRIPTS / "torchrun.sh"), *words(tmp_path, 2, 2, *more)]
+    own = {"NODES": "2", "RANKS": "2", "RUN_ID": tmp_path.name, "PATH": path}
+    return processes.start(command, **(own | settings))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_agents_of_torchrun_on_one_machine(tmp_path: Path, processes: Processes) -> None:
+    """Two trainers under one agent, two rollouts under the other."""
+    port = str(free_port())
+    for _ in range(2):
+        agent(tmp_path, processes, PORT=port)
+    assert processes.codes() == [0, 0], processes.tails()
+    found = summary(processes)
+    assert (found["status"], found["rl_steps"]) == ("completed", 2)
+    assert found["world"] == {"trainer": 2, "rollout": 2}
+
+
+def endless_run(tmp_path: Path, processes: Processes) -> list[subprocess.Popen[bytes]]:
+    """Two agents whose run is in its second RL step or later."""
+    port = str(free_port())
+    agents = [agent(tmp_path, processes, more=("max_rl_steps=10000",), PORT=port) for _ in range(2)]
+    wait_for_a_step(tmp_path)
+    assert list(tmp_path.glob("outputs/*/*/metrics.jsonl")), processes.tails()
+    return agents
+
+
+def wait_for_a_step(tmp_path: Path) -> None:
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/*/metrics.jsonl")):
+        time.sleep(0.2)
+
+
+def workers(agents: Sequence[subprocess.Popen[bytes]]) -> dict[int, psutil.Process]:
+    """RANK -> process, of what the agents have started."""
+    started = [child for process in agents for child in psutil.Process(process.pid).children()]
+    return {int(child.environ()["RANK"]): child for child in started if "RANK" in child.environ()}
+
+
+def assert_gone(ranks: Mapping[int, psutil.Process], seconds: float) -> None:
+    _, alive = psutil.wait_procs(list(ranks.values()), timeout=seconds)
+    assert not alive, f"ranks outlived their agents: {alive}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "signalled"), [("SIGTERM", (0, 1)), ("SIGINT", (1,))], ids=["all", "one-agent"])
+def test_a_signal_to_torchrun_saves_and_leaves(
+    tmp_path: Path, processes: Processes, name: str, signalled: tuple[int, ...]
+) -> None:
+    """Torchrun passes the signal on to its own ranks; one of them suffices to stop all after the step in progress."""
+    agents = endless_run(tmp_path, processes)
+    ranks = workers(agents)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    for number in signalled:
+        agents[number].send_signal(signal.Signals[name])
+    assert all(code != 0 for code in processes.codes())
+    assert_gone(ranks, 5.0)
+    found = summary(processes)
+    assert (found["status"], found["cause"]) == ("stopped", f"signal {name}"), processes.tails()
+    (saved,) = tmp_path.glob("outputs/*/*/checkpoints/last")
+    assert newest_valid(saved.parent) == saved.resolve()
+    assert saved.resolve().name == f"step-{found['rl_steps']:06d}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", [3, 1], ids=["rollout", "trainer"])
+def test_a_rank_killed_under_torchrun_ends_the_job(tmp_path: Path, processes: Processes, victim: int) -> None:
+    """Its agent sees it; the other agent does not, but its ranks do: nobody waits for what the dead rank owned. Where
+    it owned nothing, its neighbour's SIGTERM (its agent's) may end the run in order before anybody misses it."""
+    agents = endless_run(tmp_path, processes)
+    ranks = workers(agents)
+    ranks[victim].kill()
+    assert all(code != 0 for code in processes.codes())
+    assert_gone(ranks, 5.0)
+    found = summary(processes)
+    if victim == 3 and found["status"] == "stopped":
+        assert found["cause"] == "signal SIGTERM"
+        return
+    assert found["status"] == "failed", processes.tails()
+    assert f"rank {victim} ended before the run did" in found["cause"] or victim == 1, found["cause"]
+
+
+def srun(processes: Processes, command: Sequence[str], tasks: int) -> None:
+    """What `srun --ntasks` gives to its tasks on one node."""
+    port = str(free_port())
+    for rank in range(tasks):
+        step = {
+            "SLURM_STEP_NUM_TASKS": str(tasks),
+            "SLURM_STEP_TASKS_PER_NODE": str(tasks),
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0",
+        }
+        processes.start(command, **(STEP | step | {"MASTER_PORT": port}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tasks_of_slurm_run_a_run_in_which_the_profile_chooses_the_trainer(
+    tmp_path: Path, processes: Processes
+) -> None:
+    """The first process stands on a pool of rollouts, hosts the store, and becomes rank 1."""
+    profile = [f"+hardware.pools.front={{{_pool('rollout')}}}", f"+hardware.pools.back={{{_pool('trainer')}}}"]
+    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "~hardware.pools.local", *profile)]
+    srun(processes, command, 2)
+    assert processes.codes() == [0, 0], processes.tails()
+    found = summary(processes)
+    assert (found["status"], found["world"]) == ("completed", {"trainer": 1, "rollout": 1})
+    assert "Trainer.fit" in processes.said(1, "err"), "process 1 must be the trainer"
+
+
+def _pool(role: str) -> str:
+    return f"gpu:cpu,count:1,role:{role},memory_gib:16,tflops:1,hbm_tb_s:1,intra_gb_s:1,inter_gb_s:1"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sigterm_of_a_scheduler_ends_in_a_checkpoint(tmp_path: Path, processes: Processes) -> None:
+    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "max_rl_steps=10000")]
+    srun(processes, command, 2)
+    wait_for_a_step(tmp_path)
+    for process in processes._started:
+        process.terminate()
+    assert processes.codes() == [EXIT_STOPPED] * 2, processes.tails()
+    found = summary(processes)
+    assert (found["status"], found["cause"]) == ("stopped", "signal SIGTERM")
+    assert list(tmp_path.glob("outputs/*/*/checkpoints/last/manifest.json"))
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable; skipped where they cannot be made."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip (Debian package iproute2)")
+    one, two = f"dgrl{os.getpid()}a", f"dgrl{os.getpid()}b"
+    steps = [
+        f"netns add {one}",
+        f"netns add {two}",
+        f"link add {one} netns {one} type veth peer name {two} netns {two}",
+        *(f"-n {ns} addr add 10.77.0.{i}/24 dev {ns}" for i, ns in ((1, one), (2, two))),
+        *(f"-n {ns} link set {dev} up" for ns in (one, two) for dev in (ns, "lo")),
+    ]
+    try:
+        for step in steps:
+            made = subprocess.run(["ip", *step.split()], capture_output=True, text=True, check=False)
+            if made.returncode:
+                pytest.skip(f"ip {step}: {made.stderr.strip()}")
+        yield one, two
+    finally:
+        for ns in (one, two):
+            subprocess.run(["ip", "netns", "del", ns], capture_output=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_agents_in_two_network_namespaces(
+    tmp_path: Path, processes: Processes, namespaces: tuple[str, str]
+) -> None:
+    """Store, gloo and data links over an interface that is not the loopback one."""
+    for number, ns in enumerate(namespaces):
+        settings = {"HEAD": "10.77.0.1", "ADDRESS": f"10.77.0.{number + 1}", "GLOO_SOCKET_IFNAME": ns}
+        agent(tmp_path, processes, "ip", "netns", "exec", ns, **settings)
+    assert processes.codes() == [0, 0], processes.tails()
+    found = summary(processes)
+    assert (found["status"], found["rl_steps"]) == ("completed", 2)

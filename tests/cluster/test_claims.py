@@ -1,0 +1,217 @@
+"""Claims on a real store: one owner, one result that counts, tasks that come back, and the makespan of declining."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from digenrl.cluster.claims import Claims
+from digenrl.cluster.control import Control, host_store, join_store
+from digenrl.schedule import ScheduleSpec, queue
+from digenrl.schedule.claims import Claim, ClaimError
+from digenrl.strategy.worker import TaskRunner
+
+SPEC = ScheduleSpec(prompts=3, group_size=4, task_size=2, denoise_steps=4, trained_steps=3)
+TASKS = queue(SPEC, 0, 0)
+WHOLE = range(len(TASKS))
+TRAINERS = 2
+
+
+class Store:
+    """A control store with a fresh name space at each call."""
+
+    def __init__(self) -> None:
+        self._server, self._count = host_store("127.0.0.1"), 0
+
+    def controls(self, ranks: int) -> tuple[Control, list[Control]]:
+        """The launcher's, and one per rank."""
+        self._count += 1
+        store = join_store("127.0.0.1", self._server.port, f"run-{self._count}")
+        controls = [Control(store, rank) for rank in range(-1, ranks)]
+        return controls[0], controls[1:]
+
+
+@pytest.fixture(scope="module")
+def store() -> Store:
+    return Store()
+
+
+def ranks_of(store: Store, ranks: int = 4) -> tuple[Claims, list[Claims], Control]:
+    launcher, controls = store.controls(ranks)
+    claims = [Claims(control, rank) for rank, control in enumerate(controls)]
+    claims[0].published(0)
+    return Claims(launcher, -1), claims, launcher
+
+
+def lose(launcher: Claims, control: Control, rank: int) -> list[str]:
+    control.lose(rank)
+    return launcher.lose(rank, "was killed", TRAINERS)
+
+
+def test_every_task_has_one_owner_and_two_parts_never_meet(store: Store) -> None:
+    _, (a, b, *_), _ = ranks_of(store)
+    taken = [claims.take(0, TASKS, WHOLE) for claims in (a, b, a, b, b, a, a, b)]
+    assert [None if claim is None else claim.position for claim in taken] == [0, 1, 2, 3, 4, 5, None, None]
+    assert a.left(0, len(TASKS), WHOLE) == 0
+    halves = [range(0, 3), range(3, 6)]
+    mine = [[c.take(1, TASKS, part) for _ in range(4)] for c, part in zip((a, b), halves, strict=True)]
+    assert [[c.position for c in own if c is not None] for own in mine] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_lost_owners_task_goes_back_once_and_its_late_result_is_refused(store: Store) -> None:
+    launcher, (trainer, other, dead, heir), control = ranks_of(store)
+    first, second, third = dead.take(0, TASKS, WHOLE), dead.take(0, TASKS, WHOLE), heir.take(0, TASKS, WHOLE)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    for claims in (trainer, other):  # the first task arrived at both trainers, the second at one
+        assert claims.accepts(0, first)
+        claims.received(0, first.position)
+    trainer.received(0, second.position)
+    assert lose(launcher, control, 2) == ["task 1 of step 0 (group 0)"]
+    assert lose(launcher, control, 2) == []
+    assert not other.accepts(0, second), "the old owner's late result"
+    assert heir.left(0, len(TASKS), WHOLE) == len(TASKS) - 2
+    again = heir.take(0, TASKS, WHOLE)
+    assert again == Claim(second.position, 3, attempt=1)
+    assert other.accepts(0, again)
+    assert not other.accepts(0, second)
+    assert other.accepts(0, third), "what others own is not touched"
+    assert heir.take(0, TASKS, WHOLE) == Claim(3, 3, attempt=0)
+
+
+def test_a_task_that_loses_its_second_owner_is_named_as_the_cause(store: Store) -> None:
+    launcher, (_, one, two, three), control = ranks_of(store)
+    one.take(0, TASKS, WHOLE)
+    lose(launcher, control, 1)
+    assert two.take(0, TASKS, WHOLE) == Claim(0, 2, attempt=1)
+    with pytest.raises(ClaimError, match=r"task 0 of step 0 \(group 0\) lost 2 owners, the last being rank 2"):
+        lose(launcher, control, 2)
+    assert three.take(0, TASKS, WHOLE) == Claim(1, 3, attempt=0)
+
+
+def test_a_claim_that_was_not_noted_yet_is_made_anew(store: Store) -> None:
+    """The dead rank took a number and died before it wrote its name."""
+    launcher, (_, alive, _, _), control = ranks_of(store)
+    control.claim("v0")
+    assert lose(launcher, control, 2) == []
+    assert [alive.take(0, TASKS, WHOLE) for _ in range(2)] == [Claim(0, 1, 0), Claim(1, 1, 0)]
+
+
+@pytest.mark.parametrize("died", ["giver", "heir"])
+def test_a_task_handed_over_outlives_either_death(store: Store, died: str) -> None:
+    launcher, (trainer, giver, heir, third), control = ranks_of(store)
+    claim = giver.take(0, TASKS, WHOLE)
+    assert claim is not None
+    assert giver.give(0, claim, 2)
+    assert not trainer.accepts(0, claim), "the giver's own result no longer counts"
+    lose(launcher, control, {"giver": 1, "heir": 2}[died])
+    assert heir.confirm(0, 0, 0) is None, "on its way when it was given to somebody else"
+    assert third.take(0, TASKS, WHOLE) == Claim(0, 3, attempt=1)
+
+
+def test_a_task_handed_over_and_confirmed_belongs_to_its_heir(store: Store) -> None:
+    launcher, (trainer, giver, heir, _), control = ranks_of(store)
+    claim = giver.take(0, TASKS, WHOLE)
+    assert claim is not None
+    assert giver.give(0, claim, 2)
+    confirmed = heir.confirm(0, 0, 0)
+    assert confirmed == Claim(0, 2, 0)
+    assert lose(launcher, control, 1) == []
+    assert trainer.accepts(0, confirmed)
+
+
+def test_nothing_is_given_to_a_lost_rank(store: Store) -> None:
+    _, (trainer, giver, *_), control = ranks_of(store)
+    claim = giver.take(0, TASKS, WHOLE)
+    assert claim is not None
+    control.lose(2)
+    assert not giver.give(0, claim, 2)
+    assert trainer.accepts(0, claim)
+
+
+def test_old_queues_leave_the_store(store: Store) -> None:
+    _, (trainer, rollout, *_), control = ranks_of(store)
+    claim = rollout.take(0, TASKS, WHOLE)
+    assert claim is not None
+    trainer.received(0, 0)
+    trainer.forget(1)
+    assert trainer.accepts(0, claim)
+    trainer.forget(2)
+    assert not trainer.accepts(0, claim)
+    assert control.get("got/v0/0") is None
+
+
+class Clock:
+    """A span log's clock, set by hand."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(0.05, 20.0), min_size=1, max_size=6), st.integers(1, 20))
+def test_decline_makespan_of_the_runtime(store: Store, seconds: list[float], groups: int) -> None:
+    """n equal tasks on m ranks of measured constant speed, all free at 0: (1 + (m-1)/n) x total work / total speed.
+
+    The worker's own claim and decline, in virtual time."""
+    spec = ScheduleSpec(prompts=groups, group_size=2, task_size=2, denoise_steps=4, trained_steps=3)
+    tasks, clock = queue(spec, 0, 0), Clock()
+    controls = store.controls(len(seconds))[1]
+    nothing = cast(Any, None)
+    runners = [
+        TaskRunner(
+            spec, lambda version: tasks, nothing, rank, 0, nothing, nothing, control, nothing, cast(Any, clock),
+            range(len(seconds)),
+        )
+        for rank, control in enumerate(controls)
+    ]  # fmt: skip
+    for runner, cost in zip(runners, seconds, strict=True):
+        runner._task_seconds = cost
+        runner.announce(version=0)
+    busy_until = dict.fromkeys(range(len(seconds)), 0.0)
+    while runners[0].remaining(0):
+        for rank, runner in enumerate(runners):
+            if busy_until[rank] <= clock.time and not runner.declines(0) and (task := runner.claim(0)) is not None:
+                runner.announce(0, task.group, share=1.0)
+                busy_until[rank] = clock.time + seconds[rank]
+        later = [time for time in busy_until.values() if time > clock.time]
+        assert later, "every rank declined: the queue stands still"
+        clock.time = min(later)
+        for rank, runner in enumerate(runners):
+            if busy_until[rank] <= clock.time:
+                runner.announce(0)
+    bound = len(tasks) / sum(1.0 / cost for cost in seconds)
+    assert max(busy_until.values()) <= (1 + (len(seconds) - 1) / len(tasks)) * bound * (1 + 1e-9)
+
+
+def test_a_rank_declines_only_for_ranks_that_can_take_the_task(store: Store) -> None:
+    """Not for one that is lost, that has gone on to the next version, or whose speed is not known."""
+    _, (slow_control, fast_control) = store.controls(2)
+    clock, nothing = Clock(), cast(Any, None)
+    slow, fast = (
+        TaskRunner(
+            SPEC, lambda version: TASKS[:1], nothing, rank, 0, nothing, nothing, control, nothing, cast(Any, clock),
+            range(2),
+        )
+        for rank, control in enumerate((slow_control, fast_control))
+    )  # fmt: skip
+    slow._task_seconds = 10.0
+    slow.announce(0)
+    assert not slow.declines(0), "nobody knows how fast the other is"
+    fast._task_seconds = 1.0
+    fast.announce(0)
+    assert slow.declines(0)
+    assert not fast.declines(0)
+    fast.announce(1)
+    assert not slow.declines(0)
+    fast.announce(-1)
+    assert slow.declines(0), "it has yet to adopt the version"
+    slow_control.lose(1)
+    assert not slow.declines(0)

@@ -1,0 +1,66 @@
+"""Secrets are masked by name, shape and environment; ordinary words are not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from digenrl.record.redact import MASK, is_secret_name, redact, redact_text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["api_key", "logger.wandb.api_key", "HF_TOKEN", "token", "db_password", "client_secret", "AWS_SECRET_ACCESS_KEY"],
+)
+def test_secret_names(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["num_tokens", "max_tokens", "tokenizer", "token_env", "token_file", "key", "keyboard", "author"]
+)
+def test_ordinary_names(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf_abcdefghijklmnopqrstuvwx",
+        "sk-abcdefghijklmnopqrstuvwx",
+        "ghp_0123456789abcdefghijABCD",
+        "AKIA0123456789ABCDEF",
+        "http://user:canary@host/score",
+        "trainer.api_key=canary",
+        "password: canary",
+    ],
+)
+def test_secrets_in_text(text: str) -> None:
+    shown = redact_text(f"before {text} after")
+    assert MASK in shown
+    assert "canary" not in shown
+    assert shown.startswith("before ")
+    assert shown.endswith(" after")
+
+
+def test_environment_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "c0ffee-c0ffee")
+    monkeypatch.setenv("NUM_TOKENS", "twelve-twelve")
+    assert redact_text("c0ffee-c0ffee twelve-twelve") == f"{MASK} twelve-twelve"
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text("abc 12:/.", max_size=12),
+        lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["a", "steps", "tokenizer"]), inner),
+    )
+)
+def test_values_without_secrets_are_unchanged(value: object) -> None:
+    assert redact(value) == value
+
+
+def test_nested_values() -> None:
+    tree = {"a": {"api_key": "x", "urls": ["http://u:p@h/"]}, "token": None, "password": ["p", "q"]}
+    expected = {"a": {"api_key": MASK, "urls": [f"http://{MASK}@h/"]}, "token": None, "password": [MASK, MASK]}
+    assert redact(tree) == expected

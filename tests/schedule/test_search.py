@@ -1,0 +1,141 @@
+"""BTS: never worse than not lending under its own costs; the monitor; the costs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from digenrl.schedule.search import (
+    Cost,
+    Costs,
+    Decision,
+    LendingMonitor,
+    LendingState,
+    accepted,
+    after_older,
+    search,
+)
+
+
+@st.composite
+def states(draw: st.DrawFn) -> LendingState:
+    ranks = draw(st.integers(0, 6))
+    fragments = draw(st.integers(1, 8))
+    tasks = tuple(draw(st.lists(st.integers(0, 5), min_size=fragments, max_size=fragments)))
+    times = st.floats(0.01, 5.0)
+    return LendingState(
+        rollout_free=tuple(draw(st.lists(st.floats(0, 5.0), min_size=ranks, max_size=ranks))),
+        rollout_seconds=tuple(draw(st.lists(times, min_size=ranks, max_size=ranks))),
+        tasks_left=sum(tasks),
+        fragment_tasks=tasks,
+        fragment_ready=tuple(draw(st.lists(st.floats(0, 5.0), min_size=fragments, max_size=fragments))),
+        train_seconds=tuple(draw(st.lists(st.floats(0, 3.0), min_size=fragments, max_size=fragments))),
+        lend_seconds=draw(times),
+        lenders=draw(st.integers(1, 4)),
+        lenders_later=draw(st.integers(0, 4)),
+        switch_seconds=draw(st.floats(0, 1.0)),
+        step_seconds=draw(st.one_of(st.none(), st.floats(0.01, 1.0))),
+        may_lend=draw(st.booleans()),
+    )
+
+
+@settings(deadline=None)
+@given(states(), st.integers(1, 4), st.integers(0, 2))
+def test_never_worse_than_not_lending(state: LendingState, k_max: int, depth: int) -> None:
+    decision = search(state, k_max, depth)
+    assert decision.predicted_step_s <= decision.predicted_without + 1e-9
+    assert 0 <= decision.lend <= k_max
+    if not state.may_lend or state.tasks_left == 0:
+        assert decision.lend == 0
+
+
+@settings(deadline=None)
+@given(states())
+def test_i6_nothing_is_lent_while_a_fragment_is_ready(state: LendingState) -> None:
+    ready = replace(
+        state,
+        fragment_tasks=(0, *state.fragment_tasks[1:]),
+        tasks_left=sum(state.fragment_tasks[1:]),
+        fragment_ready=(0.0, *state.fragment_ready[1:]),
+    )
+    assert search(ready).lend == 0
+
+
+def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
+    def state(ready: float, later: int, step_seconds: float | None = None) -> LendingState:
+        return LendingState(
+            (9.0,), (10.0,), 0, (0,), (ready,), (1.0,), 4.0, 2, 0, 0.1, step_seconds, tasks_later=later
+        )  # fmt: skip
+
+    assert search(state(9.0, 0)).lend == 0
+    assert search(state(9.0, 8)).lend == 2  # two rounds of 4 s and two switches end before 9 s
+    assert search(state(9.0, 2)).lend == 1
+    assert search(state(3.0, 8)).lend == 0
+    assert search(state(3.0, 8, step_seconds=0.5)).lend > 0  # handed over when the fragment is ready
+    assert search(replace(state(9.0, 8), may_lend=False)).lend == 0
+    decision = search(state(9.0, 8))
+    assert decision.gain == 0.0
+
+
+def test_older_tasks_come_first() -> None:
+    free, ready = after_older((1.0, 2.0), (4.0, 10.0), (0.5, 3.0, 7.0), (2, 0, 1))
+    assert free == (9.0, 12.0)  # the fast rank ends tasks at 5 and 9, and the slow one its first at 12
+    assert ready == (9.0, 3.0, 12.0)
+
+
+def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
+    state = LendingState((0.0, 0.0), (10.0, 10.0), 8, (4, 4), (0.0, 0.0), (1.0, 1.0), 5.0, 2, switch_seconds=0.1)
+    assert search(state).lend > 0
+    assert search(state).gain > 0
+    costly = replace(state, switch_seconds=100.0)
+    assert search(costly) == Decision(
+        0, 41.0, 41.0, search(costly).nodes
+    )  # 4 rounds of 2 tasks, then the last fragment
+
+
+def test_search_takes_milliseconds() -> None:
+    free = tuple(0.1 * i for i in range(24))
+    state = LendingState(free, (3.0,) * 24, 288, (6,) * 48, (0.0,) * 48, (0.7,) * 48, 4.0, 8, switch_seconds=0.05)
+    best = min(_timed(state) for _ in range(5))
+    assert best < 0.05
+
+
+def _timed(state: LendingState) -> float:
+    begin = time.perf_counter()
+    search(state)
+    return time.perf_counter() - begin
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 5)), min_size=1, max_size=5), st.integers(0, 30))
+def test_accepted_claims_are_the_earliest_finishing_ones(ranks: list[tuple[float, float]], tasks: int) -> None:
+    free, seconds = tuple(f for f, _ in ranks), tuple(s for _, s in ranks)
+    _, finishes = accepted(free, seconds, tasks)
+    every = sorted(f + (j + 1) * s for f, s in ranks for j in range(tasks))
+    assert sorted(finishes) == pytest.approx(every[:tasks])
+
+
+def test_monitor_switches_off_when_the_error_exceeds_the_gain() -> None:
+    monitor = LendingMonitor()
+    good = Decision(1, 10.0, 15.0, 1)
+    assert [monitor.record(good, 11.0) for _ in range(10)] == [None] * 10
+    messages = [monitor.record(good, 40.0) for _ in range(5)]
+    assert any(message and "switched itself off" in message for message in messages)
+    assert monitor.off
+    assert LendingMonitor().record(Decision(0, 1.0, 1.0, 1), 99.0) is None
+
+
+def test_costs_start_from_the_profile_and_follow_measurements() -> None:
+    costs = Costs({"train": 2.0})
+    assert costs.get("train", 0) == 2.0
+    costs.update("train", 0, 4.0)
+    assert costs.get("train", 0) == 4.0
+    assert costs.get("train", 1) == 2.0
+    with pytest.raises(KeyError, match="seed one of train"):
+        costs.get("generate", 0)
+    with pytest.raises(ValueError, match="give seconds"):
+        Cost(1.0).update(float("nan"))

@@ -1,0 +1,168 @@
+"""The engine over random specs, clusters, durations and failures: what must hold whatever the schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from digenrl.schedule import ScheduleSpec, fragments, group_version, place
+from digenrl.simulate.virtual_cluster import Cluster, Disturbance, Rank
+from digenrl.simulate.virtual_run import simulate
+
+
+@st.composite
+def specs(draw: st.DrawFn, async_steps: int | None = None) -> ScheduleSpec:
+    updates = draw(st.sampled_from([1, 2]))
+    size = draw(st.sampled_from([1, 2]))
+    return ScheduleSpec(
+        prompts=updates * draw(st.integers(1, 4)),
+        group_size=size * draw(st.integers(2, 3)),
+        task_size=size,
+        denoise_steps=draw(st.integers(3, 6)),
+        trained_steps=draw(st.integers(1, 3)),
+        updates_per_batch=updates,
+        gap=draw(st.integers(0, 3)),
+        order=draw(st.sampled_from(["canonical", "arrival"])),
+        tsp_batch=draw(st.integers(1, 3)),
+        tsp_shard=draw(st.booleans()),
+        tag=draw(st.booleans()),
+        handoff=draw(st.booleans()),
+        async_steps=draw(st.integers(0, 1)) if async_steps is None else async_steps,
+        stale_fraction=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn, least_rollouts: int = 0) -> Cluster:
+    times = st.floats(0.01, 3.0)
+    trainers, rollouts = draw(st.integers(1, 3)), draw(st.integers(least_rollouts, 4))
+    ranks = [
+        Rank(i, "trainer", "t", draw(times), draw(times), draw(times), draw(times), draw(times))
+        for i in range(trainers)
+    ]
+    for i in range(trainers, trainers + rollouts):
+        ranks.append(Rank(i, "rollout", "r", draw(times), draw(times), draw(times), draw(times), 0.0, draw(times)))
+    small = st.floats(0.0, 0.5)
+    return Cluster(
+        tuple(ranks),
+        lockstep=draw(st.booleans()),
+        micro_batch_seconds=draw(small),
+        reduce_seconds=draw(small),
+        publish_seconds=draw(small),
+        deliver_seconds=draw(small),
+        move_seconds=draw(small),
+        switch_seconds=draw(small),
+        lends_between_updates=draw(st.booleans()),
+        static_claims=rollouts == 0 and draw(st.booleans()),
+    )
+
+
+PROPERTY = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def check(spec: ScheduleSpec, cluster: Cluster, steps: int, disturbance: Disturbance) -> None:
+    result = simulate(spec, cluster, steps, disturbance)  # raises when it halts: no deadlock
+    trainers = len(cluster.trainers)
+    made = Counter((step, task) for step, task, _, _ in result.made)
+    for step in range(steps):
+        assert all(made[step, task] == 1 for task in range(spec.tasks))  # generated once
+        cells: Counter[tuple[int, int, int]] = Counter()
+        for trained_step, rank, groups in result.trained:
+            if trained_step == step:
+                for micro in place(spec, trainers, groups)[rank]:
+                    cells.update((b.group, b.part, s) for b in micro for s in b.steps)
+        assert set(cells.values()) == {1}  # I2: trained once
+        assert len(cells) == spec.tasks * spec.trained_steps
+    for step, task, _, version in result.made:
+        assert version == group_version(spec, step, task // spec.tasks_per_group)  # I7, I8
+    assert result.staleness_max <= spec.async_steps  # I9
+    assert result.ledger.trained == steps * spec.prompts * spec.group_size  # I10
+    assert result.ledger.in_flight == 0
+
+
+@PROPERTY
+@given(specs(), clusters(), st.floats(0.0, 0.5), st.integers(0, 99))
+def test_i2_i7_i8_i9_i10_every_cell_once_with_its_version(
+    spec: ScheduleSpec, cluster: Cluster, jitter: float, seed: int
+) -> None:
+    if not cluster.rollouts:
+        spec = ScheduleSpec(**{**vars(spec), "async_steps": 0})
+    check(spec, cluster, 3, Disturbance(jitter, seed, {0: 2.0}))
+
+
+@PROPERTY
+@given(specs(), clusters(least_rollouts=2), st.floats(0.0, 20.0), st.integers(0, 9))
+def test_i2_i10_a_rollout_death_loses_nothing(spec: ScheduleSpec, cluster: Cluster, when: float, which: int) -> None:
+    victim = cluster.rollouts[which % (len(cluster.rollouts) - 1)].rank  # at least one survives
+    check(spec, cluster, 2, Disturbance(failures=((when, victim),), detect_seconds=1.0))
+
+
+@settings(deadline=None)
+@given(specs(), st.integers(1, 5))
+def test_i3_equal_micro_batches_on_every_rank(spec: ScheduleSpec, trainers: int) -> None:
+    for update in range(spec.updates_per_batch):
+        for fragment in fragments(spec, update):
+            placement = place(spec, trainers, fragment)
+            assert len({len(micro) for micro in placement}) == 1
+    blocks = [
+        block
+        for update in range(spec.updates_per_batch)
+        for fragment in fragments(spec, update)
+        for rank in place(spec, trainers, fragment)
+        for micro in rank
+        for block in micro
+    ]
+    cells = sum(len(block.steps) for block in blocks) * spec.task_size
+    assert cells == spec.cells_per_update * spec.updates_per_batch  # the denominators count every cell
+
+
+def even(trainers: int, rollouts: int, **settings: float) -> Cluster:
+    ranks = [Rank(i, "trainer", "p", 1.0, cell_seconds=1.0) for i in range(trainers)]
+    ranks += [Rank(trainers + i, "rollout", "p", 1.0) for i in range(rollouts)]
+    return Cluster(tuple(ranks), **settings)  # type: ignore[arg-type]
+
+
+BASE = {"prompts": 8, "group_size": 8, "task_size": 2, "denoise_steps": 6, "trained_steps": 6}
+
+
+def test_each_mechanism_shortens_the_step() -> None:
+    def step(trainers: int = 4, rollouts: int = 4, **changes: object) -> float:
+        return simulate(ScheduleSpec(**{**BASE, **changes}), even(trainers, rollouts), 4).step_s  # type: ignore[arg-type]
+
+    sync = step()
+    gap = step(gap=1)
+    tsp = step(gap=1, tsp_shard=True)
+    tag = step(gap=1, tsp_shard=True, tag=True)
+    full = step(gap=1, tsp_shard=True, tag=True, handoff=True, async_steps=1)
+    bound = (32 * 6 + 32 * 6) / 8
+    assert sync == pytest.approx(96.0)  # half of the ranks waits at any time
+    assert sync > gap >= tsp >= tag
+    assert full < 1.1 * bound
+    assert full < tag
+
+
+def test_lockstep_pays_the_slowest_rank_and_communication() -> None:
+    spec = ScheduleSpec(**BASE, tsp_shard=True)
+    ranks = (Rank(0, "trainer", "p", 1.0, cell_seconds=1.0), Rank(1, "trainer", "p", 1.0, cell_seconds=3.0))
+    rollout = Rank(2, "rollout", "p", 0.001)
+    free = simulate(spec, Cluster((*ranks, rollout), lockstep=True), 1).step_s
+    paid = simulate(spec, Cluster((*ranks, rollout), lockstep=True, micro_batch_seconds=0.5), 1).step_s
+    micro = 32 * 6 // 2
+    assert free == pytest.approx(3.0 * micro, rel=0.01)
+    assert paid - free == pytest.approx(0.5 * micro, rel=1e-6)
+
+
+def test_shares_follow_speed() -> None:
+    ranks = (Rank(0, "trainer", "p", 1.0, cell_seconds=1.0), Rank(1, "trainer", "p", 1.0, cell_seconds=3.0))
+    cluster = Cluster((*ranks, Rank(2, "rollout", "p", 0.001)))
+    equal = simulate(ScheduleSpec(**BASE, tsp_shard=True), cluster, 1).step_s
+    shared = simulate(ScheduleSpec(**BASE, tsp_shard=True, shares=(3.0, 1.0)), cluster, 1).step_s
+    assert shared == pytest.approx(equal / 2, rel=0.02)
+
+
+def test_a_trainer_death_is_refused() -> None:
+    with pytest.raises(ValueError, match="only rollout ranks die alone"):
+        simulate(ScheduleSpec(**BASE), even(1, 1), 1, Disturbance(failures=((0.5, 0),)))

@@ -1,0 +1,209 @@
+"""The data link: order, back-pressure, strangers, dead peers; and the control store it stands on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from digenrl.cluster.control import Aborted, Control, host_store, join_store
+from digenrl.transport.link import MAX_HELLO_BYTES, SocketLink
+from digenrl.transport.wire import MAGIC, Kind, Message, WireError, encode
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def controls() -> Iterator[list[Control]]:
+    """Three ranks' views of one store."""
+    store = host_store(HOST)
+    yield [Control(join_store(HOST, store.port, "test"), rank, patience=5.0) for rank in range(3)]
+    del store  # only now: the server lives as long as this reference
+
+
+@pytest.fixture
+def links(controls: list[Control]) -> Iterator[list[SocketLink]]:
+    made = [SocketLink(control, rank, HOST, "secret", queue_depth=4) for rank, control in enumerate(controls)]
+    yield made
+    for link in made:
+        link.close()
+
+
+def cells(number: int, size: int = 3) -> Message:
+    return Message(Kind.CELLS, {"number": number}, {"x": torch.full((size,), float(number))})
+
+
+def received(link: SocketLink, seconds: float = 10.0) -> Message:
+    message = link.receive(seconds)
+    assert message is not None, "nothing arrived"
+    return message
+
+
+def test_messages_of_one_sender_keep_their_order_and_bytes(links: list[SocketLink]) -> None:
+    for number in range(40):
+        links[0].send(2, cells(number))
+        links[1].send(2, cells(100 + number))
+    found = [received(links[2]) for _ in range(80)]
+    numbers = [int(message.meta["number"]) for message in found]
+    assert [n for n in numbers if n < 100] == list(range(40))
+    assert [n for n in numbers if n >= 100] == list(range(100, 140))
+    assert all(torch.equal(m.tensors["x"], torch.full((3,), float(m.meta["number"]))) for m in found)
+    assert links[2].receive(0.0) is None
+
+
+def test_a_rank_may_send_to_itself_and_two_ranks_to_each_other(links: list[SocketLink]) -> None:
+    links[0].send(0, cells(7))
+    assert received(links[0]).meta["number"] == 7
+    big = 1 << 18
+    for number in range(10):  # both directions full at once: no rendezvous, so no deadlock
+        links[0].send(1, cells(number, big))
+        links[1].send(0, cells(number, big))
+    assert [received(links[1]).meta["number"] for _ in range(10)] == list(range(10))
+    assert [received(links[0]).meta["number"] for _ in range(10)] == list(range(10))
+
+
+def test_close_flushes_what_was_sent(controls: list[Control]) -> None:
+    sender, receiver = SocketLink(controls[0], 0, HOST, "s"), SocketLink(controls[1], 1, HOST, "s")
+    for number in range(20):
+        sender.send(1, cells(number, 1 << 16))
+    sender.close()
+    assert [received(receiver).meta["number"] for _ in range(20)] == list(range(20))
+    receiver.close()
+
+
+def _connect(controls: list[Control], rank: int) -> socket.socket:
+    address = controls[0].get(f"address/{rank}")
+    assert address is not None
+    host, port = address.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=5.0)
+
+
+def _bytes(message: Message) -> bytes:
+    return b"".join(bytes(buffer) for buffer in encode(message))
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        os.urandom(512),
+        _bytes(Message(Kind.HELLO, {"rank": 0, "token": "wrong"})),
+        _bytes(Message(Kind.HELLO, {"rank": 0, "token": "gehéim"})),
+        _bytes(Message(Kind.HELLO, {"rank": 0})),
+        _bytes(Message(Kind.CELLS, {"token": "secret"})),
+        struct.pack("!4sHIH", MAGIC, Kind.HELLO, MAX_HELLO_BYTES + 1, 0),
+        struct.pack("!4sHIH", MAGIC, Kind.HELLO, 4000, 0) + b"[" * 4000,
+    ],
+    ids=["http", "noise", "wrong-token", "not-ascii", "no-token", "no-hello", "long", "nested"],
+)
+def test_a_client_without_the_token_is_dropped_and_harms_nobody(
+    controls: list[Control], links: list[SocketLink], opening: bytes
+) -> None:
+    with _connect(controls, 1) as stranger:
+        stranger.sendall(opening)
+        try:
+            stranger.sendall(_bytes(cells(666)))
+            assert stranger.recv(1) == b"", "the connection is still open"
+        except ConnectionError:
+            pass  # closed with unread bytes: reset
+    links[0].send(1, cells(1))
+    assert received(links[1]).meta["number"] == 1
+    assert links[1].receive(0.05) is None
+
+
+def test_a_broken_message_of_a_known_peer_raises_where_it_is_received(
+    controls: list[Control], links: list[SocketLink]
+) -> None:
+    with _connect(controls, 1) as peer:
+        peer.sendall(_bytes(Message(Kind.HELLO, {"rank": 0, "token": "secret"})) + b"garbage garbage garbage")
+        with pytest.raises(WireError, match="not a digenrl message"):
+            received(links[1])
+
+
+def test_a_full_queue_blocks_until_the_run_is_aborted(controls: list[Control], links: list[SocketLink]) -> None:
+    """Back-pressure: a peer that does not read cannot make this rank's memory grow; an abort ends the wait."""
+    with socket.create_server((HOST, 0)) as deaf:  # accepts, never reads
+        controls[0].set("address/9", f"{HOST}:{deaf.getsockname()[1]}")
+        threading.Timer(1.0, lambda: controls[1].abort("enough")).start()
+        sent = [0]
+
+        def flood() -> None:
+            for sent[0] in range(200):
+                links[0].send(9, cells(sent[0], 1 << 20))
+
+        with pytest.raises(Aborted, match="enough"):
+            flood()
+        assert sent[0] < 30, "200 messages of 4 MiB went nowhere without anybody waiting"
+        began = time.monotonic()
+        links[0].close()
+        assert time.monotonic() - began < 5.0, "closing waits for a peer that nobody needs any more"
+
+
+def test_a_peer_that_is_gone_is_reported(controls: list[Control], links: list[SocketLink]) -> None:
+    with socket.create_server((HOST, 0)) as closed:
+        controls[0].set("address/8", f"{HOST}:{closed.getsockname()[1]}")
+    links[0].send(8, cells(1))
+    with pytest.raises(ConnectionError, match="rank 0 lost its link to rank 8"):
+        received(links[0])
+
+
+def test_after_the_end_of_the_run_a_peer_that_is_gone_is_nobodys_problem(
+    controls: list[Control], links: list[SocketLink]
+) -> None:
+    """Trainers leave first; what a rollout was still sending for the next step is not missed."""
+    with socket.create_server((HOST, 0)) as closed:
+        controls[0].set("address/8", f"{HOST}:{closed.getsockname()[1]}")
+    controls[0].set("done", "1")
+    for number in range(10):  # more than the queue holds
+        links[0].send(8, cells(number))
+    assert links[0].receive(0.5) is None
+
+
+def test_claims_are_unique_and_dense(controls: list[Control]) -> None:
+    taken: list[int] = []
+
+    def take(control: Control) -> None:
+        taken.extend(control.claim("v0") for _ in range(50))
+
+    threads = [threading.Thread(target=take, args=(control,)) for control in controls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(150))
+    assert controls[0].claimed("v0") == 150
+    assert controls[0].claimed("v0") == 150
+    assert controls[0].claimed("other") == 0
+
+
+def test_the_first_abort_counts_and_ends_every_wait(controls: list[Control]) -> None:
+    controls[0].check()
+    threading.Timer(0.2, lambda: controls[1].abort("rank 1 failed")).start()
+    with pytest.raises(Aborted, match="rank 1 failed"):
+        controls[0].wait_for("never", "something")
+    controls[2].abort("a later cause")
+    with pytest.raises(Aborted, match="rank 1 failed"):
+        controls[2].check()
+
+
+def test_a_wait_ends_with_its_patience(controls: list[Control]) -> None:
+    impatient = Control(join_store(HOST, _port(controls[0]), "test"), 5, patience=0.2)
+    with pytest.raises(Aborted, match=r"rank 5 waited 0 s for a miracle"):
+        impatient.wait_for("never", "a miracle")
+
+
+def _port(control: Control) -> int:
+    return control._store.underlying_store.port  # type: ignore[attr-defined, no-any-return]
+
+
+def test_meta_is_plain_json(links: list[SocketLink]) -> None:
+    meta = {"list": [1, 2.5, None, True], "nested": {"text": "größer"}}
+    links[0].send(1, Message(Kind.STATE, meta))
+    assert json.loads(json.dumps(received(links[1]).meta)) == meta

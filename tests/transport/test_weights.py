@@ -1,0 +1,211 @@
+"""Weights on their way from a trainer to a rollout rank: whole, of one version, and bit for bit, or refused."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.cluster.control import Control, host_store, join_store
+from digenrl.strategy.gradients import assert_equal_digests
+from digenrl.transport.link import SocketLink
+from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, buckets, publish, table
+from digenrl.transport.wire import Kind, Message, decode, encode
+from tests.transport.test_wire import reader
+
+HOST = "127.0.0.1"
+MIB = 1 << 20
+
+
+class Wire:
+    """A link that keeps the bytes of every message, for the test to deliver."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytearray] = []
+
+    def send(self, peer: int, message: Message) -> None:
+        self.sent.append(bytearray(b"".join(bytes(buffer) for buffer in encode(message))))
+
+    def receive(self, timeout: float) -> Message | None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def weights(scale: float = 1.0, megabytes: int = 5) -> dict[str, Tensor]:
+    """Several buckets; odd sizes, an empty tensor, a transposed one and four dtypes."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "a": torch.randn(3, 2, generator=generator) * scale,
+        "b": torch.randn(megabytes * MIB // 4, generator=generator).mul_(scale),
+        "c": torch.zeros(0, 3),
+        "d": (torch.randn(5, 7, generator=generator) * scale).to(torch.bfloat16).T,
+        "e": torch.randn(1, 1, 9, generator=generator).double() * scale,
+        "f": torch.arange(5),
+    }
+
+
+def published(parameters: Mapping[str, Tensor], number: int = 3) -> tuple[Version, list[bytearray]]:
+    wire = Wire()
+    return publish(number, parameters, wire, [1], lambda digest: None), wire.sent
+
+
+def delivered(arrivals: Arrivals, messages: list[bytearray]) -> list[Version | None]:
+    return [arrivals.add(decode(reader(bytes(message)), 1 << 24)) for message in messages]
+
+
+def test_a_version_arrives_bit_for_bit_with_its_seal_and_not_before() -> None:
+    sent, own = weights(0.1), weights(0.0)
+    version, messages = published(sent)
+    assert len(messages) == len(buckets(sent)) + 1 > 2
+    *before, arrived = delivered(Arrivals(own), messages)
+    assert before == [None] * len(before)
+    assert arrived is not None
+    assert (arrived.number, arrived.digest) == (3, version.digest)
+    kept = {name: own[name] for name in own}
+    adopt(own, arrived)
+    for name, value in sent.items():
+        assert kept[name] is own[name], "a module would not see the new weights"
+        assert (own[name].shape, own[name].dtype) == (value.shape, value.dtype)
+        assert torch.equal(own[name], value)
+        assert torch.equal(version.tensors[name], value)
+
+
+def test_the_copy_is_complete_when_publish_returns() -> None:
+    parameters = weights(0.1)
+    expected = {name: value.clone() for name, value in parameters.items()}
+    version, messages = published(parameters)
+    for value in parameters.values():
+        value.zero_()
+    arrived = delivered(Arrivals(parameters), messages)[-1]
+    assert arrived is not None
+    for name, value in expected.items():
+        assert torch.equal(arrived.tensors[name], value)
+        assert torch.equal(version.tensors[name], value)
+
+
+def test_tensors_lie_where_torch_would_put_them() -> None:
+    """Kernels may take another path, with another rounding, for memory that is aligned otherwise."""
+    version, messages = published(weights())
+    arrived = delivered(Arrivals(weights()), messages)[-1]
+    assert arrived is not None
+    assert not [name for name, value in [*version.tensors.items(), *arrived.tensors.items()] if value.data_ptr() % 64]
+
+
+@pytest.mark.parametrize(("message", "position"), [(0, -1), (1, -70), (0, 200_000)])
+def test_one_flipped_bit_raises_and_leaves_the_weights_alone(message: int, position: int) -> None:
+    own = weights(0.0)
+    version, messages = published(weights(0.1))
+    messages[message][position] ^= 1
+    with pytest.raises(WeightsError, match=f"version 3 arrived with digest .* sent as {version.digest}"):
+        delivered(Arrivals(own), messages)
+    assert torch.equal(own["a"], torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_bucket_is_noticed(lost: int) -> None:
+    _, messages = published(weights(0.1))
+    del messages[lost]
+    with pytest.raises(WeightsError, match="version 3"):
+        delivered(Arrivals(weights()), messages)
+
+
+def test_buckets_of_two_versions_never_make_one() -> None:
+    arrivals = Arrivals(weights())
+    (_, old), (_, new) = published(weights(0.1), 3), published(weights(0.2), 4)
+    with pytest.raises(WeightsError, match="version 4 arrived with digest"):
+        delivered(arrivals, [old[0], *new[1:]])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: {name: t[name] for name in "abcde"},
+        lambda t: {"b": t["b"], "a": t["a"]} | {name: t[name] for name in "cdef"},
+        lambda t: t | {"b": t["b"].half()},
+        lambda t: t | {"b": t["b"][None]},
+        lambda t: {name.replace("f", "g"): value for name, value in t.items()},
+    ],
+    ids=["missing", "order", "dtype", "shape", "name"],
+)
+def test_a_table_mismatch_raises(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    sent = change(weights())
+    assert table(sent) != table(weights())
+    with pytest.raises(WeightsError, match="version 3 do not fit this rank"):
+        delivered(Arrivals(weights()), published(sent)[1])
+
+
+def test_trainers_that_disagree_publish_nothing_that_could_be_adopted() -> None:
+    wire = Wire()
+
+    def disagree(digest: str) -> None:
+        raise WeightsError("trainers hold different weights")
+
+    with pytest.raises(WeightsError, match="different weights"):
+        publish(3, weights(), wire, [1], disagree)
+    assert delivered(Arrivals(weights()), wire.sent) == [None] * len(buckets(weights()))
+    assert_equal_digests("0" * 16, 1, 3)  # one trainer agrees with itself
+
+
+@contextmanager
+def slow_line(port: int, bytes_per_second: float, opened: threading.Event) -> Iterator[str]:
+    """Address of a proxy that passes bytes on to `port` at this speed, once it is opened."""
+    with socket.create_server((HOST, 0)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+
+        def carry() -> None:
+            inbound, _ = server.accept()
+            opened.wait(30.0)
+            with inbound, socket.create_connection((HOST, port)) as outbound:
+                while data := inbound.recv(1 << 16):
+                    outbound.sendall(data)
+                    time.sleep(len(data) / bytes_per_second)
+
+        thread = threading.Thread(target=carry)
+        thread.start()
+        yield f"{HOST}:{server.getsockname()[1]}"
+        thread.join(timeout=30.0)
+
+
+def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() -> None:
+    """The trainer steps on while all four versions are still on the line; each is adopted bit for bit."""
+    store = host_store(HOST)
+    controls = [Control(join_store(HOST, store.port, "slow"), rank, patience=10.0) for rank in range(2)]
+    trainer, rollout = (SocketLink(control, rank, HOST, "token") for rank, control in enumerate(controls))
+    address = controls[0].get("address/1")
+    assert address is not None
+    parameters = {"w": torch.zeros(MIB // 4), "v": torch.zeros(100)}
+    own = {name: torch.full_like(value, -1.0) for name, value in parameters.items()}
+    arrivals = Arrivals(own)
+    try:
+        opened = threading.Event()
+        with slow_line(int(address.rsplit(":", 1)[1]), 4 * MIB, opened) as proxy:
+            controls[0].set("address/1", proxy)
+            expected = []
+            for number in range(4):
+                for value in parameters.values():
+                    value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(number)))
+                expected.append({name: value.clone() for name, value in parameters.items()})
+                publish(number, parameters, trainer, [1], lambda digest: None)
+            opened.set()  # so far nothing could pass: the trainer has waited for nobody
+            for number in range(4):
+                version = None
+                while version is None:
+                    message = rollout.receive(10.0)
+                    assert message is not None, "nothing arrived"
+                    assert message.kind is Kind.WEIGHTS
+                    version = arrivals.add(message)
+                adopt(own, version)
+                assert version.number == number
+                assert all(torch.equal(own[name], value) for name, value in expected[number].items())
+            trainer.close()
+    finally:
+        trainer.close()
+        rollout.close()

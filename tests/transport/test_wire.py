@@ -1,0 +1,176 @@
+"""Messages: what is sent arrives bit for bit, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import digenrl.strategy
+from digenrl.transport.wire import _DTYPES, MAGIC, MAX_META_BYTES, MAX_TENSORS, Kind, Message, WireError, decode, encode
+
+LIMIT = 1 << 20
+
+
+def reader(data: bytes) -> Callable[[memoryview], None]:
+    stream = io.BytesIO(data)
+
+    def read(buffer: memoryview) -> None:
+        if stream.readinto(buffer) != len(buffer):
+            raise EOFError("end of data")
+
+    return read
+
+
+def packed(message: Message) -> bytes:
+    return b"".join(bytes(buffer) for buffer in encode(message))
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from(_DTYPES))
+    raw = draw(st.integers(0, 2**32))
+    values = torch.randint(-100, 100, shape, generator=torch.Generator().manual_seed(raw))
+    tensor = (values > 0) if dtype is torch.bool else values.to(dtype)
+    return tensor.transpose(0, -1) if draw(st.booleans()) and len(shape) > 1 else tensor
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+messages = st.builds(
+    Message,
+    st.sampled_from(list(Kind)),
+    st.dictionaries(st.text(max_size=6), plain, max_size=4),
+    st.dictionaries(st.text(max_size=8), tensors(), max_size=4),
+)
+
+
+@given(messages)
+@settings(max_examples=150, deadline=None)
+def test_round_trip(message: Message) -> None:
+    data = packed(message)
+    found = decode(reader(data), LIMIT)
+    assert (found.kind, dict(found.meta)) == (message.kind, dict(message.meta))
+    assert list(found.tensors) == list(message.tensors)
+    for name, tensor in message.tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert found.tensors[name].shape == tensor.shape
+        assert torch.equal(found.tensors[name], tensor)
+
+
+@given(messages, st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_damaged_or_cut_message_never_does_harm(message: Message, data: st.DataObject) -> None:
+    """Any change of any byte gives another message within the limits, WireError or the end of data; nothing else."""
+    good = bytearray(packed(message))
+    position = data.draw(st.integers(0, len(good) - 1))
+    good[position] ^= data.draw(st.integers(1, 255))
+    cut = data.draw(st.integers(0, len(good)))
+    for bad in (bytes(good), bytes(good[:cut])):
+        try:
+            found = decode(reader(bad), LIMIT)
+        except (WireError, EOFError):
+            continue
+        assert sum(t.numel() * t.element_size() for t in found.tensors.values()) <= LIMIT
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=150, deadline=None)
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises((WireError, EOFError)):
+        decode(reader(data), LIMIT)
+
+
+def raw(meta: bytes, count: int = 0, magic: bytes = MAGIC, kind: int = 2, size: int | None = None) -> bytes:
+    return struct.pack("!4sHIH", magic, kind, len(meta) if size is None else size, count) + meta
+
+
+def row(code: int, dims: int, *shape: int) -> bytes:
+    return struct.pack("!BB8Q", code, dims, *shape, *(0,) * (8 - len(shape)))
+
+
+def announced(names: object, meta: object = None) -> bytes:
+    return json.dumps({"names": names, "meta": {} if meta is None else meta}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (raw(announced([]), magic=b"HTTP"), "magic b'HTTP'"),
+        (raw(announced([]), kind=99), "kind 99"),
+        (raw(b"", size=MAX_META_BYTES + 1), "meta"),
+        (raw(announced([]), count=MAX_TENSORS + 1), f"{MAX_TENSORS + 1} tensors"),
+        (raw(b"{" * 10), "not the agreed JSON"),
+        (raw(b"\xff\xfe\x00"), "not the agreed JSON"),
+        (raw(b'{"names": ' + b"[" * 20000), "not the agreed JSON"),
+        (raw(b"[]"), "not the agreed JSON"),
+        (raw(announced("ab"), count=2), "announces"),
+        (raw(announced(["a", "a"]), count=2), "announces"),
+        (raw(announced(["a"]), count=2), "announces"),
+        (raw(announced([1]), count=1), "announces"),
+        (raw(announced([], meta=[])), "announces"),
+        (raw(announced(["x"]), count=1) + row(len(_DTYPES), 0), "dtype code"),
+        (raw(announced(["x"]), count=1) + row(0, 9), "9 dimensions"),
+        (raw(announced(["x"]), count=1) + row(0, 1, LIMIT), "limit"),
+        (raw(announced(["x"]), count=1) + row(0, 2, 0, 2**63), "limit"),
+        (raw(announced(["x"]), count=1) + row(0, 3, 2**40, 2**40, 2**40), "limit"),
+        (raw(announced(["x", "y"]), count=2) + row(0, 1, 8) + row(0, 1, LIMIT // 4), "'y'"),
+    ],
+)
+def test_each_violation_is_refused_by_name_before_anything_is_allocated(data: bytes, cause: str) -> None:
+    with pytest.raises(WireError, match=cause):
+        decode(reader(data), LIMIT)
+
+
+def test_what_cannot_travel_fails_in_its_authors_stack() -> None:
+    with pytest.raises(WireError, match=r"'x' has dtype torch\.complex64"):
+        encode(Message(Kind.CELLS, {}, {"x": torch.zeros(2, dtype=torch.complex64)}))
+    with pytest.raises(WireError, match=r"'x' has dtype .* and 9 dimensions"):
+        encode(Message(Kind.CELLS, {}, {"x": torch.zeros((1,) * 9)}))
+    with pytest.raises(TypeError):
+        encode(Message(Kind.CELLS, {"x": object()}))
+    with pytest.raises(WireError, match="too large"):
+        encode(Message(Kind.CELLS, {}, {str(i): torch.zeros(1) for i in range(MAX_TENSORS + 1)}))
+
+
+PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+OBJECT_COLLECTIVES = {
+    "broadcast_object_list",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+}
+
+
+def test_no_source_between_the_roles_pickles() -> None:
+    """No pickle module, no collective of Python objects, no torch.load without weights_only=True, in any file."""
+    files = sorted(Path(digenrl.strategy.__path__[0]).parent.rglob("*.py"))
+    assert len(files) > 40
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            where = f"{file}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import):
+                assert not {alias.name.split(".")[0] for alias in node.names} & PICKLING, where
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] not in PICKLING, where
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                assert node.func.attr not in OBJECT_COLLECTIVES, where
+                if node.func.attr == "load" and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
+                    safe = [k for k in node.keywords if k.arg == "weights_only"]
+                    assert safe, where
+                    assert isinstance(safe[0].value, ast.Constant), where
+                    assert safe[0].value.value is True, where
