@@ -80,8 +80,7 @@ class Control:
     def lose(self, rank: int) -> None:
         """Mark a rank as dead while the run goes on; what it announced no longer counts. The launcher alone does so."""
         self.set("lost", " ".join(str(lost) for lost in sorted(self.lost_ranks() | {rank})))
-        for key in ("work", "idle"):
-            self.set(f"{key}/{rank}", "")
+        self.set(f"work/{rank}", "")
 
     def lost_ranks(self) -> frozenset[int]:
         """Ranks that died while the run went on."""
