@@ -11,16 +11,17 @@ _NOTHING = (None, False, 0, "wait")
 
 
 class DecisionLog:
-    """Writes what `digenrl.schedule.policy` records, so that `policy.replay` gives every decision again.
+    """Writes what `digenrl.schedule.policy` records, below its `header`; `policy.replay` gives every decision again.
 
     A rank that waits asks the same question many times a second. While the answer stays "nothing to do", it is the same
     decision still standing, and is written once. What a rank sees of others is written when something is decided with
     it: a decision depends on the newest view alone.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(header) + "\n")
         self._seen: dict[int, dict[str, Any]] = {}
         self._answers: dict[str, Any] = {}
 

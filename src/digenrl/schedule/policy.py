@@ -34,9 +34,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+from digenrl.schedule.order import queue
 from digenrl.schedule.search import Decision, LendingState, after_older, search
 from digenrl.schedule.spec import ScheduleSpec, Task
 from digenrl.schedule.timesteps import place
@@ -516,10 +517,22 @@ class SchedulePolicy:
         return {rank: self._ranks[rank] for rank in ranks if rank in self._ranks and ("generate", rank) in self._costs}
 
 
-def replay(policy: SchedulePolicy, rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
-    """Feed recorded `rows` to a fresh `policy`; the decisions that came out differently, as (row, answer now)."""
+def header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:
+    """The row that a record begins with: what `replay` builds a policy from. `last_step` is the run's final RL step."""
+    return {"spec": asdict(spec), "roles": asdict(roles), "last_step": last_step}
+
+
+def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
+    """Feed a record to a fresh policy; the decisions that came out differently, as (row, answer now). A resumed run
+    has several headers, and each begins a new policy."""
     different = []
+    policy: SchedulePolicy | None = None
     for row in rows:
+        if "spec" in row:
+            spec = ScheduleSpec(**{name: _hashable(value) for name, value in row["spec"].items()})
+            policy = SchedulePolicy(spec, Roles(**row["roles"]), functools.partial(_queue, spec, row["last_step"]))
+            continue
+        assert policy is not None, "a record begins with its header"
         name, args = row.get("event") or row["decision"], [_hashable(value) for value in row["args"]]
         if name == "saw_rank":
             policy.saw_rank(args[0], None if args[1] is None else Work(*args[1]))
@@ -575,6 +588,10 @@ def hands_over(own_steps: int, own_step_seconds: float, other_seconds: float) ->
     """Whether a rank that needs `own_steps` denoising steps until a task is done gives it to one that would be done
     after `other_seconds`: only to one that ends strictly earlier."""
     return other_seconds < own_steps * own_step_seconds
+
+
+def _queue(spec: ScheduleSpec, last_step: int, version: int) -> Sequence[Task]:
+    return queue(spec, version, last_step)
 
 
 @functools.lru_cache(maxsize=65536)

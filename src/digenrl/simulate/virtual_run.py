@@ -274,7 +274,9 @@ class _VirtualRun:
         return self._ready(self.unit_of[worker.rank.rank]) is not None
 
     def _left(self, unit: Unit, version: int) -> int:
-        return self.gen.left(version, self.gen.workers[unit.ranks[0]])
+        """Tasks of the version that nobody runs and that a rank of `unit` may take."""
+        ranks = unit.ranks if self.cluster.static_claims else unit.ranks[:1]
+        return sum(self.gen.left(version, self.gen.workers[rank]) for rank in ranks)
 
     def _move(self, unit: Unit, granted: int | None = None) -> str:
         done = len(self.completed.get(self.version, []))

@@ -34,7 +34,7 @@ from digenrl.record.run_dir import DECISIONS, append_event
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
-from digenrl.schedule.policy import Roles, SchedulePolicy
+from digenrl.schedule.policy import Roles, SchedulePolicy, header
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
@@ -148,8 +148,9 @@ class DisaggregatedStrategy(DDPStrategy):
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
-        self._decisions = DecisionLog(session.run_dir / DECISIONS / path.name)
         roles = Roles(world.trainers, world.rollouts, self._sharded, self._split_claims, self.published.kept)
+        head = header(self.spec, roles, self._last_step)
+        self._decisions = DecisionLog(session.run_dir / DECISIONS / path.name, head)
         self.policy = SchedulePolicy(self.spec, roles, lambda version: self.plan_tasks(version), self._decisions)
         for (stage, rank), seconds in self._expected.items():
             self.policy.expected(stage, rank, seconds)

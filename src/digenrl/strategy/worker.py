@@ -84,9 +84,13 @@ class TaskRunner:
             self.policy.saw_rank(rank, work)
 
     def left(self, version: int) -> int:
-        """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody has finished."""
-        tasks = self._plan(version)
-        return self.claims.left(version, len(tasks), self._part(len(tasks)))
+        """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody has finished. Sharded
+        trainers generate together until all their parts are empty."""
+        tasks, roles = len(self._plan(version)), self.policy.roles
+        if not (roles.split and roles.lockstep):
+            return self.claims.left(version, tasks, self._part(tasks))
+        parts = (queue_part(tasks, number, len(roles.generators)) for number in range(len(roles.generators)))
+        return sum(self.claims.left(version, tasks, part) for part in parts)
 
     def takes(self, version: int) -> bool:
         """Whether this free rank takes a task of the version's queue now."""
