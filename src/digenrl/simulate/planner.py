@@ -209,8 +209,7 @@ def _schedules(bench: Bench, typical: Candidate) -> Iterator[Candidate]:
     half = min(bench.work.prompts // bench.work.updates, max(1, bench.work.prompts // 2))
     for size in task_sizes(bench):
         for gap in {1, half if typical.async_steps else 1}:
-            for tag in (False, True):
-                handoff = tag and typical.async_steps == 0
+            for tag, handoff in ((False, False), (True, False), (True, typical.async_steps == 0)):
                 yield replace(typical, task_size=size, gap=gap, tag=tag, handoff=handoff)
 
 
@@ -297,7 +296,10 @@ def _neighbours(bench: Bench, candidate: Candidate) -> Iterator[Candidate]:
     update = bench.work.prompts // bench.work.updates
     for gap in sorted({1, 2, 4, update // 2, update}):
         if gap != candidate.gap and 0 < gap <= update:
-            yield replace(candidate, gap=gap)
+            near = replace(candidate, gap=gap)
+            yield near
+            if (refitted := fitted(bench, near)) is not None:  # a longer fragment has room for more steps in a forward
+                yield refitted
     if candidate.async_steps:
         for fraction in (0.25, 0.75, 1.0):
             yield replace(candidate, stale_fraction=fraction)
