@@ -90,12 +90,12 @@ def events_of(cluster: Cluster, kind: str) -> list[dict[str, Any]]:
 
 def unpredicted_sleeps(rank: run.Rank, world: World) -> None:
     """Slow rollouts, and an optimizer step that takes longer than anybody predicts."""
-    slow_rollouts(rank, world, seconds=0.03)
+    slow_rollouts(rank, world, seconds=0.02)
     if world.is_trainer:
         step = rank.strategy.optimizer_step
 
         def slower(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(1.5)
+            time.sleep(0.8)
             return step(*args, **kwargs)
 
         rank.strategy.optimizer_step = slower  # type: ignore[method-assign]
@@ -107,7 +107,7 @@ def test_the_real_search_lends_in_a_real_run_and_switches_itself_off_where_it_er
     words = ("schedule.gap=1", "schedule.tag=true")
     jobs = [
         Job("lends", configured(*LIGHT, *words, "max_rl_steps=3"), slow_rollouts),
-        Job("errs", configured(*LIGHT, *words, "max_rl_steps=5"), unpredicted_sleeps),
+        Job("errs", configured(*LIGHT, *words, "max_rl_steps=4"), unpredicted_sleeps),
     ]
     for job, cluster in run_series(tmp_path, 1, 1, jobs):
         assert_same_cells(completed(cluster), reference_of(job.config))
