@@ -1,4 +1,4 @@
-"""The direction of imports (README, "The house"): a room sees only the rooms below it."""
+"""The direction of imports (docs/design.md, section 3): a room sees only the rooms below it."""
 
 from __future__ import annotations
 
@@ -135,15 +135,12 @@ def test_nothing_unpickles() -> None:
     assert not bad, "\n".join(bad)
 
 
-def test_files_and_functions_stay_short() -> None:
-    """No file above 400 lines (tests 600), no function above 90."""
+def test_functions_stay_short() -> None:
+    """No function above 90 lines. (How long a file may be is for a reviewer to judge: CONTRIBUTING.md.)"""
     long = []
-    for folder, limit in (("src", 400), ("reward_models", 400), ("benchmarks", 400), ("tests", 600)):
+    for folder in ("src", "reward_models", "benchmarks", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            if text.count("\n") > limit:
-                long.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                     length = (node.end_lineno or node.lineno) - node.lineno + 1
                     long += [f"{path.relative_to(ROOT)}: {node.name} has {length} lines"] if length > 90 else []

@@ -18,6 +18,8 @@ from digenrl.recompute import Recompute, parse_recompute
 from digenrl.simulate.memory import rollout_memory, trainer_memory
 from digenrl.simulate.workload import Workload, facts
 
+pytestmark = pytest.mark.heavy
+
 INPUTS = Recompute(inputs=1.0)
 WAN = Workload("wan21_1_3b", 240, 416, 33, 20, 19, 32, 4, 2, True, 32, "attn")
 FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 48, 24, 2, False, 64)

@@ -15,6 +15,8 @@ from tests.conftest import ROOT
 from tests.strategy.processes import Cluster, Job, assert_same_cells, completed, configured, relative, run_series
 from tests.strategy.test_equality import LIGHT, reference_of
 
+pytestmark = pytest.mark.processes
+
 HOOKS = ("plan_tasks", "cut_fragment", "place_timesteps", "on_bubble")
 RECORDING = """
 
