@@ -1,4 +1,4 @@
-"""Grids: reference/algorithms.md section 1.1 and check 24."""
+"""Grids: docs/algorithms.md section 1.1 and check 24."""
 
 from __future__ import annotations
 
