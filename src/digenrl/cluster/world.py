@@ -114,6 +114,3 @@ class RoleEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return 0
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Lightning's device count describes this process alone, so there is nothing to compare."""
