@@ -86,8 +86,8 @@ class PromptSampler:
     def _epoch(self, epoch: int) -> tuple[int, ...]:
         """uids in the order of epoch `epoch`.
 
-        Where a batch straddles two epochs, uids that it already took from the old epoch move just behind its end, so
-        that it stays distinct and every uid still occurs once per epoch.
+        Where a batch takes prompts from two epochs, those of the old epoch come right after that batch in the new one:
+        the batch stays distinct, and every uid still occurs once per epoch.
         """
         if epoch not in self._epochs:
             start = max((known for known in self._epochs if known < epoch), default=-1)
