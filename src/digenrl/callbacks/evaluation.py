@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from digenrl.data import PromptSet
+from digenrl.data import load_prompts
 from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl
 from digenrl.rewards.hacking_alarms import canary, of_evaluations
 from digenrl.rollout.engine import RolloutEngine
@@ -151,7 +151,7 @@ class Evaluation(pl.Callback):
         ):
             if value < low:
                 raise ValueError(f"callbacks.evaluation.{name} must be >= {low}, got {value}")
-        self.prompts = PromptSet(prompts if heldout_prompts is None else heldout_prompts)[:max_prompts]
+        self.prompts = load_prompts(prompts if heldout_prompts is None else heldout_prompts)[:max_prompts]
         self.samples_per_prompt, self.every, self.seed, self.steps = samples_per_prompt, every, seed, steps
         self.heldout_reward, self.statistics = heldout_reward, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
