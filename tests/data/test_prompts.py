@@ -70,7 +70,7 @@ def test_set_sizes_and_held_out_splits() -> None:
         suffix = "jsonl" if name == "signs" else "txt"
         kept, held = load_prompts(f"{name}.{suffix}"), load_prompts(f"{name}_heldout.{suffix}")
         assert (len(kept), len(held)) == (train, heldout)
-        assert not kept.duplicates
+        assert not prompts.read(f"{name}.{suffix}").duplicates
         assert {prompt.uid for prompt in kept}.isdisjoint(prompt.uid for prompt in held)
     signs = [*load_prompts("signs.jsonl"), *load_prompts("signs_heldout.jsonl")]
     assert all(prompt.target and f'"{prompt.target}"' in prompt.text for prompt in signs)
