@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Protocol
 
 import lightning.pytorch as pl
-from typing_extensions import override
 
 from digenrl.prompts import read
 from digenrl.types import Prompt
@@ -122,7 +121,6 @@ class PromptData(pl.LightningDataModule):
         """Evaluation prompts, never trained (the training prompts themselves where the set has no held-out split)."""
         self.sampler = PromptSampler(self.prompts, settings.prompts_per_batch, seed)
 
-    @override
     def train_dataloader(self) -> Sequence[Prompt]:
         """A placeholder of the right kind, which the Strategy replaces."""
         return self.prompts

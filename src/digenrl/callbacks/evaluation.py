@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from digenrl.data import load_prompts
 from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl
@@ -157,12 +156,10 @@ class Evaluation(pl.Callback):
         self.saved_per_prompt = saved_per_prompt
         self._first: Pictures | None = None
 
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch == 0:
             self._evaluate(trainer, pl_module, rl_step=0)
 
-    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         finished = trainer.current_epoch + 1
         if finished == trainer.max_epochs or (self.every and finished % self.every == 0):

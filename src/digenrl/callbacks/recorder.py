@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from digenrl.record.run_dir import METRICS, append_event, append_jsonl
 
@@ -38,7 +37,6 @@ class Recorder(pl.Callback):
         self._step_began = time.monotonic()
         self._first_epoch_of_fit: int | None = None
 
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step_began = time.monotonic()
         self._first_epoch_of_fit = trainer.current_epoch
@@ -47,7 +45,6 @@ class Recorder(pl.Callback):
             facts = {"rl_step": trainer.current_epoch, "trainers": trainer.world_size}
             append_event(trainer.default_root_dir, kind, facts)
 
-    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Read on every rank: a metric logged with sync_dist=True is reduced by a collective when it is read.
         metrics = scalars(trainer.callback_metrics)
@@ -65,7 +62,6 @@ class Recorder(pl.Callback):
         line = {"kind": "step", "rl_step": trainer.current_epoch + 1, "time": time.time(), **metrics, **facts}
         append_jsonl(Path(trainer.default_root_dir) / METRICS, line)
 
-    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             early = (
@@ -74,7 +70,6 @@ class Recorder(pl.Callback):
             facts = {"rl_step": trainer.current_epoch, "cause": "a stop was requested" if early else None}
             append_event(trainer.default_root_dir, "stop", facts)
 
-    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         interrupted = isinstance(exception, KeyboardInterrupt)
         if interrupted and not trainer.is_global_zero:
