@@ -121,6 +121,6 @@ class PromptData(pl.LightningDataModule):
         """Evaluation prompts, never trained (the training prompts themselves where the set has no held-out split)."""
         self.sampler = PromptSampler(self.prompts, settings.prompts_per_batch, seed)
 
-    def train_dataloader(self) -> Sequence[Prompt]:
-        """A placeholder of the right kind, which the Strategy replaces."""
-        return self.prompts
+    def train_dataloader(self) -> range:
+        """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to Lightning.)"""
+        return range(len(self.prompts))
