@@ -24,13 +24,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._shared import BenchRank, Report, on_ranks, options
-from digenrl.cluster.claims import Claims
+from digenrl.cluster.claims import StoredClaims
+from digenrl.cluster.world import World
 from digenrl.data import PromptSampler
 from digenrl.diffusion.denoise import SampleKey, SampleState
+from digenrl.record.decision_log import DecisionLog
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue
-from digenrl.schedule.claims import Claim
+from digenrl.schedule.claims import Claim, Claims
+from digenrl.schedule.policy import Roles, SchedulePolicy, header
 from digenrl.strategy.worker import TaskRunner
 from digenrl.transport.cells import Part, Placement, StepBoard, pack
 from digenrl.transport.wire import Kind, Message
@@ -59,6 +62,8 @@ def one_trainer(fragment: tuple[int, ...], step: int = 0) -> Placement:
 
 class Idle:
     """An engine that computes nothing: every task ends with the same trajectory, scored by another thread."""
+
+    scores_inline = False
 
     def __init__(self, trajectory: Trajectory) -> None:
         self._trajectory, self._scorer = trajectory, ThreadPoolExecutor(1)
@@ -110,18 +115,24 @@ def trajectory_of(size: int) -> Trajectory:
 def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
     """Milliseconds of every task: bare transfer, the claim alone, everything from the claim to the trainer's answer."""
     trajectory = trajectory_of(size)
+    folder = Path(tempfile.mkdtemp())
+
+    def plan(version: int) -> tuple[Task, ...]:
+        return tuple(replace(task, version=version) for task in queue(SPEC, 0, 1))
+
+    roles = Roles(1, 1)
+    decisions = DecisionLog(folder / "decisions.jsonl", header(SPEC, roles, 1))
     runner = TaskRunner(
         SPEC,
-        lambda version: tuple(replace(task, version=version) for task in queue(SPEC, 0, 1)),
+        World(here.rank, 1, 1),
+        SchedulePolicy(SPEC, roles, plan, decisions),
+        plan,
         one_trainer,
-        here.rank,
-        1,
         cast(RolloutEngine, Idle(trajectory)),
         PromptSampler([Prompt("a red circle")], SPEC.prompts, seed=0),
         here.control,
         here.link,
-        SpanLog(Path(tempfile.mkdtemp()) / "rank-001.jsonl", here.rank, "rollout", time.time()),
-        range(here.rank, here.rank + 1),
+        SpanLog(folder / "rank-001.jsonl", here.rank, "rollout", time.time()),
     )
     bare = pack(trajectory, range(STEPS - 1), Claim(0, here.rank, 0), 0.0)
 
@@ -136,7 +147,7 @@ def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
         answered()
         sent = time.perf_counter()
         version = size + number // SPEC.tasks  # every group has a queue of its own
-        task = None if runner.declines(version) else runner.claim(version)
+        task = runner.claim(version) if runner.takes(version) else None
         claimed = time.perf_counter()
         if task is None:
             raise SystemExit("the queue was empty too early")
@@ -150,7 +161,7 @@ def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
 
 def trainer(here: BenchRank, groups: int, size: int) -> float:
     """Answer every message; put the parts of every second one on the board. Milliseconds per task of doing that."""
-    seconds, claims = [], Claims(here.control, here.rank)
+    seconds, claims = [], Claims(StoredClaims(here.control), here.rank)
     for version in range(size, size + groups + 1):
         board, complete, kept = StepBoard(SPEC, one_trainer, here.rank, 0, {"reward": 1.0}), None, []
         for _ in range(SPEC.tasks):

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.cluster.claims import Claims
+from digenrl.cluster.claims import StoredClaims, note_version
 from digenrl.cluster.control import Control, host_store, join_store
-from digenrl.schedule import ScheduleSpec, queue
-from digenrl.schedule.claims import Claim, ClaimError
+from digenrl.cluster.world import World
+from digenrl.schedule import ScheduleSpec, Task, queue
+from digenrl.schedule.claims import Claim, ClaimError, Claims
+from digenrl.schedule.policy import Roles, SchedulePolicy
 from digenrl.strategy.worker import TaskRunner
 
 SPEC = ScheduleSpec(prompts=3, group_size=4, task_size=2, denoise_steps=4, trained_steps=3)
@@ -41,9 +43,9 @@ def store() -> Store:
 
 def ranks_of(store: Store, ranks: int = 4) -> tuple[Claims, list[Claims], Control]:
     launcher, controls = store.controls(ranks)
-    claims = [Claims(control, rank) for rank, control in enumerate(controls)]
-    claims[0].published(0)
-    return Claims(launcher, -1), claims, launcher
+    claims = [Claims(StoredClaims(control), rank) for rank, control in enumerate(controls)]
+    note_version(launcher, 0)
+    return Claims(StoredClaims(launcher), -1), claims, launcher
 
 
 def lose(launcher: Claims, control: Control, rank: int) -> list[str]:
@@ -96,7 +98,7 @@ def test_a_task_that_loses_its_second_owner_is_named_as_the_cause(store: Store) 
 def test_a_claim_that_was_not_noted_yet_is_made_anew(store: Store) -> None:
     """The dead rank took a number and died before it wrote its name."""
     launcher, (_, alive, _, _), control = ranks_of(store)
-    control.claim("v0")
+    control.add("claim/v0", 1)
     assert lose(launcher, control, 2) == []
     assert [alive.take(0, TASKS, WHOLE) for _ in range(2)] == [Claim(0, 1, 0), Claim(1, 1, 0)]
 
@@ -155,6 +157,18 @@ class Clock:
         return self.time
 
 
+def runner_of(
+    spec: ScheduleSpec, tasks: tuple[Task, ...], control: Control, rank: int, ranks: int, clock: Clock
+) -> TaskRunner:
+    """A rollout rank's claims, without anything to generate with."""
+    nothing = cast(Any, None)
+    policy = SchedulePolicy(spec, Roles(0, ranks), lambda version: tasks)
+    return TaskRunner(
+        spec, World(rank, 0, ranks), policy, lambda version: tasks, nothing, nothing, nothing, control, nothing,
+        cast(Any, clock),
+    )  # fmt: skip
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.floats(0.05, 20.0), min_size=1, max_size=6), st.integers(1, 20))
 @pytest.mark.heavy
@@ -165,22 +179,15 @@ def test_decline_makespan_of_the_runtime(store: Store, seconds: list[float], gro
     spec = ScheduleSpec(prompts=groups, group_size=2, task_size=2, denoise_steps=4, trained_steps=3)
     tasks, clock = queue(spec, 0, 0), Clock()
     controls = store.controls(len(seconds))[1]
-    nothing = cast(Any, None)
-    runners = [
-        TaskRunner(
-            spec, lambda version: tasks, nothing, rank, 0, nothing, nothing, control, nothing, cast(Any, clock),
-            range(len(seconds)),
-        )
-        for rank, control in enumerate(controls)
-    ]  # fmt: skip
+    runners = [runner_of(spec, tasks, control, rank, len(seconds), clock) for rank, control in enumerate(controls)]
     for runner, cost in zip(runners, seconds, strict=True):
         runner._task_seconds = cost
         runner.announce(version=0)
     busy_until = dict.fromkeys(range(len(seconds)), 0.0)
-    while runners[0].remaining(0):
+    while runners[0].left(0):
         for rank, runner in enumerate(runners):
-            if busy_until[rank] <= clock.time and not runner.declines(0) and (task := runner.claim(0)) is not None:
-                runner.announce(0, task.group, share=1.0)
+            if busy_until[rank] <= clock.time and runner.takes(0) and (task := runner.claim(0)) is not None:
+                runner.announce(0, task, share=1.0)
                 busy_until[rank] = clock.time + seconds[rank]
         later = [time for time in busy_until.values() if time > clock.time]
         assert later, "every rank declined: the queue stands still"
@@ -194,25 +201,19 @@ def test_decline_makespan_of_the_runtime(store: Store, seconds: list[float], gro
 
 def test_a_rank_declines_only_for_ranks_that_can_take_the_task(store: Store) -> None:
     """Not for one that is lost, that has gone on to the next version, or whose speed is not known."""
-    _, (slow_control, fast_control) = store.controls(2)
-    clock, nothing = Clock(), cast(Any, None)
-    slow, fast = (
-        TaskRunner(
-            SPEC, lambda version: TASKS[:1], nothing, rank, 0, nothing, nothing, control, nothing, cast(Any, clock),
-            range(2),
-        )
-        for rank, control in enumerate((slow_control, fast_control))
-    )  # fmt: skip
+    _, controls = store.controls(2)
+    clock = Clock()
+    slow, fast = (runner_of(SPEC, TASKS[:1], control, rank, 2, clock) for rank, control in enumerate(controls))
     slow._task_seconds = 10.0
     slow.announce(0)
-    assert not slow.declines(0), "nobody knows how fast the other is"
+    assert slow.takes(0), "nobody knows how fast the other is"
     fast._task_seconds = 1.0
     fast.announce(0)
-    assert slow.declines(0)
-    assert not fast.declines(0)
+    assert not slow.takes(0)
+    assert fast.takes(0)
     fast.announce(1)
-    assert not slow.declines(0)
+    assert slow.takes(0)
     fast.announce(-1)
-    assert slow.declines(0), "it has yet to adopt the version"
-    slow_control.lose(1)
-    assert not slow.declines(0)
+    assert not slow.takes(0), "it has yet to adopt the version"
+    controls[0].lose(1)
+    assert slow.takes(0)

@@ -64,7 +64,7 @@ PROPERTY = settings(max_examples=120, deadline=None, suppress_health_check=[Heal
 
 
 def check(spec: ScheduleSpec, cluster: Cluster, steps: int, disturbance: Disturbance) -> None:
-    result = simulate(spec, cluster, steps, disturbance)  # raises when it halts: no deadlock
+    result = simulate(spec, cluster, steps, disturbance, trace=True)  # raises when it halts or names no cause
     trainers = len(cluster.trainers)
     made = Counter((step, task) for step, task, _, _ in result.made)
     for step in range(steps):

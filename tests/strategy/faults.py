@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms.base import PolicyModule
-from digenrl.cluster.control import Control
 from digenrl.rewards.protocol import RewardUnavailable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
+from digenrl.schedule.claims import Claims
 from digenrl.strategy import gradients
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.transport.link import SocketLink
@@ -32,7 +32,7 @@ from digenrl.types import Prompt
 from reward_models.digit_judge import DigitJudge
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "claim": (Control, "claim"),
+    "claim": (Claims, "take"),
     "denoise": (RolloutEngine, "advance"),
     "reward": (RewardSuite, "score"),
     "send": (SocketLink, "send"),

@@ -22,13 +22,14 @@ from digenrl.cluster.world import Session, World
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, group_tasks, group_version, place
 from digenrl.schedule.claims import Claim
+from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.staleness import StalenessError
 from digenrl.strategy import worker
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
-from digenrl.strategy.stream import FragmentStream
+from digenrl.strategy.lending import Lending
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Part, StepBoard, owned_positions, pack
-from digenrl.transport.handoff import Suspended, pack_state, unpack_state
+from digenrl.transport.handoff import Suspended, pack_state
 from digenrl.transport.wire import Message, WireError, decode, encode
 from digenrl.types import Prompt, Trajectory
 from tests.strategy.processes import (
@@ -222,7 +223,7 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
     def lend_always(rank: run.Rank, world: World) -> None:
         if not world.is_trainer:
             return hold_back(rank)
-        strategy, lend, publish, generate = rank.strategy, FragmentStream._lend, rank.strategy.publish, TaskRunner.run
+        strategy, lend, publish, generate = rank.strategy, Lending._lend, rank.strategy.publish, TaskRunner.run
         early: set[int] = set()
         published: dict[str, Tensor] = {}
 
@@ -243,10 +244,10 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
 
         strategy.on_bubble = one_then_always  # type: ignore[method-assign, assignment]
 
-        def watched(stream: FragmentStream, board: StepBoard, pending: list[tuple[int, ...]], task: Task) -> None:
+        def watched(lending: Lending, board: StepBoard, update: int, pending: list[tuple[int, ...]]) -> None:
             assert strategy.cut_fragment(pending, board) is None, "lent although a fragment was ready"
             before = _own_state(rank)
-            lend(stream, board, pending, task)
+            lend(lending, board, update, pending)
             after = _own_state(rank)
             assert before.keys() == after.keys()
             assert all(torch.equal(before[name], after[name]) for name in before)
@@ -254,7 +255,7 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
             moment = "between" if strategy.updates_done else "open" if accumulated else "before"
             (tmp_path / f"{moment}-{board.step}").touch()
 
-        FragmentStream._lend = watched  # type: ignore[method-assign]
+        Lending._lend = watched  # type: ignore[method-assign]
         TaskRunner.run = with_published_weights  # type: ignore[method-assign]
         strategy.publish = remember  # type: ignore[method-assign]
 
@@ -366,20 +367,22 @@ def test_I12_a_trajectory_suspended_at_every_step_is_the_same(engine: RolloutEng
 
     def travel(generation: Generation) -> Generation:
         data = b"".join(bytes(buffer) for buffer in encode(pack_state(generation.task, generation.state, CLAIM)))
-        task, state, *claim = unpack_state(decode(reader(data), 1 << 20), torch.device("cpu"))
-        assert (task, *claim) == (TASK, CLAIM.position, CLAIM.attempt)
-        return Generation(task, PROMPT, state)
+        suspended = Suspended.of(decode(reader(data), 1 << 20), CLAIM.rank)
+        assert (suspended.task, suspended.claim) == (TASK, CLAIM)
+        return Generation(suspended.task, PROMPT, suspended.state(torch.device("cpu")))
 
     assert_equal_states(generated(engine), generated(engine, travel))
     message = pack_state(TASK, engine.begin(TASK, PROMPT).state, CLAIM)
     with pytest.raises(WireError, match="lacks or garbles"):
-        unpack_state(replace(message, meta={"task": {"step": 1}}), torch.device("cpu"))
+        Suspended.of(replace(message, meta={"task": {"step": 1}}), 0)
+    with pytest.raises(WireError, match="lacks or garbles"):
+        Suspended.of(replace(message, tensors={}), 0).state(torch.device("cpu"))
 
 
 def test_I12_a_run_that_hands_every_task_on_at_every_step_equals_the_reference(tmp_path: Path) -> None:
     def always_to_the_other(rank: run.Rank, world: World) -> None:
         other = {1: 2, 2: 1}.get(world.rank)
-        RolloutWorker._faster_idle_peer = lambda self, task, left: other  # type: ignore[method-assign]
+        RolloutWorker._between_steps = lambda self, task, left: other  # type: ignore[method-assign]
 
     config = configured(*LIGHT, "schedule.handoff=true", "schedule.gap=1")
     cluster = run_cluster(tmp_path, 1, 2, config, after_build=always_to_the_other)
@@ -390,14 +393,16 @@ def test_I12_a_run_that_hands_every_task_on_at_every_step_equals_the_reference(t
 
 @pytest.mark.parametrize("asynchronous", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_I12_tasks_that_all_trainers_hand_to_one_rank_are_shared_out(tmp_path: Path, asynchronous: int) -> None:
-    """Trainers that end their loans together may all choose the same heir, here a slow one. It passes what waits on to
-    idle ranks, and nobody goes on with other weights than those that began a task."""
+    """Trainers that end their loans together may all choose the same receiver, here a slow one. It passes what waits
+    on to idle ranks, and nobody goes on with other weights than those that began a task."""
 
     def herd(rank: run.Rank, world: World) -> None:
         slow(rank, seconds=(0.1, 0.1, 0.3, 0.02)[world.rank])
         strategy = rank.strategy
         strategy.on_bubble = lambda board, pending: 1  # type: ignore[method-assign]
-        strategy.heir = lambda board, pending, task: 2 if task.step == strategy.version else None  # type: ignore[method-assign]
+        SchedulePolicy.loan_receiver = (  # type: ignore[method-assign]
+            lambda self, rank, task_step, step, ready, now: 2 if task_step == step else None
+        )
         adopt, resume, pass_on = RolloutWorker._adopt, TaskRunner.resume, TaskRunner.pass_on
         held = [-1]
 
@@ -405,14 +410,14 @@ def test_I12_tasks_that_all_trainers_hand_to_one_rank_are_shared_out(tmp_path: P
             adopt(self)
             held[0] = self._version
 
-        def resumed(self: TaskRunner, message: Message, interrupt: worker.Interrupt | None = None) -> None:
-            assert message.meta["task"]["version"] == held[0], "a task was resumed with other weights"
+        def resumed(self: TaskRunner, task: Suspended, interrupt: worker.Interrupt | None = None) -> None:
+            assert task.task.version == held[0], "a task was resumed with other weights"
             (tmp_path / f"resumed-{world.rank}").touch()
-            resume(self, message, interrupt)
+            resume(self, task, interrupt)
 
-        def passed(self: TaskRunner, task: Suspended, heir: int) -> bool:
+        def passed(self: TaskRunner, task: Suspended, receiver: int) -> bool:
             (tmp_path / "passed").touch()
-            return pass_on(self, task, heir)
+            return pass_on(self, task, receiver)
 
         RolloutWorker._adopt, TaskRunner.resume, TaskRunner.pass_on = adopted, resumed, passed  # type: ignore[method-assign]
 
@@ -420,7 +425,7 @@ def test_I12_tasks_that_all_trainers_hand_to_one_rank_are_shared_out(tmp_path: P
     config = configured(*LIGHT, *FP64, *words)
     found = completed(run_cluster(tmp_path, 2, 2, config, after_build=herd))
     assert_equal_runs(found, reference_of(config), exact=False, double=True, weight_bound=1e-12)
-    assert (tmp_path / "passed").exists(), "the heir kept what was handed to it"
+    assert (tmp_path / "passed").exists(), "the receiver kept what was handed to it"
     assert (tmp_path / "resumed-3").exists()
 
 

@@ -172,7 +172,7 @@ def test_claims_are_unique_and_dense(controls: list[Control]) -> None:
     taken: list[int] = []
 
     def take(control: Control) -> None:
-        taken.extend(control.claim("v0") for _ in range(50))
+        taken.extend(control.add("claim", 1) - 1 for _ in range(50))
 
     threads = [threading.Thread(target=take, args=(control,)) for control in controls]
     for thread in threads:
@@ -180,9 +180,9 @@ def test_claims_are_unique_and_dense(controls: list[Control]) -> None:
     for thread in threads:
         thread.join()
     assert sorted(taken) == list(range(150))
-    assert controls[0].claimed("v0") == 150
-    assert controls[0].claimed("v0") == 150
-    assert controls[0].claimed("other") == 0
+    assert controls[0].add("claim", 0) == 150
+    assert controls[0].add("claim", 0) == 150
+    assert controls[0].add("other", 0) == 0
 
 
 def test_the_first_abort_counts_and_ends_every_wait(controls: list[Control]) -> None:

@@ -38,14 +38,6 @@ class Control:
         self._store, self._rank, self._patience = store, rank, patience
         self._lock = threading.Lock()
 
-    def claim(self, queue_name: str) -> int:
-        """The next number of a queue, from 0: one atomic add."""
-        return self.add(f"claim/{queue_name}", 1) - 1
-
-    def claimed(self, queue_name: str) -> int:
-        """How many numbers of a queue have been claimed."""
-        return self.add(f"claim/{queue_name}", 0)
-
     def add(self, key: str, amount: int) -> int:
         """The sum after adding, from 0: atomic."""
         with self._lock:
@@ -80,8 +72,7 @@ class Control:
     def lose(self, rank: int) -> None:
         """Mark a rank as dead while the run goes on; what it announced no longer counts. The launcher alone does so."""
         self.set("lost", " ".join(str(lost) for lost in sorted(self.lost_ranks() | {rank})))
-        for key in ("work", "idle"):
-            self.set(f"{key}/{rank}", "")
+        self.set(f"work/{rank}", "")
 
     def lost_ranks(self) -> frozenset[int]:
         """Ranks that died while the run went on."""

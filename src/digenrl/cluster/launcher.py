@@ -27,13 +27,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from digenrl.cluster.claims import Claims
+from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.control import Aborted, Control, host_store, join_store, listen
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import LOST, append_event
-from digenrl.schedule.claims import ClaimError
+from digenrl.schedule.claims import ClaimError, Claims
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -252,7 +252,7 @@ class _Watch:
         self._may_lose -= 1
         self._control.lose(rank)
         try:
-            tasks = Claims(self._control, rank=-1).lose(rank, cause, self._spec.trainers)
+            tasks = Claims(StoredClaims(self._control), rank=-1).lose(rank, cause, self._spec.trainers)
         except ClaimError as error:
             return self._fail(str(error))
         facts = {"rank": rank, "cause": f"{self._name(rank)} {cause}", "reissued": tasks}

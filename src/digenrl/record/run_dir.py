@@ -21,6 +21,7 @@ Row = dict[str, Any]
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SPANS = "spans"
+DECISIONS = "decisions"
 SAMPLES = "samples"
 SUMMARY = "summary.json"
 TRACE = "trace.json"

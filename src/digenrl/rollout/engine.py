@@ -102,6 +102,11 @@ class RolloutEngine:
         """name -> weight of the optimised rewards."""
         return {name: weight for name, weight in self._rewards.weights.items() if weight}
 
+    @property
+    def scores_inline(self) -> bool:
+        """Whether `score` itself scores, instead of a thread beside it."""
+        return self._rewards.placement == "inline"
+
     def begin(self, task: Task, prompt: Prompt) -> Generation:
         """A task before its first denoising step."""
         rows = tuple(range(task.first_sample, task.first_sample + task.samples))

@@ -1,117 +1,39 @@
-"""Claims: who runs which task. A free rank takes the next number of the queue, unless another would finish it earlier.
+"""Claims: who runs which task. One state machine, driven by the runtime, by emulated ranks and by the simulator.
+
+    unclaimed -> owned -> received                  the usual life of a task
+    owned -> owned by another rank                  hand-over; the attempt id stays
+    owned -> returned -> owned, attempt + 1         its owner was lost
 
 Invariants:
   one owner: a task is run by one rank at a time, and finished once; a late result of a lost owner is refused;
-  a task whose owner died goes back exactly once per loss, with a new attempt id;
-  progress: some rank that is free accepts, or some rank that is busy will, so declining never stops the queue;
-  makespan: n equal tasks on m ranks of constant speed, all free at 0, end by (1 + (m-1)/n) x total work / total speed.
-  Proof of the last: the accepted finishing times are the n smallest of the union of {free_i + j s_i}. At
-  t = (n+m-1)/sum(1/s_i) the union holds sum floor(t/s_i) > n-1 of them, so n fit.
+  a task whose owner was lost goes back exactly once per loss, with a new attempt id.
 
-Pure: standard library only. The runtime keeps the states of `ClaimBook` in its control store (cluster/claims.py).
+Where the claims are kept is a `ClaimStore`: the run's control store (`digenrl.cluster.claims`), or memory. Every
+transition is one atomic operation of the store, so nobody is asked. Pure: standard library only.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from digenrl.schedule.spec import Task
 
-
-def finished_before(free: float, seconds: float, rank: int, time: float, other: int) -> int:
-    """Tasks that `rank`, free at `free`, finishes before (time, other) in the order of (finishing time, rank)."""
-    if seconds <= 0 or not math.isfinite(seconds):
-        return 0
-    count = max(0, math.floor((time - free) / seconds))
-    while (free + (count + 1) * seconds, rank) < (time, other):
-        count += 1
-    while count > 0 and (free + count * seconds, rank) >= (time, other):
-        count -= 1
-    return count
-
-
-def declines(
-    rank: int, now: float, seconds: Mapping[int, float], free_at: Mapping[int, float], tasks_left: int
-) -> bool:
-    """Whether free `rank` leaves the next task to others: they would finish all `tasks_left` before it finished one.
-
-    Args:
-        rank: the free rank.
-        now: the present.
-        seconds: rank -> seconds per task, every rank that works on the queue (`rank` included).
-        free_at: rank -> when it ends what it runs (absent or past = free now).
-        tasks_left: unclaimed tasks of the queue.
-
-    Ties go to the lower rank, so that exactly one of two equal ranks takes the last task.
-    """
-    finish = now + seconds[rank]
-    others = 0
-    for other, cost in seconds.items():
-        if other != rank:
-            others += finished_before(max(now, free_at.get(other, now)), cost, other, finish, rank)
-            if others >= tasks_left:
-                return True
-    return tasks_left <= 0
-
-
-def hands_over(
-    remaining: int, step_seconds: float, idle_step_seconds: Sequence[float], move_seconds: float = 0.0
-) -> bool:
-    """Whether the owner of a task with `remaining` denoising steps gives it to an idle, faster rank at this boundary.
-
-    Only to a rank that finishes strictly earlier, so a task never moves back and forth.
-    """
-    return any(remaining * idle + move_seconds < remaining * step_seconds for idle in idle_step_seconds)
-
-
-def yields(own: int, step_seconds: float, running: Sequence[tuple[int, float]]) -> bool:
-    """Levelling, nothing waiting: whether a slow rank gives up its task for a faster rank to exchange with its own.
-
-    Args:
-        own: remaining steps of the slow rank's task.
-        step_seconds: of the slow rank.
-        running: (remaining steps, seconds per step) of the tasks that other ranks run.
-    """
-    return any(seconds < step_seconds and own > left + max(1, left // 3) for left, seconds in running)
-
-
-def swaps(own: int, waiting: Sequence[int], ranks: int) -> int | None:
-    """Levelling of the tail (hand-off, one fragment = the whole batch): which waiting task to run instead of one's own.
-
-    In the tail (at most `ranks` tasks not begun) a rank at a denoising-step boundary changes to the longest of them
-    when that is longer than its own by a third: all tasks then end together, and generation ends about one denoising
-    step of each rank above total work / total speed. Highest-level-first is optimal for preemptive chains on uniform
-    machines (Horvath, Lam, Sethi, "A level algorithm for preemptive scheduling", J. ACM 24 (1977)). The proportional
-    threshold keeps the number of moves logarithmic in the steps. Not for pipelined fragments: there the order of groups
-    matters, not the makespan.
-
-    Args:
-        own: remaining steps of the rank's own task.
-        waiting: remaining steps of the tasks that nobody runs, suspended or unclaimed.
-        ranks: ranks that generate.
-
-    Returns:
-        Position in `waiting`, or None to go on.
-    """
-    if not waiting or len(waiting) > 2 * ranks:
-        return None
-    longest = max(range(len(waiting)), key=lambda i: (waiting[i], -i))
-    return longest if waiting[longest] > own + own // 3 else None
-
-
 MAX_ATTEMPTS = 2
 """Owners that a task may lose before it is taken for the cause of their deaths (a poisoned prompt, a broken reward)."""
+NOBODY = -1
+_FORGET_AFTER = 2
+"""Queues of so many published versions ago have no task left that anybody waits for."""
 
 
 class ClaimError(RuntimeError):
-    """A task kept losing its owners, or a caller broke the claim protocol."""
+    """A task kept losing its owners."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The right of one rank to run one task. Its lease is the rank's life, as the launcher sees it."""
+    """The right of one rank to run one task. It lasts as long as the rank lives, as the launcher sees it."""
 
     position: int
     """Position in the queue (not the task's index within its RL step)."""
@@ -120,110 +42,236 @@ class Claim:
     """0 for the first owner; a hand-over keeps it, a loss adds one."""
 
 
-def owns(owner: Claim | None, rank: int, attempt: int) -> bool:
-    """Whether what `rank` did in `attempt` counts: a lost, handed-over or finished task's former owner is refused."""
-    return owner is not None and (owner.rank, owner.attempt) == (rank, attempt)
+@dataclass(frozen=True)
+class Owner:
+    """Who runs a task."""
+
+    rank: int
+    """NOBODY for a task that came back."""
+    attempt: int
+    giver: int
+    """The rank that handed the task over, until the receiver confirms; else NOBODY."""
+    step: int
+    index: int
+    group: int
+
+    @classmethod
+    def of(cls, rank: int, attempt: int, task: Task) -> Owner:
+        """`rank` takes `task`."""
+        return cls(rank, attempt, NOBODY, task.step, task.index, task.group)
 
 
-def next_attempt(claim: Claim, task: str, cause: str, max_attempts: int = MAX_ATTEMPTS) -> int:
-    """The attempt id with which a task whose owner was lost goes back.
+class ClaimStore(Protocol):
+    """Keeps the claims of all queues; a queue belongs to the weight version that generates it."""
 
-    Args:
-        claim: the lost owner's.
-        task: what to call the task in an error.
-        cause: of the loss, after "rank 3, which ...".
+    def count(self, name: str, amount: int = 0) -> int:
+        """The sum of counter `name` after adding `amount`, from 0: atomic."""
 
-    Raises:
-        ClaimError: `max_attempts` owners are lost.
-    """
-    if claim.attempt + 1 >= max_attempts:
-        raise ClaimError(
-            f"{task} lost {claim.attempt + 1} owners, the last being rank {claim.rank}, which {cause}: "
-            "the task itself is the likely cause. Look at its prompt and its reward."
-        )
-    return claim.attempt + 1
+    def owner(self, version: int, position: int) -> Owner | None:
+        """Who owns a task; None before anybody does."""
+
+    def change(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
+        """Replace a task's owner if it still is `old`: atomic. `new` differs from `old`."""
+
+    def forget(self, version: int, position: int) -> None:
+        """Remove what is kept of a task."""
+
+    def returned(self, version: int) -> Sequence[int]:
+        """Positions that have come back so far, in rising order; some may have a new owner."""
+
+    def add_returned(self, version: int, positions: Sequence[int]) -> None:
+        """Note positions that came back. One process alone does so."""
+
+    def newest_version(self) -> int:
+        """The newest published version."""
+
+    def lost_ranks(self) -> frozenset[int]:
+        """Ranks that died while the run went on."""
 
 
 @dataclass
-class ClaimBook:
-    """Claims of one queue (`schedule.queue`): a pure state machine.
+class MemoryClaims:
+    """A `ClaimStore` for one process: the simulator's."""
 
-    unclaimed -> claimed -> done; claimed -> suspended -> claimed (hand-off); claimed -> lost -> claimed (attempt + 1).
-    """
+    version: int = 0
+    """The newest published version."""
+    lost: set[int] = field(default_factory=set)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _owners: dict[tuple[int, int], Owner] = field(default_factory=dict)
+    _returned: dict[int, set[int]] = field(default_factory=dict)
 
-    tasks: tuple[Task, ...]
-    max_attempts: int = MAX_ATTEMPTS
-    next_position: int = 0
-    """The counter of the atomic add."""
-    owners: dict[int, Claim] = field(default_factory=dict)
-    """position -> present claim."""
-    suspended: dict[int, int] = field(default_factory=dict)
-    """position -> attempt, of tasks handed back at a denoising-step boundary."""
-    lost: dict[int, int] = field(default_factory=dict)
-    """position -> next attempt, of tasks whose owner died."""
-    finished: set[int] = field(default_factory=set)
+    def count(self, name: str, amount: int = 0) -> int:
+        total = self._counts.get(name, 0) + amount
+        if amount:
+            self._counts[name] = total
+        return total
 
-    @property
-    def unclaimed(self) -> int:
-        """Tasks that nobody runs and nobody has finished (suspended ones included)."""
-        return len(self.tasks) - self.next_position + len(self.lost) + len(self.suspended)
+    def owner(self, version: int, position: int) -> Owner | None:
+        return self._owners.get((version, position))
 
-    @property
-    def complete(self) -> bool:
-        """Every task of the queue is finished."""
-        return len(self.finished) == len(self.tasks)
+    def change(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
+        if self._owners.get((version, position)) != old:
+            return False
+        self._owners[version, position] = new
+        return True
 
-    def waiting(self) -> list[int]:
-        """Positions that nobody runs, in the order in which they are claimed: earliest group first."""
-        return sorted([*self.lost, *self.suspended]) + list(range(self.next_position, len(self.tasks)))
+    def forget(self, version: int, position: int) -> None:
+        self._owners.pop((version, position), None)
 
-    def claim(self, rank: int, position: int | None = None) -> Claim | None:
-        """The next task for `rank` (lost and suspended ones precede the counter), or None when nothing waits.
+    def returned(self, version: int) -> Sequence[int]:
+        return sorted(self._returned.get(version, ()))
 
-        `position` asks for one suspended, lost or the very next task (levelling of the tail).
+    def add_returned(self, version: int, positions: Sequence[int]) -> None:
+        self._returned.setdefault(version, set()).update(positions)
+
+    def newest_version(self) -> int:
+        return self.version
+
+    def lost_ranks(self) -> frozenset[int]:
+        return frozenset(self.lost)
+
+
+class Claims:
+    """A rank's way to claim, give, confirm and refuse tasks."""
+
+    def __init__(self, store: ClaimStore, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    # ---- generating ranks
+
+    def take(self, version: int, tasks: Sequence[Task], part: range) -> Claim | None:
+        """The next task of a queue: one that came back, else the counter's next; None when none is left.
+
+        Args:
+            tasks: the version's whole queue.
+            part: positions that the counter runs over (all of them, or this rank's own part of a divided queue).
         """
-        returned = {**self.suspended, **self.lost}
-        if position is None:
-            position = min(returned) if returned else self.next_position
-        if position >= len(self.tasks):
+        for position, owner in self._waiting(version, len(tasks)):
+            if self._store.change(version, position, owner, Owner.of(self._rank, owner.attempt, tasks[position])):
+                return Claim(position, self._rank, owner.attempt)
+        name = queue_name(version, part, len(tasks))
+        while self._store.count(name) < len(part):
+            number = self._store.count(name, 1) - 1
+            if number >= len(part):
+                return None
+            position = part[number]
+            if self._store.change(version, position, None, Owner.of(self._rank, 0, tasks[position])):
+                return Claim(position, self._rank, 0)
+        return None
+
+    def left(self, version: int, tasks: int, part: range) -> int:
+        """Tasks of the queue that nobody runs and nobody has finished."""
+        claimed = self._store.count(queue_name(version, part, tasks))
+        return max(0, len(part) - claimed) + sum(1 for _ in self._waiting(version, tasks))
+
+    def give(self, version: int, claim: Claim, receiver: int) -> bool:
+        """Make `receiver` the owner of this rank's task. False when the receiver is lost (the task stays) or this rank
+        is no longer the owner (its work would be refused)."""
+        owner = self._store.owner(version, claim.position)
+        if owner is None or (owner.rank, owner.attempt) != (self._rank, claim.attempt):
+            return False
+        given = replace(owner, rank=receiver, giver=self._rank)
+        if not self._store.change(version, claim.position, owner, given):
+            return False
+        # A rank is marked as lost before its tasks are gathered: so that gathering sees this gift, or we see the mark.
+        lost = receiver in self._store.lost_ranks()
+        return not lost or not self._store.change(version, claim.position, given, owner)
+
+    def confirm(self, version: int, position: int, attempt: int) -> Claim | None:
+        """The claim of a task that was handed to this rank; None when it has been given to somebody else since."""
+        owner = self._store.owner(version, position)
+        if owner is None or (owner.rank, owner.attempt) != (self._rank, attempt):
             return None
-        if position in returned:
-            attempt = returned[position]
-            self.suspended.pop(position, None)
-            self.lost.pop(position, None)
-        elif position == self.next_position:
-            attempt = 0
-            self.next_position += 1
-        else:
-            raise ClaimError(f"rank {rank} asked for task {position}, which is not waiting: ask for {self.waiting()}.")
-        claim = Claim(position, rank, attempt)
-        self.owners[position] = claim
-        return claim
+        if not self._store.change(version, position, owner, replace(owner, giver=NOBODY)):
+            return None
+        return Claim(position, self._rank, attempt)
 
-    def done(self, position: int, rank: int, attempt: int) -> bool:
-        """A result arrived. False = refused: the task was reissued, handed over or finished already."""
-        if not owns(self.owners.get(position), rank, attempt):
-            return False
-        del self.owners[position]
-        self.finished.add(position)
-        return True
+    # ---- trainers
 
-    def suspend(self, claim: Claim) -> bool:
-        """The owner hands its task back at a denoising-step boundary. False when it is no longer the owner."""
-        if not owns(self.owners.get(claim.position), claim.rank, claim.attempt):
-            return False
-        del self.owners[claim.position]
-        self.suspended[claim.position] = claim.attempt
-        return True
+    def accepts(self, version: int, claim: Claim) -> bool:
+        """Whether a result made under `claim` counts: it is from the task's present owner."""
+        owner = self._store.owner(version, claim.position)
+        return owner is not None and (owner.rank, owner.attempt) == (claim.rank, claim.attempt)
 
-    def owner_died(self, rank: int, cause: str = "died") -> list[int]:
-        """Take back every task of `rank`; returns their positions. A second notice of the same death returns none.
+    def received(self, version: int, position: int) -> None:
+        """Note that one more trainer holds a task's result; once a trainer and task."""
+        self._store.count(_received(version, position), 1)
 
-        Raises ClaimError when a task has lost `max_attempts` owners.
+    def returned(self, version: int, tasks: int) -> int:
+        """How many tasks of the version's queue came back and wait for a new owner."""
+        return sum(1 for _ in self._waiting(version, tasks))
+
+    def forget(self, version: int) -> None:
+        """Remove what is kept of the queue that can no longer matter once `version` is published."""
+        old = version - _FORGET_AFTER
+        for position in range(self._store.count(f"claim/v{old}")):
+            self._store.forget(old, position)
+
+    # ---- whoever notices a loss: the launcher
+
+    def lose(self, rank: int, cause: str, trainers: int) -> list[str]:
+        """Give back every task that `rank` owned and that not all trainers hold; returns what to call them. The rank
+        must be dead and marked as lost.
+
+        Raises:
+            ClaimError: a task has lost its last owner.
         """
-        held = [position for position, claim in sorted(self.owners.items()) if claim.rank == rank]
-        for position in held:
-            claim, task = self.owners.pop(position), self.tasks[position]
-            name = f"task {task.index} of step {task.step} (group {task.group})"
-            self.lost[position] = next_attempt(claim, name, cause, self.max_attempts)
-        return held
+        names: list[str] = []
+        newest = self._store.newest_version()
+        for version in (newest - 1, newest):
+            back = [
+                position
+                for position in range(self._store.count(f"claim/v{version}"))
+                if self._take_back(version, position, rank, cause, trainers, names)
+            ]
+            if back:
+                self._store.add_returned(version, back)
+        return names
+
+    def _take_back(self, version: int, position: int, rank: int, cause: str, trainers: int, names: list[str]) -> bool:
+        """Whether the task at `position` goes back."""
+        while True:
+            owner = self._store.owner(version, position)
+            if owner is None:  # claimed and not noted yet: whoever it is (the dead rank?) will claim anew
+                if self._store.change(version, position, None, Owner(NOBODY, 0, NOBODY, -1, -1, -1)):
+                    return True
+                continue
+            if rank not in (owner.rank, owner.giver):
+                return False
+            if self._store.count(_received(version, position)) >= trainers:
+                return False
+            name = f"task {owner.index} of step {owner.step} (group {owner.group})"
+            if owner.attempt + 1 >= MAX_ATTEMPTS:
+                raise ClaimError(
+                    f"{name} lost {owner.attempt + 1} owners, the last being rank {rank}, which {cause}: "
+                    "the task itself is the likely cause. Look at its prompt and its reward."
+                )
+            if self._store.change(version, position, owner, Owner(NOBODY, owner.attempt + 1, NOBODY, *_named(owner))):
+                names.append(name)
+                return True
+
+    def _waiting(self, version: int, tasks: int) -> Iterator[tuple[int, Owner]]:
+        """(position, owner entry) of the tasks that came back and have no owner."""
+        for position in self._store.returned(version):
+            owner = self._store.owner(version, position) if position < tasks else None
+            if owner is not None and owner.rank == NOBODY:
+                yield position, owner
+
+
+def queue_name(version: int, part: range, tasks: int) -> str:
+    """The counter of a queue, or of one rank's part of a divided one."""
+    return f"claim/v{version}" if len(part) == tasks else f"claim/v{version}/{part.start}"
+
+
+def queue_part(tasks: int, number: int, count: int) -> range:
+    """Positions of the `number`-th of `count` equal parts of a divided queue."""
+    return range(number * tasks // count, (number + 1) * tasks // count)
+
+
+def _received(version: int, position: int) -> str:
+    """The counter of trainers that hold a result."""
+    return f"got/v{version}/{position}"
+
+
+def _named(owner: Owner) -> Iterable[int]:
+    return owner.step, owner.index, owner.group

@@ -1,12 +1,12 @@
-"""TAG: should idle trainers generate? The bubble-triggered search (BTS), its monitor, and the costs it works with.
+"""TAG: should idle trainers generate? The bubble-triggered search (BTS).
 
 State at an idle point of the trainers: when each rollout rank is free, when the trainers are, tasks left, fragments to
 train. Branch: wait for the next fragment, or lend k rounds of tasks first. Bound below by the work that remains;
-incumbent = never lend; memoised on quantised time; a limited depth, with fixed policies behind it, keeps it to
-milliseconds.
+incumbent = never lend; memoised on quantised time. It branches at `DEPTH` idle points and follows fixed rules behind
+them, which keeps it to milliseconds.
 
-Model: rollout ranks accept tasks by the decline rule (`claims.declines`), so that their finishing times are the sorted
-union of {free_i + j seconds_i}, which lending does not change: it only renumbers the claims behind it. A fragment is
+Model: rollout ranks accept tasks by the decline rule (`policy.declines`). Their finishing times are then the sorted
+union of {free_i + j seconds_i}. Lending does not change these times; it renumbers the claims behind it. A fragment is
 ready when its last task is; fragments train one after another.
 
 Invariants: the chosen plan is never worse than never lending under this model; no plan lends while a fragment is ready
@@ -21,6 +21,11 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+K_MAX = 4
+"""Largest number of rounds that one search lends."""
+DEPTH = 1
+"""Idle points at which every choice is branched on."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class LendingState:
     """With hand-off: one denoising step, after which a loan can be interrupted. None = a loan runs to its end."""
     tasks_later: int = 0
     """Unclaimed tasks of the next step that the version at hand generates (one-step asynchrony). They shorten that
-    step, not this one, so that they are worth a loan only where it costs nothing."""
+    step, not this one, so that they are worth a loan only where it costs nothing. A loan of them runs to its end."""
     may_lend: bool = True
     """False after the first optimizer step of a batch when no copy of the published weights is kept (I6)."""
 
@@ -115,7 +120,7 @@ def after_older(
     return tuple(behind), tuple(times)
 
 
-def search(state: LendingState, k_max: int = 4, depth: int = 2) -> Decision:
+def search(state: LendingState, k_max: int = K_MAX, depth: int = DEPTH) -> Decision:
     """Branch and bound over "wait or lend k rounds" at the idle points that the model foresees.
 
     Args:
@@ -192,9 +197,10 @@ class _Search:
         return max(self.state.fragment_ready[point.fragment], self._done_by[own - 1])
 
     def fits(self, rounds: int) -> bool:
-        """Whether a loan of `rounds` now ends before the next fragment is ready; a suspendable one need not end."""
+        """Whether a loan of `rounds` now ends before the next fragment is ready. A loan of this step's tasks that can
+        be interrupted need not end."""
         state, wait = self.state, self.ready(_Point(0, 0.0, 0, 0, ()))
-        if state.step_seconds is not None:
+        if state.step_seconds is not None and state.tasks_left:
             return wait >= 2 * state.switch_seconds + 2 * state.step_seconds
         return rounds * state.lend_seconds + 2 * state.switch_seconds <= wait
 
@@ -271,83 +277,3 @@ class _Search:
         unclaimed = self.state.tasks_left - bisect_right(self._starts, point.now) - point.lent
         generated = point.now + max(0, unclaimed) / self._rate + self.state.train_seconds[-1]
         return max(point.now + self._train_after[point.fragment], generated)
-
-
-@dataclass
-class Cost:
-    """Exponentially weighted mean and spread of a measured duration, seeded by the hardware profile."""
-
-    seconds: float
-    weight: float = 0.2
-    """Of a new measurement."""
-    spread: float = 0.0
-    """Exponentially weighted mean absolute deviation."""
-    count: int = 0
-
-    def update(self, measured: float) -> None:
-        """Take a measurement in. The first replaces the seed: a profile's figure is a guess, a span is not."""
-        if not measured >= 0.0:
-            raise ValueError(f"measured duration = {measured}: give seconds >= 0.")
-        if self.count == 0:
-            self.seconds = measured
-        else:
-            self.spread += self.weight * (abs(measured - self.seconds) - self.spread)
-            self.seconds += self.weight * (measured - self.seconds)
-        self.count += 1
-
-
-class Costs:
-    """Durations by (stage, rank): `Cost` per key, seeded on first use."""
-
-    def __init__(self, seeds: dict[str, float], weight: float = 0.2) -> None:
-        self.seeds = dict(seeds)
-        self.weight = weight
-        self.table: dict[tuple[str, int], Cost] = {}
-
-    def get(self, stage: str, rank: int) -> float:
-        """Expected seconds. Raises KeyError naming the stages known when `stage` has neither seed nor measurement."""
-        if (stage, rank) in self.table:
-            return self.table[stage, rank].seconds
-        if stage not in self.seeds:
-            raise KeyError(f"no cost of stage {stage!r}: seed one of {', '.join(sorted(self.seeds))} or measure it.")
-        return self.seeds[stage]
-
-    def update(self, stage: str, rank: int, measured: float) -> None:
-        """Take in one span's seconds."""
-        if (stage, rank) not in self.table:
-            self.table[stage, rank] = Cost(self.seeds.get(stage, measured), self.weight)
-        self.table[stage, rank].update(measured)
-
-
-@dataclass
-class LendingMonitor:
-    """Compares predictions with what happened; switches TAG off when its error exceeds its gain (I6).
-
-    Give it the first loan of each RL step: that one's prediction spans the whole step.
-    """
-
-    patience: int = 3
-    """Loans seen before a verdict, and loans that the verdict averages over (EWMA weight 1/patience)."""
-    loans: int = 0
-    gain: float = 0.0
-    """EWMA of the predicted gain, seconds."""
-    error: float = 0.0
-    """EWMA of max(0, measured - predicted), seconds: being faster than predicted is no reason to stop."""
-    off: bool = False
-
-    def record(self, decision: Decision, measured_step_s: float) -> str | None:
-        """Take in how long the step took from the decision on; returns a message when that switches lending off."""
-        if self.off or decision.lend == 0:
-            return None
-        self.loans += 1
-        weight = max(1.0 / self.patience, 1.0 / self.loans)
-        self.gain += weight * (decision.gain - self.gain)
-        self.error += weight * (max(0.0, measured_step_s - decision.predicted_step_s) - self.error)
-        if self.loans < self.patience or self.error <= self.gain:
-            return None
-        self.off = True
-        return (
-            f"schedule.tag switched itself off after {self.loans} loans: steps took {self.error:.3f} s longer than "
-            f"predicted on average, more than the {self.gain:.3f} s that lending was to save. Run `make profile` for "
-            "this machine's costs, or set schedule.tag=false."
-        )

@@ -45,23 +45,24 @@ def check_staleness(version: int, trainer_version: int, async_steps: int) -> int
 
 @dataclass
 class Ledger:
-    """Counts samples of a run: issued, trained, dropped by reason; what is in flight is tracked apart from the sum.
+    """Counts samples of a run: issued, trained, dropped by reason. It is fed with the claims whose results arrive.
 
-    In-flight samples are held as a set of (step, group), so the identity I10 is a real check and not a definition.
+    In-flight samples are held by (step, group) and task, so the identity I10 is a real check and not a definition.
     """
 
     issued: int = 0
     trained: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    open: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(step, group) -> samples issued and neither trained nor dropped."""
+    open: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """(step, group) -> task of the group -> samples issued and neither trained nor dropped."""
 
-    def issue(self, step: int, group: int, samples: int) -> None:
-        """A group's samples enter. Raises AccountingError when the group is in flight already."""
-        if (step, group) in self.open:
-            raise AccountingError(f"group {group} of step {step} was issued twice.")
+    def issue(self, step: int, group: int, samples: int, part: int = 0) -> None:
+        """The samples of a group's task `part` enter. Raises AccountingError when they are in flight already."""
+        parts = self.open.setdefault((step, group), {})
+        if part in parts:
+            raise AccountingError(f"task {part} of group {group} of step {step} was issued twice.")
+        parts[part] = samples
         self.issued += samples
-        self.open[step, group] = samples
 
     def train(self, step: int, group: int) -> int:
         """A group leaves through the loss; returns its samples."""
@@ -78,7 +79,7 @@ class Ledger:
     @property
     def in_flight(self) -> int:
         """Samples issued and not yet accounted for."""
-        return sum(self.open.values())
+        return sum(sum(parts.values()) for parts in self.open.values())
 
     def check(self, before: int = 0) -> None:
         """Raises AccountingError unless issued = trained + dropped + in flight (I10), and every group of a step earlier
@@ -100,4 +101,4 @@ class Ledger:
     def _close(self, step: int, group: int, how: str) -> int:
         if (step, group) not in self.open:
             raise AccountingError(f"group {group} of step {step} was {how}, but it is not in flight.")
-        return self.open.pop((step, group))
+        return sum(self.open.pop((step, group)).values())

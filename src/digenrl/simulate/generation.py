@@ -1,18 +1,29 @@
-"""The generating side of the virtual run: who claims which task, and when a task moves.
+"""The generating side of a virtual run: who runs which task, and how long it takes.
 
-Every decision is taken by `digenrl.schedule`: `queue` orders, `ClaimBook` owns; `declines`, `hands_over`, `swaps` and
-`yields` choose.
+Every choice is the policy's (`digenrl.schedule.policy`); claims are those of `digenrl.schedule.claims`, kept in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from digenrl.schedule import ScheduleSpec, Task, queue
-from digenrl.schedule.claims import Claim, ClaimBook, declines, hands_over, swaps, yields
+from digenrl.schedule import ScheduleSpec, Task
+from digenrl.schedule.claims import Claim, Claims, MemoryClaims, queue_part
+from digenrl.schedule.policy import SchedulePolicy, Work
 from digenrl.simulate.virtual_cluster import Cluster, Rank
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A task that was handed to a rank."""
+
+    task: Task
+    claim: Claim
+    remaining: int
+    """Denoising steps still to do."""
 
 
 @dataclass(eq=False)
@@ -20,9 +31,9 @@ class Worker:
     """A rank as a generator of samples."""
 
     rank: Rank
+    claims: Claims
     held: int = 0
     """Version of the weights."""
-    book: ClaimBook | None = None
     claim: Claim | None = None
     task: Task | None = None
     remaining: int = 0
@@ -32,17 +43,16 @@ class Worker:
     """When the present task will be finished, undisturbed."""
     step_time: float = 0.0
     finish_time: float = 0.0
-    next_boundary: float = 0.0
-    """When the denoising step under way ends (hand-off only)."""
     token: int = 0
     """Events of an older token are void."""
+    waiting: deque[Handed] = field(default_factory=deque)
+    """Tasks that were handed to this rank while it was busy."""
     idle_since: float | None = None
     idle_cause: str = "startup"
-    available: bool = False
-    """It found nothing to claim and does nothing else: a task may be handed over to it."""
+    waits: int = 0
+    """How often it has begun to wait for a task."""
     dead: bool = False
     encoded: set[tuple[int, int]] = field(default_factory=set)
-    generated: int = 0
 
     @property
     def busy(self) -> bool:
@@ -50,130 +60,106 @@ class Worker:
 
 
 class Generation:
-    """Books of claims and the workers.
+    """The workers and their claims.
 
     Args:
         spec: the schedule.
         cluster: durations.
+        policy: decides.
+        plan: version -> its queue of tasks.
         factor: rank -> factor on its next duration (jitter, stragglers).
-        post: (time, kind, payload) -> None, the engine's event queue.
+        post: (time, kind, payload) -> None, the run's event queue.
         span: (rank, stage, start, end, step, args) -> None.
+        wanted: whether a fragment is ready for the trainer that generates.
     """
 
     def __init__(
         self,
         spec: ScheduleSpec,
         cluster: Cluster,
-        last_step: int,
+        policy: SchedulePolicy,
+        plan: Callable[[int], Sequence[Task]],
         factor: Callable[[int], float],
         post: Callable[..., None],
         span: Callable[..., None],
+        wanted: Callable[[Worker], bool],
     ) -> None:
-        self.spec, self.cluster, self.last_step = spec, cluster, last_step
-        self._factor, self._post, self._span = factor, post, span
-        self.workers = [Worker(rank) for rank in cluster.ranks]
+        self.spec, self.cluster, self.policy, self._plan = spec, cluster, policy, plan
+        self._factor, self._post, self._span, self._wanted = factor, post, span, wanted
+        self.store = MemoryClaims()
+        self.workers = [Worker(rank, Claims(self.store, rank.rank)) for rank in cluster.ranks]
         self.colocated = not cluster.rollouts
-        self.members = [w for w in self.workers if math.isfinite(w.rank.step_seconds)]
-        self.generators = [w for w in self.members if self.colocated or w.rank.role == "rollout"]
-        self._books: dict[tuple[int, int], ClaimBook] = {}
-        self._progress: dict[tuple[int, int, int], tuple[int, int]] = {}
-        """(step, task, 0) -> (remaining steps, last owner) of suspended tasks."""
+        members = [w for w in self.workers if math.isfinite(w.rank.step_seconds)]
+        self.generators = [w for w in members if self.colocated or w.rank.role == "rollout"]
         self.made: list[tuple[int, int, int, int]] = []
         """(step, task, rank, version) of every finished task."""
-        self.issued: set[tuple[int, int]] = set()
-        steps = spec.denoise_steps
-        self._task_seconds = {w.rank.rank: w.rank.task_seconds(steps) for w in self.members}
-        self._sure = {
-            w.rank.rank: sum(
-                1 + int(self._task_seconds[w.rank.rank] / self._task_seconds[o.rank.rank]) for o in self.generators
-            )
-            for w in self.members
-        }
         self.moves = 0
+        for worker in members:
+            rank = worker.rank
+            alone = 0.0 if worker in self.generators else rank.encode_seconds  # a loan encodes its prompt again
+            policy.expected("generate", rank.rank, rank.task_seconds(spec.denoise_steps) + alone)
+            if worker in self.generators:
+                self._announce(worker)
 
-    def book(self, version: int, worker: Worker) -> ClaimBook:
-        """The claims of a version's queue (of the rank's own part of it, when claims are static)."""
-        part = worker.rank.rank if self.cluster.static_claims else -1
-        if (version, part) not in self._books:
-            tasks = queue(self.spec, version, self.last_step)
-            if part >= 0:
-                order = [w.rank.rank for w in self.generators].index(part)
-                count = len(self.generators)
-                tasks = tasks[len(tasks) * order // count : len(tasks) * (order + 1) // count]
-            self._books[version, part] = ClaimBook(tasks)
-        return self._books[version, part]
+    # ---- what the policy sees
+
+    def _announce(self, worker: Worker) -> None:
+        """Tell the policy what `worker` does now."""
+        rank, task = worker.rank, worker.task
+        idle = worker.waits if self.spec.handoff and worker.idle_since is not None else 0
+        seconds = rank.task_seconds(self.spec.denoise_steps), rank.step_seconds
+        if task is None:
+            work = Work(worker.held, *seconds, idle=idle)
+        else:
+            work = Work(worker.held, *seconds, task.step, task.group, worker.free_at)
+        self.policy.saw_rank(rank.rank, work)
+
+    def part(self, worker: Worker, tasks: int) -> range:
+        """Positions of a queue that `worker` may claim."""
+        if not self.cluster.static_claims:
+            return range(tasks)
+        return queue_part(tasks, self.generators.index(worker), len(self.generators))
 
     def left(self, version: int, worker: Worker) -> int:
-        """Tasks of the version that nobody runs."""
-        return self.book(version, worker).unclaimed
+        """Tasks of the version (of the rank's own part, where the queue is divided) that nobody runs."""
+        tasks = len(self._plan(version))
+        return worker.claims.left(version, tasks, self.part(worker, tasks))
 
-    def offer(self, worker: Worker, versions: tuple[int, ...], now: float) -> str | None:
-        """Let a free worker claim from the first of `versions` that has work. None when it did, else why not."""
+    # ---- claims
+
+    def offer(self, worker: Worker, versions: Sequence[int], now: float) -> str | None:
+        """Let a free worker take a task that was handed to it, or claim from the first of `versions` that has work.
+        None when it did, else why not."""
+        if worker.waiting:
+            handed = worker.waiting.popleft()
+            claim = worker.claims.confirm(handed.task.version, handed.claim.position, handed.claim.attempt)
+            if claim is not None:
+                self._start(worker, handed.task, claim, handed.remaining, now, moved=True)
+                return None
         cause = "weights"
-        worker.available = True
         for version in versions:
-            book = self.book(version, worker)
-            if not book.unclaimed:
+            left = self.left(version, worker)
+            if not left:
                 continue
-            if worker in self.generators and not self.cluster.static_claims and self._declined(worker, book, now):
+            if worker in self.generators and not self.policy.takes(worker.rank.rank, version, left, now):
                 cause = "tail"
                 continue
-            position = self._longest(book) if self._levelling(book) else None
-            claim = book.claim(worker.rank.rank, position)
+            tasks = self._plan(version)
+            claim = worker.claims.take(version, tasks, self.part(worker, len(tasks)))
             if claim is not None:
-                self._start(worker, book, claim, version, now)
+                self._start(worker, tasks[claim.position], claim, self.spec.denoise_steps, now)
                 return None
         return cause
 
-    def _levelling(self, book: ClaimBook) -> bool:
-        return self.spec.handoff and self.spec.gap == 0 and self._fresh(book) <= len(self.generators)
-
-    @staticmethod
-    def _fresh(book: ClaimBook) -> int:
-        """Tasks that nobody has begun."""
-        return len(book.tasks) - book.next_position
-
-    def _waiting(self, book: ClaimBook) -> tuple[list[int], list[int]]:
-        """Positions that wait (of unclaimed ones only the next: they are equal), and their remaining steps."""
-        positions = [*sorted([*book.suspended, *book.lost])]
-        if book.next_position < len(book.tasks):
-            positions.append(book.next_position)
-        return positions, [self._remaining(book.tasks[p]) for p in positions]
-
-    def _longest(self, book: ClaimBook) -> int:
-        positions, remaining = self._waiting(book)
-        return positions[max(range(len(positions)), key=lambda i: (remaining[i], -i))]
-
-    def _remaining(self, task: Task) -> int:
-        return self._progress.get((task.step, task.index, 0), (self.spec.denoise_steps, -1))[0]
-
-    def _declined(self, worker: Worker, book: ClaimBook, now: float) -> bool:
-        if book.unclaimed > self._sure[worker.rank.rank]:
-            return False
-        alive = [w for w in self.generators if not w.dead]
-        if self.spec.handoff:  # a task can be taken over at any step, so the question is about steps
-            steps = len(book.tasks) - book.next_position - 1
-            left = sum(self._waiting(book)[1]) + max(0, steps) * self.spec.denoise_steps
-            seconds = {w.rank.rank: w.rank.step_seconds for w in alive}
-            free = {w.rank.rank: w.free_at for w in alive if w.busy}
-            return declines(worker.rank.rank, now, seconds, free, left)
-        seconds = {w.rank.rank: self._task_seconds[w.rank.rank] for w in alive}
-        free = {w.rank.rank: w.free_at for w in alive if w.busy}
-        return declines(worker.rank.rank, now, seconds, free, book.unclaimed)
-
-    def _start(self, worker: Worker, book: ClaimBook, claim: Claim, version: int, now: float) -> None:
-        task = book.tasks[claim.position]
-        worker.available = False
+    def _start(self, worker: Worker, task: Task, claim: Claim, remaining: int, now: float, moved: bool = False) -> None:
         self.end_idle(worker, now)
-        self.issued.add((task.step, task.group))
         rank, factor = worker.rank, self._factor(worker.rank.rank)
         begin = now
-        if worker.held != version:
+        if worker.held != task.version:
             begin += rank.adopt_seconds
-            self._span(rank.rank, "adopt", now, begin, task.step, {"version": version})
-            worker.held = version
-        remaining, owner = self._progress.pop((task.step, task.index, 0), (self.spec.denoise_steps, -1))
-        if owner not in (-1, rank.rank):
+            self._span(rank.rank, "adopt", now, begin, task.step, {"version": task.version})
+            worker.held = task.version
+        if moved:
             self.moves += 1
             self._span(rank.rank, "send", begin, begin + self.cluster.move_seconds, task.step, {"task": task.index})
             begin += self.cluster.move_seconds
@@ -181,86 +167,91 @@ class Generation:
             worker.encoded.add((task.step, task.group))
             self._span(rank.rank, "encode", begin, begin + rank.encode_seconds * factor, task.step, {})
             begin += rank.encode_seconds * factor
-        worker.book, worker.claim, worker.task, worker.remaining, worker.began = book, claim, task, remaining, begin
+        worker.claim, worker.task, worker.remaining, worker.began = claim, task, remaining, begin
         worker.step_time = rank.step_seconds * factor
         worker.finish_time = (rank.decode_seconds + rank.score_seconds) * factor
         worker.free_at = begin + remaining * worker.step_time + worker.finish_time
         worker.token += 1
+        self._announce(worker)
         together = self.cluster.lockstep and rank.role == "trainer"  # one of them cannot leave the others' forwards
-        if self.spec.handoff and remaining and not together:
-            worker.next_boundary = begin + worker.step_time
-            self._post(worker.next_boundary, "boundary", (rank.rank, worker.token))
+        if self.spec.handoff and remaining > 1 and not together:
+            self._post(begin + worker.step_time, "boundary", (rank.rank, worker.token))
         else:
             self._post(worker.free_at, "finish", (rank.rank, worker.token))
 
-    def boundary(self, worker: Worker, now: float, wanted: bool, idle: list[Worker]) -> str:
-        """A denoising step of `worker` ended. Returns what follows: go, finish, give (to an idle rank), swap,
-        yield (for a faster rank to exchange) or stop.
+    # ---- between two denoising steps
+
+    def boundary(self, worker: Worker, step: int, now: float) -> Worker | None:
+        """A denoising step of `worker` ended. Who finishes its task, if it is handed over.
 
         Args:
-            wanted: a lending trainer whose fragment is ready.
-            idle: workers that could take the task over.
+            step: RL step that the trainers are in.
         """
+        assert worker.task is not None
         worker.remaining -= 1
-        if worker.remaining == 0:
-            self._post(now + worker.finish_time, "finish", (worker.rank.rank, worker.token))
-            return "finish"
-        if wanted:
-            return "stop"
-        steps = [w.rank.step_seconds for w in idle]
-        if steps and hands_over(worker.remaining, worker.step_time, steps, self.cluster.move_seconds):
-            return "give"
-        assert worker.book is not None
-        if self._levelling(worker.book) and worker in self.generators:
-            remaining = self._waiting(worker.book)[1]
-            if swaps(worker.remaining, remaining, len(self.generators)) is not None:
-                return "swap"
-            others = [w for w in self.generators if w.busy and w is not worker and w.book is worker.book]
-            running = [(w.remaining, w.step_time) for w in others if w.remaining]
-            if not remaining and yields(worker.remaining, worker.step_time, running):
-                return "yield"
-            if self._leaves_step(worker, others, sum(remaining), now):
-                return "yield"
-        worker.next_boundary = now + worker.step_time
-        self._post(worker.next_boundary, "boundary", (worker.rank.rank, worker.token))
-        return "go"
+        rank, task = worker.rank.rank, worker.task
+        receiver: int | None = None
+        if worker.rank.role == "trainer":
+            receiver = self.policy.loan_receiver(rank, task.step, step, self._wanted(worker), now)
+        else:
+            self._pass_on(worker, now)
+            left = self.left(worker.held, worker)
+            receiver = self.policy.hand_over(rank, task.step, worker.remaining, left, ())
+        if receiver is None or not self._give(worker, receiver):
+            kind = "boundary" if worker.remaining > 1 else "finish"
+            time = now + worker.step_time if worker.remaining > 1 else worker.free_at
+            self._post(time, kind, (rank, worker.token))
+            return None
+        return self.workers[receiver]
 
-    def _leaves_step(self, worker: Worker, others: list[Worker], waiting: int, now: float) -> bool:
-        """The decline rule for single steps: the others end all that is left before `worker` ended its next step."""
-        if not others or worker.book is None or worker.book.next_position < len(worker.book.tasks):
+    def _pass_on(self, worker: Worker, now: float) -> None:
+        """Hand the tasks that wait for busy `worker` on to idle ranks that would end them earlier."""
+        while worker.waiting:
+            last = worker.waiting[-1]
+            version, waits = last.task.version, worker.remaining
+            receiver = self.policy.pass_on(worker.rank.rank, version, last.remaining, waits, ())
+            if receiver is None:
+                return
+            worker.waiting.pop()
+            if worker.claims.give(version, last.claim, receiver):
+                other = self.workers[receiver]
+                other.waiting.append(Handed(last.task, self._moved(last.claim, receiver), last.remaining))
+                self.offer(other, (), now)
+
+    def _give(self, worker: Worker, receiver: int) -> bool:
+        """Make `receiver` the owner of what `worker` runs."""
+        assert worker.task is not None
+        assert worker.claim is not None
+        if not worker.claims.give(worker.task.version, worker.claim, receiver):
             return False
-        alive = [w for w in self.generators if not w.dead]
-        left = waiting + worker.remaining + sum(max(0, w.remaining - 1) for w in others)
-        free = {w.rank.rank: w.next_boundary for w in others}
-        return declines(
-            worker.rank.rank, now, {w.rank.rank: w.step_time or w.rank.step_seconds for w in alive}, free, left
-        )
+        other = self.workers[receiver]
+        other.waiting.append(Handed(worker.task, self._moved(worker.claim, receiver), worker.remaining))
+        return True
+
+    @staticmethod
+    def _moved(claim: Claim, receiver: int) -> Claim:
+        return Claim(claim.position, receiver, claim.attempt)
 
     def suspend(self, worker: Worker, now: float) -> None:
-        """Hand the task of `worker` back at a denoising-step boundary."""
-        assert worker.book is not None
-        assert worker.claim is not None
-        assert worker.task is not None
+        """`worker` stops, its task having been given to another rank."""
         self.record(worker, now)
-        worker.book.suspend(worker.claim)
-        self._progress[worker.task.step, worker.task.index, 0] = (worker.remaining, worker.rank.rank)
         self._release(worker)
 
     def finish(self, worker: Worker, now: float) -> Task:
         """The task of `worker` is done; its samples are on their way."""
-        assert worker.book is not None
         assert worker.claim is not None
         assert worker.task is not None
         task, worker.remaining = worker.task, 0
         self.record(worker, now)
-        worker.book.done(worker.claim.position, worker.rank.rank, worker.claim.attempt)
-        worker.generated += 1
+        worker.claims.received(task.version, worker.claim.position)
         self.made.append((task.step, task.index, worker.rank.rank, task.version))
         self._release(worker)
         return task
 
+    # ---- deaths
+
     def die(self, worker: Worker, now: float) -> None:
-        """`worker` stops; its task stays claimed until the death is noticed."""
+        """`worker` stops; its tasks stay claimed until the death is noticed."""
         if worker.claim is not None:
             self.record(worker, now)
         worker.dead = True
@@ -269,9 +260,14 @@ class Generation:
 
     def notice(self, worker: Worker) -> None:
         """The death of `worker` is known: its tasks go back."""
-        for book in self._books.values():
-            book.owner_died(worker.rank.rank)
-        worker.claim = worker.task = worker.book = None
+        rank = worker.rank.rank
+        self.store.lost.add(rank)
+        worker.claims.lose(rank, "died", trainers=1)
+        worker.claim = worker.task = None
+        worker.waiting.clear()
+        self.policy.saw_rank(rank, None)
+
+    # ---- records
 
     def record(self, worker: Worker, now: float) -> None:
         """Spans of what `worker` has done of its task up to `now`."""
@@ -288,13 +284,16 @@ class Generation:
             self._span(worker.rank.rank, "score", middle, now, task.step, args)
 
     def _release(self, worker: Worker) -> None:
-        worker.claim = worker.task = worker.book = None
+        worker.claim = worker.task = None
         worker.token += 1
+        self._announce(worker)
 
     def idle(self, worker: Worker, now: float, cause: str) -> None:
         """`worker` has nothing to do, for `cause`."""
         if worker.idle_since is None:
             worker.idle_since, worker.idle_cause = now, cause
+            worker.waits += 1
+            self._announce(worker)
         elif worker.idle_cause != cause:
             self.end_idle(worker, now)
             worker.idle_since, worker.idle_cause = now, cause

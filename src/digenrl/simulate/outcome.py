@@ -109,5 +109,5 @@ def evaluate(bench: Bench, candidate: Candidate, bound: Bound, exact: bool = Fal
     """Simulate `candidate`. Quick: one on-policy step. Exact: two, and six of asynchronous ones, which overlap."""
     steps = (2 + 4 * candidate.async_steps) if exact else (1 + 2 * candidate.async_steps)
     cluster = bench.cluster(candidate)
-    result = simulate(bench.spec(candidate), cluster, steps, trace=trace, k_max=4 if exact else 2, depth=1)
+    result = simulate(bench.spec(candidate), cluster, steps, trace=trace)
     return Outcome(bench, candidate, result, bound)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from digenrl.record.spans import Span
-from digenrl.schedule.search import Decision
 from digenrl.schedule.staleness import Ledger
 
 
@@ -20,8 +19,6 @@ class Unit:
     """idle | train | lend | barrier"""
     since: float = 0.0
     """Start of the present wait."""
-    loan: int = 0
-    """Tasks that it may still claim in the present loan."""
     lent: bool = False
     """It generates or has just generated (a switch is due before it trains)."""
 
@@ -43,8 +40,6 @@ class Simulated:
     moves: int
     """Tasks that changed rank."""
     ledger: Ledger
-    decisions: tuple[tuple[float, Decision], ...]
-    """(time, decision) of every search."""
     messages: tuple[str, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""Discrete-event engine: the schedule of `digenrl.schedule`, run in virtual time.
+"""A run in virtual time: the schedule and the policy of `digenrl.schedule`, with durations in place of work.
 
 Durations are simulated; what decides (order, claims, fragments, placement, lending, staleness) is the runtime's code.
 Trainers act as *units*: one per rank when the model is replicated, one of all ranks when it is sharded.
@@ -6,20 +6,19 @@ Trainers act as *units*: one per rank when the model is replicated, one of all r
 
 from __future__ import annotations
 
+import functools
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from digenrl.record.spans import Span
-from digenrl.schedule import ScheduleSpec, fragments, next_fragment
+from digenrl.schedule import ScheduleSpec, Task, fragments, next_fragment, place, queue
 from digenrl.schedule.order import group_version, later_fragments
-from digenrl.schedule.search import Decision, LendingMonitor, search
+from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, Record, Roles, SchedulePolicy, cells_of
 from digenrl.schedule.staleness import Ledger, check_staleness
-from digenrl.simulate.bubble import lending_state
 from digenrl.simulate.generation import Generation, Worker
 from digenrl.simulate.records import Simulated, Unit
-from digenrl.simulate.training import train_seconds
 from digenrl.simulate.virtual_cluster import Cluster, Disturbance
 
 
@@ -33,18 +32,38 @@ def simulate(
     steps: int = 3,
     disturbance: Disturbance | None = None,
     trace: bool = False,
-    k_max: int = 4,
-    depth: int = 1,
+    record: Record | None = None,
 ) -> Simulated:
     """Run `steps` RL steps in virtual time.
+
+    Args:
+        record: is given every event and decision of the policy.
 
     Raises:
         DeadlockError: the schedule came to a halt (a defect; the property tests look for it).
     """
-    return _Engine(spec, cluster, steps, disturbance or Disturbance(), trace, k_max, depth).run()
+    return _VirtualRun(spec, cluster, steps, disturbance or Disturbance(), trace, record).run()
 
 
-class _Engine:
+def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[float, ...]:
+    """Seconds of training `fragment` on each trainer, from the placement that the runtime uses. Collectives hold
+    sharded ranks together, so there every micro-batch takes as long as its slowest rank. A replica without cells runs
+    stand-ins (`policy.cells_of`)."""
+    trainers, common = cluster.trainers, cluster.micro_batch_seconds
+    placement = place(spec, len(trainers), fragment)
+    if cluster.lockstep:
+        rows = [
+            [rank.cell_seconds * sum(len(block.steps) for block in micro) for micro in own]
+            for rank, own in zip(trainers, placement, strict=True)
+        ]
+        return (sum(max(column) + common for column in zip(*rows, strict=True)),) * len(trainers)
+    return tuple(
+        rank.cell_seconds * cells_of(spec, len(trainers), False, rank.rank, fragment) + common * len(placement[0])
+        for rank in trainers
+    )
+
+
+class _VirtualRun:
     def __init__(
         self,
         spec: ScheduleSpec,
@@ -52,22 +71,36 @@ class _Engine:
         steps: int,
         disturbance: Disturbance,
         trace: bool,
-        k_max: int,
-        depth: int,
+        record: Record | None,
     ) -> None:
         spec = replace(spec, handoff=spec.handoff and bool(cluster.rollouts))  # colocated ranks keep their tasks
-        self.spec, self.cluster, self.steps, self.disturbance = spec, cluster, steps, disturbance
-        self.trace, self.k_max, self.depth = trace, k_max, depth
+        self.spec, self.cluster, self.steps, self.disturbance, self.trace = spec, cluster, steps, disturbance, trace
         self._random = disturbance.generator()
         self._events: list[tuple[float, int, int, str, Any]] = []
         self._sequence, self.now = 0, 0.0
         self.spans: list[Span] = []
         self.seconds: dict[tuple[str, str, str], float] = {}
         self._roles = {rank.rank: rank.role for rank in cluster.ranks}
-        self.gen = Generation(spec, cluster, steps, self._factor, self._post, self._span)
+        roles = Roles(
+            len(cluster.trainers),
+            len(cluster.rollouts),
+            lockstep=cluster.lockstep,
+            split=cluster.static_claims,
+            keeps_copy=cluster.lends_between_updates,
+        )
+        self.plan: Callable[[int], Sequence[Task]] = functools.cache(lambda version: queue(spec, version, steps - 1))
+        self.policy = SchedulePolicy(spec, roles, self.plan, record)
+        self.gen = Generation(
+            spec, cluster, self.policy, self.plan, self._factor, self._post, self._span, self._fragment_waits
+        )
         ids = [rank.rank for rank in cluster.trainers]
         self.units = [Unit(tuple(ids))] if cluster.lockstep else [Unit((rank,)) for rank in ids]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
+        self.fragment_seconds = functools.cache(functools.partial(train_seconds, spec, cluster))
+        first = fragments(spec, 0)[0]
+        for rank in ids:
+            self.policy.expected("switch", rank, cluster.switch_seconds)
+            self.policy.expected("train", rank, self._per_cell(rank, first, self.fragment_seconds(first)[rank]))
         self.version = 0
         """Of the trainers = RL step in progress."""
         self.visible = 0
@@ -77,14 +110,11 @@ class _Engine:
         self.completed: dict[int, list[int]] = {}
         self.step_ends: list[float] = []
         self.trained: list[tuple[int, int, tuple[int, ...]]] = []
-        self.ledger, self.monitor, self.staleness = Ledger(), LendingMonitor(), 0
-        self.decisions: list[tuple[float, Decision]] = []
-        self.step_decisions: list[tuple[float, Decision]] = []
+        self.ledger, self.staleness = Ledger(), 0
         self.messages: list[str] = []
         self._bubbles: list[Unit] = []
         self._done_at: dict[int, float] = {}
         """When ranks of a unit that generates together had nothing more to do."""
-        self._fragment_seconds: dict[tuple[int, ...], tuple[float, ...]] = {}
 
     # ---- plumbing
 
@@ -123,10 +153,10 @@ class _Engine:
                 self.gen.record(worker, self.now)
             self.gen.end_idle(worker, self.now)
         self.ledger.check()
-        made, trained, decisions = tuple(self.gen.made), tuple(self.trained), tuple(self.decisions)
+        made, trained = tuple(self.gen.made), tuple(self.trained)
         return Simulated(
             tuple(self.step_ends), tuple(self.spans), self.seconds, made, trained, self.staleness, self.gen.moves,
-            self.ledger, decisions, tuple(self.messages),
+            self.ledger, tuple(self.messages),
         )  # fmt: skip
 
     def _situation(self) -> str:
@@ -136,11 +166,11 @@ class _Engine:
 
     # ---- generation
 
-    def _versions(self, worker: Worker) -> tuple[int, ...]:
+    def _versions(self, worker: Worker) -> Sequence[int]:
         """Versions that a rank may generate with, the oldest first: a lost task may need the one before the newest."""
         if worker.rank.role == "trainer":
             return (self.version,)
-        return tuple(range(max(0, self.visible - self.spec.async_steps), self.visible + 1))
+        return range(max(0, self.visible - self.spec.async_steps), self.visible + 1)
 
     def _next_task(self, worker: Worker) -> None:
         """A rollout rank is free."""
@@ -164,26 +194,10 @@ class _Engine:
         worker = self.gen.workers[payload[0]]
         if worker.token != payload[1]:
             return
-        unit = self.unit_of.get(worker.rank.rank)
-        lending = unit is not None and not self.gen.colocated
-        wanted = lending and self._ready(unit) is not None
-        idle = [w for w in self.gen.generators if w.available and not (w.dead or w.busy) and w.held == worker.held]
-        action = self.gen.boundary(worker, self.now, wanted, idle)
-        if action in ("go", "finish"):
-            return
-        self.gen.suspend(worker, self.now)
-        if action == "yield":  # the faster rank takes the task at its next boundary, and this one gets its
-            worker.available = True
-            unit_state = self.unit_of.get(worker.rank.rank)
-            if unit_state is not None:
-                unit_state.state, unit_state.since = "idle", self.now
-            else:
-                self.gen.idle(worker, self.now, "tail")
-        elif action == "swap":
-            self._free(worker)
-            self._wake()
-        else:
-            self._wake()
+        receiver = self.gen.boundary(worker, self.version, self.now)
+        if receiver is not None:
+            self.gen.suspend(worker, self.now)
+            self._next_task(receiver)
             self._free(worker)
 
     def _on_finish(self, payload: tuple[int, int]) -> None:
@@ -191,9 +205,11 @@ class _Engine:
         if worker.token != payload[1]:
             return
         task = self.gen.finish(worker, self.now)
+        part = task.first_sample // self.spec.task_size
+        self.ledger.issue(task.step, task.group, task.samples, part)
         self._post(self.now + self.cluster.deliver_seconds, "deliver", (task.step, task.group))
         self._free(worker)
-        if any(w.available and not w.dead for w in self.gen.generators):
+        if any(w.idle_since is not None for w in self.gen.generators):
             self._wake()
 
     def _free(self, worker: Worker) -> None:
@@ -203,9 +219,9 @@ class _Engine:
             return
         self._done_at[worker.rank.rank] = self.now
         if not any(self.gen.workers[rank].busy for rank in unit.ranks):
-            for rank in unit.ranks:
+            for rank in unit.ranks:  # sharded trainers generate together, and wait for the last
                 self._span(
-                    rank, "wait", self._done_at.pop(rank, self.now), self.now, self.version, {"cause": "lockstep"}
+                    rank, "wait", self._done_at.pop(rank, self.now), self.now, self.version, {"cause": "straggler"}
                 )
             unit.state, unit.since = "idle", self.now
             self._advance(unit)
@@ -244,13 +260,30 @@ class _Engine:
         self.arrived = 0
         for unit in self.units:
             unit.pending, unit.state, unit.since = list(parts), "idle", self.now
+            if self.updates_done == 0:
+                self.policy.step_begun(unit.ranks[0])
         for unit in self.units:
             self._advance(unit)
 
-    def _ready(self, unit: Unit | None) -> tuple[int, ...] | None:
-        if unit is None or not unit.pending:
+    def _ready(self, unit: Unit) -> tuple[int, ...] | None:
+        if not unit.pending:
             return None
         return next_fragment(self.spec, unit.pending, self.completed.get(self.version, []))
+
+    def _fragment_waits(self, worker: Worker) -> bool:
+        return self._ready(self.unit_of[worker.rank.rank]) is not None
+
+    def _left(self, unit: Unit, version: int) -> int:
+        """Tasks of the version that nobody runs and that a rank of `unit` may take."""
+        ranks = unit.ranks if self.cluster.static_claims else unit.ranks[:1]
+        return sum(self.gen.left(version, self.gen.workers[rank]) for rank in ranks)
+
+    def _move(self, unit: Unit, granted: int | None = None) -> str:
+        done = len(self.completed.get(self.version, []))
+        left = self._left(unit, self.version)
+        return self.policy.next_move(
+            unit.ranks[0], self.updates_done, unit.pending, self._ready(unit), done, left, granted
+        )
 
     def _advance(self, unit: Unit) -> None:
         """`unit` is free: train, meet the others, lend, or wait."""
@@ -260,36 +293,53 @@ class _Engine:
             if self.arrived == len(self.units):
                 self._end_update()
             return
-        fragment = self._ready(unit)
-        if fragment is not None:
-            self._train(unit, fragment)
-        elif self.gen.colocated:
-            self._generate(unit)
-        elif unit.loan > 0 and self._generate(unit):
-            unit.loan -= 1
-        elif self._may_lend():
-            unit.loan = 0
+        move = self._move(unit)
+        if move == ASK and self.gen.colocated:
+            self._generate(unit)  # each rank of the unit asks when it is offered a task
+        elif move == ASK:
             if not self._bubbles:
                 self._post(self.now, "bubble", None)
             if unit not in self._bubbles:
                 self._bubbles.append(unit)
         else:
-            unit.loan = 0
+            self._do(unit, move)
 
-    def _generate(self, unit: Unit) -> bool:
-        """Every rank of the unit claims a task. False when none got one."""
-        started = False
-        since = unit.since
+    def _on_bubble(self, _: None) -> None:
+        """TAG: trainers became idle at this moment."""
+        units, self._bubbles = self._bubbles, []
+        for unit in units:
+            if unit.state != "idle":
+                continue
+            move = self._move(unit)
+            if move == ASK:
+                pending = (*unit.pending, *later_fragments(self.spec, self.updates_done))
+                older = self._left(unit, self.version - 1) if self.version else 0
+                left = (older, self._left(unit, self.version))
+                move = self._move(unit, self.policy.lend(unit.ranks[0], self.version, pending, left, self.now))
+            self._do(unit, move)
+
+    def _do(self, unit: Unit, move: str) -> None:
+        if move == TRAIN:
+            fragment = self._ready(unit)
+            assert fragment is not None
+            self._train(unit, fragment)
+        elif move == LEND:
+            self._generate(unit)
+        else:
+            assert move == WAIT
+
+    def _generate(self, unit: Unit) -> None:
+        """Every rank of the unit takes a task, if one is left for it."""
+        started, since = False, unit.since
         for rank in unit.ranks:
             worker = self.gen.workers[rank]
-            if not worker.dead and self.gen.offer(worker, self._versions(worker), self.now) is None:
+            if self.gen.offer(worker, self._versions(worker), self.now) is None:
                 started = True
             else:
                 self._done_at[rank] = self.now
         if started:
             self._waited(unit, since)
             unit.state, unit.lent = "lend", True
-        return started
 
     def _waited(self, unit: Unit, since: float, cause: str | None = None) -> None:
         if cause is None:
@@ -301,9 +351,7 @@ class _Engine:
     def _train(self, unit: Unit, fragment: tuple[int, ...]) -> None:
         self._waited(unit, unit.since)
         unit.pending.remove(fragment)
-        unit.state, unit.loan = "train", 0
-        for rank in unit.ranks:
-            self.gen.workers[rank].available = False
+        unit.state = "train"
         begin = self.now
         if unit.lent and not self.gen.colocated:
             begin += 2 * self.cluster.switch_seconds
@@ -312,31 +360,26 @@ class _Engine:
             version = group_version(self.spec, self.version, group)
             self.staleness = max(self.staleness, check_staleness(version, self.version, self.spec.async_steps))
         end = begin
-        for rank, seconds in zip(unit.ranks, self.fragment_seconds(fragment, unit), strict=True):
-            seconds *= self._factor(rank)
+        for rank in unit.ranks:
+            seconds = self.fragment_seconds(fragment)[rank] * self._factor(rank)
             self.trained.append((self.version, rank, fragment))
             self._span(rank, "train", begin, begin + seconds, self.version, {"groups": list(fragment)})
             end = max(end, begin + seconds)
+        self.policy.measured("train", unit.ranks[0], self._per_cell(unit.ranks[0], fragment, end - begin))
         self._post(end, "trained", unit)
 
-    def fragment_seconds(self, fragment: tuple[int, ...], unit: Unit) -> tuple[float, ...]:
-        """Seconds of training `fragment` on each rank of `unit`."""
-        if fragment not in self._fragment_seconds:
-            self._fragment_seconds[fragment] = train_seconds(self.spec, self.cluster, fragment)
-        everyone = self._fragment_seconds[fragment]
-        return everyone if len(unit.ranks) == len(everyone) else tuple(everyone[rank] for rank in unit.ranks)
+    def _per_cell(self, rank: int, fragment: tuple[int, ...], seconds: float) -> float:
+        return seconds / cells_of(self.spec, len(self.cluster.trainers), self.cluster.lockstep, rank, fragment)
 
     def _on_trained(self, unit: Unit) -> None:
         unit.state, unit.since = "idle", self.now
         self._advance(unit)
 
     def _end_update(self) -> None:
-        """Every unit has trained its part: reduce, step, and publish after the last update of the batch."""
         for unit in self.units:
             self._waited(unit, unit.since, "straggler")
         size = self.spec.groups_per_update
         for group in range(self.updates_done * size, (self.updates_done + 1) * size):
-            self.ledger.issue(self.version, group, self.spec.group_size)
             self.ledger.train(self.version, group)
         end = self.now + self.cluster.reduce_seconds + self.cluster.optimizer_seconds
         last = self.updates_done + 1 == self.spec.updates_per_batch
@@ -350,51 +393,17 @@ class _Engine:
     def _on_update(self, last: bool) -> None:
         self.updates_done += 1
         if last:
-            for time, decision in self.step_decisions:
-                message = self.monitor.record(decision, self.now - time)
+            for unit in self.units:
+                message = self.policy.step_ended(unit.ranks[0], self.now)
                 if message:
                     self.messages.append(message)
-            self.step_decisions.clear()
             self.step_ends.append(self.now)
             self.completed.pop(self.version, None)
             self.version += 1
             self.updates_done = 0
+            self.gen.store.version = self.version
             for rank in self.cluster.trainers:
                 self.gen.workers[rank.rank].held = self.version
             self._post(self.now + self.cluster.publish_seconds, "visible", self.version)
         if len(self.step_ends) < self.steps:  # what comes after the last step's end is not the run's
             self._begin_update()
-
-    # ---- lending
-
-    def _may_lend(self) -> bool:
-        if not self.spec.tag or self.monitor.off or self.gen.colocated:
-            return False
-        return self.updates_done == 0 or self.cluster.lends_between_updates
-
-    def _on_bubble(self, _: None) -> None:
-        """TAG: trainers became idle at this moment; one search decides for all of them."""
-        units = [unit for unit in self._bubbles if unit.state == "idle" and self._ready(unit) is None]
-        self._bubbles = []
-        lender = self.gen.workers[units[0].ranks[0]] if units else None
-        if lender is None or self.gen.left(self.version, lender) == 0:
-            return
-        open_fragments = [*units[0].pending, *later_fragments(self.spec, self.updates_done)]
-        state = lending_state(
-            self.gen,
-            self.version,
-            self.now,
-            lender,
-            sum(len(unit.ranks) for unit in units),
-            [(f, sum(max(self.fragment_seconds(f, u)) for u in units) / len(units)) for f in open_fragments],
-            set(self.completed.get(self.version, [])),
-            self.done_tasks,
-        )
-        decision = search(state, self.k_max, self.depth)
-        self.decisions.append((self.now, decision))
-        # The step's first loan sees all of the gain and all of the error; one for the next step promises nothing here.
-        if decision.lend and state.tasks_left and not self.step_decisions:
-            self.step_decisions.append((self.now, decision))
-        for unit in units:
-            if decision.lend and self._generate(unit):
-                unit.loan = decision.lend - 1

@@ -12,7 +12,7 @@ into the pure `digenrl.schedule`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -25,22 +25,23 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from digenrl.cluster.claims import Claims
+from digenrl.cluster.claims import note_version
 from digenrl.cluster.control import Aborted, Control, join_store
 from digenrl.cluster.world import RoleEnvironment, Session, World
 from digenrl.data import PromptSampler
-from digenrl.record.run_dir import append_event
+from digenrl.record.decision_log import DecisionLog
+from digenrl.record.run_dir import DECISIONS, append_event
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
-from digenrl.schedule.order import later_fragments
+from digenrl.schedule.policy import Roles, SchedulePolicy, header
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.learner import Learner, PublishedCopy
-from digenrl.strategy.lending import Lender
+from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.measured_shares import Shares
-from digenrl.strategy.step_ledger import StepBook
-from digenrl.strategy.stream import FragmentStream
+from digenrl.strategy.step_ledger import StepLedger
+from digenrl.strategy.stream import FragmentStream, Inbox
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
@@ -63,6 +64,7 @@ class DisaggregatedStrategy(DDPStrategy):
         sharding: how trainers hold the model: ddp (replicas), hsdp or fsdp.
         shard_group: trainers that hold one copy of the weights under hsdp.
         split_claims: divide every queue equally beforehand instead of claiming (what published colocated loops do).
+        expected: (stage, rank) -> seconds, as `SchedulePolicy.expected` takes them: what the hardware profile says.
     """
 
     strategy_name = "disaggregated"
@@ -78,12 +80,14 @@ class DisaggregatedStrategy(DDPStrategy):
         sharding: str = "ddp",
         shard_group: int = 1,
         split_claims: bool = False,
+        expected: Mapping[tuple[str, int], float] | None = None,
         checkpoint_io: Any = None,
     ) -> None:
         timeout = timedelta(seconds=session.timeout_s)
         super().__init__(cluster_environment=RoleEnvironment(world), checkpoint_io=checkpoint_io, timeout=timeout)
         self.world, self.session, self.spec, self.engine = world, session, spec, engine
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
+        self._expected = expected or {}
         self._sampler, self._last_step = sampler, last_step
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
@@ -96,9 +100,6 @@ class DisaggregatedStrategy(DDPStrategy):
         """Weights of `version`, kept for the same."""
         self._first_step = 0
         self._accumulating = False
-        self._loan = 0
-        """Tasks still to be taken of the loan that the last search granted."""
-        self._asked: tuple[int, int] | None = None
 
     # ---- hooks for researchers: thin calls into schedule/
 
@@ -119,10 +120,7 @@ class DisaggregatedStrategy(DDPStrategy):
     def on_bubble(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> int:
         """TAG: how many rollout tasks this idle trainer should take now; the bubble-triggered search decides. Colocated
         ranks have nobody to wait for and take one at a time, unless another one ends it earlier."""
-        if self.world.rollouts == 0:
-            return int(self.lockstep or not self.runner.declines(self.version))
-        queues = (self.plan_tasks(self.version - 1), self.plan_tasks(self.version))
-        return self.lender.decide(queues, pending, board.step, self.spans.now())
+        return self._lending.rounds(board, pending)
 
     # ---- roles
 
@@ -150,9 +148,13 @@ class DisaggregatedStrategy(DDPStrategy):
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
-        self.claims = Claims(self.control, world.rank)
-        self.lender = Lender(self.spec, world, self.claims, interruptible=not self.lockstep)
-        self.book = StepBook(self.spec, world, self.spans, self.lender, session.run_dir)
+        roles = Roles(world.trainers, world.rollouts, self._sharded, self._split_claims, self.published.kept)
+        head = header(self.spec, roles, self._last_step)
+        self._decisions = DecisionLog(session.run_dir / DECISIONS / path.name, head)
+        self.policy = SchedulePolicy(self.spec, roles, lambda version: self.plan_tasks(version), self._decisions)
+        for (stage, rank), seconds in self._expected.items():
+            self.policy.expected(stage, rank, seconds)
+        self.ledger = StepLedger(self.spec, world, self.spans, self.policy, session.run_dir)
         self.shares = Shares(self.spec, world, self.control, session.run_dir, timed=self.sharding == "ddp")
         self._process_group_backend = self._get_process_group_backend()
         name = "trainers" if world.is_trainer else f"rollout-{world.rank}"
@@ -165,23 +167,41 @@ class DisaggregatedStrategy(DDPStrategy):
         )
         self.runner = TaskRunner(
             self.spec,
+            world,
+            self.policy,
             lambda version: self.plan_tasks(version),
             lambda fragment, step: self.place_timesteps(fragment, step),
-            world.rank,
-            world.trainers,
             self.engine,
             self._sampler,
             self.control,
             self.link,
             self.spans,
-            self._generators,
-            split=self._split_claims,
+        )
+        self.inbox = Inbox(self.link, self.runner.claims, self.policy, self.ledger, self._new_board)
+        hooks = Hooks(
+            plan_tasks=lambda version: self.plan_tasks(version),
+            cut_fragment=lambda pending, board: self.cut_fragment(pending, board),
+            on_bubble=lambda board, pending: self.on_bubble(board, pending),
+            receive=self.inbox.receive,
+            published=self._published_weights,
+            agree=self._agree,
+            versions=lambda: (self.previous, self.current),
+        )
+        self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans)
+
+    def _new_board(self, step: int) -> StepBoard:
+        return StepBoard(
+            self.spec,
+            lambda fragment: self.place_timesteps(fragment, step),
+            self.world.rank,
+            step,
+            self.engine.reward_weights,
+            lockstep=self._sharded,
         )
 
-    @property
-    def _generators(self) -> range:
-        """Ranks that generate by trade."""
-        return self.world.rollout_ranks if self.world.rollouts else range(self.world.trainers)
+    def _published_weights(self, updates_done: int) -> AbstractContextManager[None]:
+        """Inside, the model holds the published version (I6)."""
+        return self.published.in_use(self.learner, updates_done)
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -190,10 +210,10 @@ class DisaggregatedStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if self.world.is_trainer:  # before every other callback, so that rollouts work while the first evaluation runs
-            trainer.callbacks.insert(0, Begin(self))  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, Begin(self.begin))  # type: ignore[attr-defined]
             run_free(trainer.fit_loop)
         else:
-            trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop)
+            trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop, self.run_rollouts)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
 
     def configure_ddp(self) -> None:
@@ -214,55 +234,20 @@ class DisaggregatedStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         assert self.lightning_module is not None
         if self.world.is_trainer and self.lightning_module.trainer.training:
-            return FragmentStream(self)
+            per_update = self.micro_batches_per_update
+            return FragmentStream(self.spec, per_update, lambda: self.version, self.inbox, self._lending, self.ledger)
         return dataloader
 
     @property
-    def may_lend(self) -> bool:
-        """Whether this trainer may generate: its weights are the published version, or it keeps a copy of that."""
-        lends = self.world.rollouts == 0 or self.spec.tag
-        return lends and (self.updates_done == 0 or (self.published.kept and self.world.rollouts > 0))
+    def _sharded(self) -> bool:
+        """Whether every forward is a collective of the trainers."""
+        return self.sharding != "ddp" and self.world.trainers > 1
 
-    def owes_generation(self, pending: Sequence[tuple[int, ...]]) -> bool:
-        """Whether tasks must be generated before the fragment at hand is trained: it is the last before an optimizer
-        step that is not the batch's last, and afterwards colocated ranks no longer hold the published version."""
-        leaves_version = self.updates_done < self.spec.updates_per_batch - 1 and len(pending) == 1
-        return self.world.rollouts == 0 and leaves_version and self.runner.remaining(self.version) > 0
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether trainers must decide together: sharded forwards are collectives, and this one may generate."""
-        lends = self.spec.tag or self.world.rollouts == 0
-        return lends and self.sharding != "ddp" and self.world.trainers > 1
-
-    def agree(self, choice: int) -> int:
+    def _agree(self, choice: int) -> int:
         """Trainer 0's `choice`, on every trainer."""
         tensor = torch.tensor(choice, device=self.root_device)
         dist.broadcast(tensor, src=0)
         return int(tensor)
-
-    def wants_loan(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> bool:
-        """Whether this idle trainer should generate one more task. The search is asked once per loan and per finished
-        task: its answer cannot change before something happens."""
-        if self._loan == 0:
-            event = (len(board.completed), self.runner.remaining(self.version))
-            if event[1] == 0 or (self.world.rollouts and event == self._asked):
-                return False
-            self._asked = event
-            self._loan = self.on_bubble(board, [*pending, *later_fragments(self.spec, self.updates_done)])
-        granted = self._loan > 0
-        self._loan -= granted
-        return granted
-
-    def lend(self, board: StepBoard, pending: Sequence[tuple[int, ...]]) -> Task | None:
-        """A rollout task for this idle trainer, or None."""
-        return self.runner.claim(self.version) if self.wants_loan(board, pending) else None
-
-    def heir(self, board: StepBoard, pending: Sequence[tuple[int, ...]], task: Task) -> int | None:
-        """Hand-off of a loan: the rollout rank that will be free first, as soon as a fragment is ready to train."""
-        if task.step != self.version or self.cut_fragment(pending, board) is None:
-            return None
-        return self.lender.first_free(self.spans.now())
 
     # ---- gradients: the one place that scales (design, "Scaling of gradients")
 
@@ -287,7 +272,10 @@ class DisaggregatedStrategy(DDPStrategy):
         loss = super().backward(scaled, optimizer, *args, **kwargs)
         self.shares.end()
         if not self._accumulating:
-            self.book.end_fragment()  # what follows belongs to the update
+            self.ledger.end_fragment()  # what follows belongs to the update
+            if self.world.trainers > 1:
+                with self.spans.span("wait", cause="straggler", step=self.version):
+                    dist.barrier()
             with self.spans.span("optimizer", step=self.version, what="reduce"):
                 gradients.average(self._trained().values(), self.world.trainers)
         return loss
@@ -311,7 +299,10 @@ class DisaggregatedStrategy(DDPStrategy):
         with self.spans.span("publish", version=version) as facts:
             self.shares.tell()
             source = tensors if tensors is not None else self.learner.rollout_parameters()
-            ranks = self.claims.published(version, self.world.rollout_ranks) if self.is_global_zero else ()
+            ranks: Sequence[int] = ()
+            if self.is_global_zero:
+                note_version(self.control, version)
+                ranks = self.control.survivors(self.world.rollout_ranks)
             agree = partial(gradients.assert_equal_digests, trainers=self.world.trainers, version=version)
             made = publish(version, source, self.link, ranks, agree)
             facts["digest"] = made.digest
@@ -321,7 +312,7 @@ class DisaggregatedStrategy(DDPStrategy):
                 self.previous, self.current = self.current or None, dict(made.tensors)
             if self.is_global_zero:
                 append_event(self.session.run_dir, "publish", {"version": version, "digest": made.digest})
-                self.claims.forget(version)
+                self.runner.claims.forget(version)
         self.version = version
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -335,14 +326,14 @@ class DisaggregatedStrategy(DDPStrategy):
 
     def _finish_step(self) -> None:
         assert self.lightning_module is not None
-        self.book.close(self.version)
-        self.updates_done, self._loan, self._asked = 0, 0, None
+        self.ledger.close(self.version)
+        self.updates_done = 0
         if self.reduce_boolean_decision(self.control.stopping, all=False):
             self.lightning_module.trainer.should_stop = True
 
     def step_facts(self) -> dict[str, float]:
         """Numbers of the last finished RL step, for the recorder."""
-        return dict(self.book.facts)
+        return dict(self.ledger.facts)
 
     def show(self, text: str) -> None:
         """Say on the store what this rank does now."""
@@ -361,6 +352,7 @@ class DisaggregatedStrategy(DDPStrategy):
         if hasattr(self, "link"):
             self.link.close()
             self.spans.close()
+            self._decisions.close()
         self.engine.close()
         super().teardown()
         if dist.is_initialized():
@@ -369,9 +361,8 @@ class DisaggregatedStrategy(DDPStrategy):
     def run_rollouts(self) -> None:
         """The life of a rollout rank (called in place of the fit loop)."""
         self._first_step = int(self.control.wait_for("first_step", "the trainers to start"))
-        world, handoff = self.world, self.spec.handoff
-        policy, peers = self.engine.policy, world.rollout_ranks
-        RolloutWorker(self.runner, policy, self.control, self.link, self.spans, world.rank, peers, handoff).run()
+        model = self.engine.policy
+        RolloutWorker(self.world.rank, self.runner, model, self.control, self.link, self.spans).run()
 
     # ---- checkpoints: whole tensors, whatever the sharding
 

@@ -1,190 +1,200 @@
-"""TAG at run time: turns what this trainer knows into the pure search's state, and its verdict into a claim.
+"""What a trainer does while no fragment is ready: it waits, or it generates (TAG).
 
-Costs are measured: every trajectory carries the seconds and the rank that made it, every fragment is timed. Before a
-cost is known nothing is lent.
+Every move is the policy's. This file shows it what there is to see, and carries its moves out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
-from digenrl.cluster.claims import Claims, Work
+from torch import Tensor
+
+from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
-from digenrl.schedule.search import Costs, Decision, LendingMonitor, LendingState, after_older, search
-from digenrl.schedule.spec import ScheduleSpec, Task
+from digenrl.record.span_log import SpanLog
+from digenrl.schedule import ScheduleSpec, Task, fragments
+from digenrl.schedule.order import later_fragments
+from digenrl.schedule.policy import ASK, LEND, TRAIN
+from digenrl.strategy.worker import TaskRunner
+from digenrl.transport.cells import StepBoard
+from digenrl.transport.link import Link
+from digenrl.transport.weights import publish
+
+Fragment = tuple[int, ...]
+_POLL_S = 0.2
+"""Longest wait for a message before the trainer looks at everything again."""
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A loan, waiting to be compared with what happens."""
+class Hooks:
+    """What the Strategy lends to a waiting trainer; the first three are the researcher's hooks."""
 
-    decision: Decision
-    at: float
+    plan_tasks: Callable[[int], tuple[Task, ...]]
+    cut_fragment: Callable[[Sequence[Fragment], StepBoard], Fragment | None]
+    on_bubble: Callable[[StepBoard, Sequence[Fragment]], int]
+    receive: Callable[[float], bool]
+    """Take one message if there is one within so many seconds."""
+    published: Callable[[int], AbstractContextManager[None]]
+    """updates done -> inside, the model holds the published weights."""
+    agree: Callable[[int], int]
+    """Trainer 0's number, on every trainer: a collective."""
+    versions: Callable[[], tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor]]]
+    """Weights of the version before, where they are kept, and of the present one."""
 
 
-class Lender:
-    """Decides whether an idle trainer should generate; learns from every step.
+class Lending:
+    """Waits for fragments, and lends in between.
 
     Args:
         spec: the schedule.
-        world: ranks by role.
-        claims: to read who works on what.
-        seeds: seconds by stage ("generate", "train") from the hardware profile, where it has measured ones.
-        interruptible: a loan can be handed off (not that of sharded trainers, whose forwards are collectives).
+        world: this rank's place.
+        runner: generates.
+        hooks: see `Hooks`.
     """
 
     def __init__(
         self,
         spec: ScheduleSpec,
         world: World,
-        claims: Claims,
-        seeds: dict[str, float] | None = None,
-        interruptible: bool = True,
+        runner: TaskRunner,
+        hooks: Hooks,
+        control: Control,
+        link: Link,
+        spans: SpanLog,
     ) -> None:
-        self._spec, self._world, self._claims = spec, world, claims
-        self._interruptible = spec.handoff and interruptible
-        self._costs = Costs(seeds or {})
-        self._monitor = LendingMonitor()
-        self._open: list[Prediction] = []
-        self.predicted_end: float | None = None
-        """Run clock at which the step in progress was expected to end when it began; None before costs are known."""
+        self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
+        self._hooks, self._control, self._link, self._spans = hooks, control, link, spans
+        self._stage = "lend" if world.rollouts else "generate"
+        self._together = runner.policy.roles.lockstep and (spec.tag or not world.rollouts)
+        """Forwards are collectives, and trainers may generate: all of them must do so at once."""
+        self._recalled = 0
 
-    @property
-    def off(self) -> bool:
-        """Whether TAG has switched itself off."""
-        return self._monitor.off
+    def next_fragment(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment:
+        """The fragment of `pending` to train now, as soon as there is one.
 
-    def measured(self, stage: str, rank: int, seconds: float) -> None:
-        """Take in one measured duration ("generate": one task; "train": one fragment)."""
-        self._costs.update(stage, rank, seconds)
-
-    def decide(
-        self, queues: Sequence[Sequence[Task]], pending: Sequence[tuple[int, ...]], step: int, now: float
-    ) -> int:
-        """Rounds of tasks to lend now, 0 = wait.
-
-        Args:
-            queues: of the previous version and of the one that this trainer holds, in claim order.
-            pending: untrained fragments of the step, in training order.
-            step: RL step in progress.
-            now: run clock, seconds.
+        Sharded trainers that may generate move together, since their every forward is a collective: rank 0 decides
+        (train this fragment, or lend one round), and the others follow.
         """
-        working, lending = self._working(self._world.rollout_ranks), self._lending()
-        if self.off or not working or not self._known("train", self._world.rank):
-            return 0
-        # Trainers train the same fragments, so those that do not lend already are idle together with this one.
-        lenders = self._world.trainers - len(lending)
-        state = self._state(working | lending, queues, pending, step, now, lenders)
-        decision = search(state)
-        # Later loans of a step have little left to gain, and would drown the first; one for the next step has nothing.
-        if decision.lend and state.tasks_left and not self._open:
-            self._open.append(Prediction(decision, now))
-        return decision.lend
+        if not self._together:
+            while (fragment := self._wait(board, update, pending)) is None:
+                self._lend(board, update, pending)
+            return fragment
+        while True:
+            first = self._wait(board, update, pending) if self._world.rank == 0 else None
+            choice = self._hooks.agree(-1 if first is None else pending.index(first))
+            if choice >= 0:
+                self._wait_for_cells(board, pending[choice])
+                return pending[choice]
+            self._lend_together(board.step, update)
 
-    def predict(
-        self, queues: Sequence[Sequence[Task]], pending: Sequence[tuple[int, ...]], step: int, now: float
-    ) -> None:
-        """Expect an end of the step that begins, under the schedule's own rules and the costs measured so far; no
-        expectation before every generating rank and this trainer have been measured.
+    # ---- waiting
 
-        Args:
-            queues: as for `decide`.
-            pending: all fragments of the step, in training order.
-        """
-        generators = self._world.rollout_ranks if self._world.rollouts else range(self._world.trainers)
-        self.predicted_end = None
-        working = self._working(generators)
-        known = working.keys() == set(self._claims.working(generators))
-        if working and known and self._known("train", self._world.rank):
-            may_lend = self._spec.tag and not self.off and self._world.rollouts > 0
-            state = self._state(working, queues, pending, step, now, self._world.trainers)
-            self.predicted_end = now + search(replace(state, may_lend=may_lend)).predicted_step_s
+    def _wait(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
+        """The fragment to train now, as soon as there is one; None as soon as a task should be generated."""
+        since: float | None = None
+        while True:
+            while self._hooks.receive(0.0):
+                pass
+            fragment = self._hooks.cut_fragment(pending, board)
+            move = self._move(board, update, pending, fragment)
+            if move in (TRAIN, LEND):
+                if since is not None:
+                    first = update == 0 and len(pending) == len(fragments(self._spec, 0))
+                    cause = "first_fragment" if first else "tail"
+                    self._spans.add("wait", since, self._spans.now(), cause=cause, step=board.step)
+                return fragment if move == TRAIN else None
+            if since is None:
+                since = self._spans.now()
+                self._spans.announce("wait fragment")
+            self._recall(board.step)
+            self._pause()
 
-    def _left(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        """Unclaimed tasks of a version's queue."""
-        if not tasks:
-            return tasks
-        return tasks[len(tasks) - self._claims.left(tasks[0].version, len(tasks), range(len(tasks))) :]
+    def _move(self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None) -> str:
+        """The policy's move, the search having been asked where the policy wants that."""
+        facts = self._world.rank, update, pending, fragment, len(board.completed), self._runner.left(board.step)
+        move = self._policy.next_move(*facts)
+        if move != ASK:
+            return move
+        rounds = self._hooks.on_bubble(board, [*pending, *later_fragments(self._spec, update)])
+        return self._policy.next_move(*facts, rounds)
 
-    def _state(
-        self,
-        working: Mapping[int, Work],
-        queues: Sequence[Sequence[Task]],
-        pending: Sequence[tuple[int, ...]],
-        step: int,
-        now: float,
-        lenders: int,
-    ) -> LendingState:
-        """What the search sees of generating ranks whose speed is known, rollout ranks first; `lenders` trainers may
-        begin to lend now."""
-        older, left = (self._left(tasks) for tasks in queues)
-        free = {rank: _free_in(work, now) for rank, work in working.items()}
-        in_flight = [(work.group, free[rank]) for rank, work in working.items() if work.group >= 0]
-        ready = [max((end for group, end in in_flight if group in fragment), default=0.0) for fragment in pending]
-        seconds = tuple(self._costs.get("generate", rank) for rank in working)
-        rollouts = sum(rank in self._world.rollout_ranks for rank in working)
-        times = tuple(free.values())
-        behind, ready_at = after_older(times[:rollouts], seconds[:rollouts], ready, _by_fragment(older, pending, step))
-        tasks = _by_fragment(left, pending, step)
-        own = self._world.rank
-        lend = self._costs.get("generate", own) if self._known("generate", own) else max(seconds)
-        return LendingState(
-            rollout_free=(*behind, *times[rollouts:]),
-            rollout_seconds=seconds,
-            tasks_left=sum(tasks),
-            fragment_tasks=tasks,
-            fragment_ready=ready_at,
-            train_seconds=tuple(self._costs.get("train", own) for _ in pending),
-            lend_seconds=lend,
-            lenders=lenders,
-            lenders_later=self._world.trainers,
-            step_seconds=lend / self._spec.denoise_steps if self._interruptible else None,
-            tasks_later=sum(task.step > step for task in left),
-        )
+    def _wait_for_cells(self, board: StepBoard, fragment: Fragment) -> None:
+        """Until this rank has what rank 0 had when it chose `fragment`."""
+        needed = tuple(range(self._spec.prompts)) if self._spec.gap == 0 else fragment
+        with self._spans.span("wait", cause="straggler", step=board.step):
+            while not board.is_complete(needed):
+                self._hooks.receive(_POLL_S)
+                self._control.check()
 
-    def finish_step(self, now: float) -> tuple[list[dict[str, float]], str | None]:
-        """Compare this step's loans with reality: facts for the log, and the message if that switches TAG off."""
-        facts, message = [], None
-        for prediction in self._open:
-            measured = now - prediction.at
-            message = self._monitor.record(prediction.decision, measured) or message
-            facts.append(
-                {
-                    "rounds": float(prediction.decision.lend),
-                    "predicted_s": prediction.decision.predicted_step_s,
-                    "predicted_without_s": prediction.decision.predicted_without,
-                    "measured_s": measured,
-                }
-            )
-        self._open.clear()
-        return facts, message
+    def _pause(self) -> None:
+        self._hooks.receive(_POLL_S)
+        self._runner.settle()
+        self._control.check()
 
-    def first_free(self, now: float) -> int | None:
-        """The rollout rank expected to be free first; None without rollout ranks whose speed is known."""
-        working = self._working(self._world.rollout_ranks)
-        return min(working, key=lambda rank: (_free_in(working[rank], now), rank), default=None)
+    # ---- generating
 
-    def _lending(self) -> dict[int, Work]:
-        """What each other trainer of known speed generates at this moment; their tasks end as those of rollouts do."""
-        others = self._working(rank for rank in range(self._world.trainers) if rank != self._world.rank)
-        return {rank: work for rank, work in others.items() if work.group >= 0}
+    def _lend(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> None:
+        """Generate one task here; with hand-off it is given to a rollout rank as soon as a fragment is ready."""
+        task = self._runner.claim(board.step)
+        if task is None:
+            return
 
-    def _known(self, stage: str, rank: int) -> bool:
-        return (stage, rank) in self._costs.table or stage in self._costs.seeds
+        def interrupt(task: Task, steps_left: int) -> int | None:
+            while self._hooks.receive(0.0):
+                pass
+            ready = self._hooks.cut_fragment(pending, board) is not None
+            if ready:
+                self._runner.see()
+            return self._policy.loan_receiver(self._world.rank, task.step, board.step, ready, self._spans.now())
 
-    def _working(self, ranks: Iterable[int]) -> dict[int, Work]:
-        """What each living generating rank of known speed does."""
-        found = self._claims.working(ranks)
-        return {rank: work for rank, work in found.items() if self._known("generate", rank)}
+        handoff = self._spec.handoff and self._world.rollouts > 0
+        began = self._spans.now()
+        with self._hooks.published(update):
+            loaned = self._spans.now()
+            self._runner.run(task, self._stage, interrupt if handoff else None)
+            done = self._spans.now()
+        if self._world.rollouts:
+            switch = ((loaned - began) + (self._spans.now() - done)) / 2
+            self._policy.measured("switch", self._world.rank, switch)
 
+    def _lend_together(self, step: int, update: int) -> None:
+        """One task on every trainer rank; where none is left, one that is thrown away keeps the collectives in step."""
+        task = self._runner.claim(step)
+        if task is None:
+            self._runner.run_discarded(self._hooks.plan_tasks(step)[-1])
+            return
+        with self._hooks.published(update):
+            self._runner.run(task, self._stage)
 
-def _free_in(work: Work, now: float) -> float:
-    """Seconds until a rank is free."""
-    return max(0.0, work.until - now) if work.group >= 0 else 0.0
+    def predicted_end(self, step: int) -> float | None:
+        """When RL step `step`, which begins, should end on the run's clock; None before costs are known."""
+        self._runner.see()
+        left = (self._runner.left(step - 1), self._runner.left(step))
+        everything = (*fragments(self._spec, 0), *later_fragments(self._spec, 0))
+        return self._policy.predicted_end(self._world.rank, step, everything, left, self._spans.now())
 
+    def rounds(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
+        """How many tasks this idle trainer should generate now: the policy's search, with what is seen at present."""
+        self._runner.see()
+        left = (self._runner.left(board.step - 1), self._runner.left(board.step))
+        return self._policy.lend(self._world.rank, board.step, pending, left, self._spans.now())
 
-def _by_fragment(tasks: Sequence[Task], pending: Sequence[tuple[int, ...]], step: int) -> tuple[int, ...]:
-    """Tasks of RL step `step` in each fragment."""
-    groups = [task.group for task in tasks if task.step == step]
-    return tuple(sum(group in fragment for group in groups) for fragment in pending)
+    # ---- deaths
+
+    def _recall(self, version: int) -> None:
+        """One-step asynchrony: a task of the version before came back, and perhaps no rank holds those weights any
+        more. One rollout rank gets them again, and then the present ones."""
+        before, present = self._hooks.versions()
+        if self._world.rank != 0 or before is None:
+            return
+        waiting = self._runner.claims.returned(version - 1, len(self._hooks.plan_tasks(version - 1)))
+        if waiting > self._recalled:
+            self._runner.see()
+            receiver = self._policy.first_free(self._spans.now())
+            if receiver is None:
+                receiver = self._control.survivors(self._world.rollout_ranks)[0]
+            for number, tensors in ((version - 1, before), (version, present)):
+                publish(number, tensors, self._link, [receiver], agree=lambda digest: None)
+        self._recalled = waiting

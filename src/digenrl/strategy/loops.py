@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fit_loop import _FitLoop
-
-if TYPE_CHECKING:
-    from digenrl.strategy.disaggregated import DisaggregatedStrategy
 
 
 def run_free(loop: _FitLoop) -> None:
@@ -22,27 +19,29 @@ def run_free(loop: _FitLoop) -> None:
 class Begin(Callback):
     """Publishes the first version as soon as training starts, before any other callback runs."""
 
-    def __init__(self, strategy: DisaggregatedStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, begin: Callable[[pl.Trainer], None]) -> None:
+        self._begin = begin
         self._on_sigterm = signal.getsignal(signal.SIGTERM)  # before Lightning takes it over
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         signal.signal(signal.SIGTERM, self._on_sigterm)  # Lightning's handler starts a collective that nobody joins
-        self._strategy.begin(trainer)
+        self._begin(trainer)
 
 
 class RolloutLoop(_FitLoop):
     """Takes the fit loop's place on rollout ranks; shares its epoch loop, so that a checkpoint restores counters."""
 
+    _life: Callable[[], None]
+
     @classmethod
-    def replacing(cls, loop: _FitLoop) -> RolloutLoop:
-        """The rollout loop of the same trainer."""
+    def replacing(cls, loop: _FitLoop, life: Callable[[], None]) -> RolloutLoop:
+        """The rollout loop of the same trainer; `life` is what it runs."""
         new = cls(loop.trainer, loop.min_epochs, loop.max_epochs)
-        new.epoch_loop, new._data_source = loop.epoch_loop, loop._data_source
+        new.epoch_loop, new._data_source, new._life = loop.epoch_loop, loop._data_source, life
         return new
 
     def run(self) -> None:
-        self.trainer.strategy.run_rollouts()  # type: ignore[attr-defined]
+        self._life()
 
     def teardown(self) -> None:
         """Nothing was set up."""

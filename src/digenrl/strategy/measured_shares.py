@@ -18,9 +18,11 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.record.run_dir import append_event
 from digenrl.schedule import ScheduleSpec
-from digenrl.schedule.search import Cost
 from digenrl.schedule.shares import adjusted
 from digenrl.types import TrainBatch
+
+_WEIGHT = 0.2
+"""Of a new measurement in a running mean."""
 
 
 class Shares:
@@ -35,7 +37,8 @@ class Shares:
         self._spec, self._world, self._control, self._run_dir = spec, world, control, run_dir
         self._timed = timed and spec.measured_shares
         self._fixed: dict[int, tuple[float, ...]] = {}
-        self._cost: Cost | None = None
+        self._seconds: float | None = None
+        """Running mean of this trainer's seconds per cell."""
         self._began, self._cells = 0.0, 0
 
     def spec_at(self, step: int) -> ScheduleSpec:
@@ -59,13 +62,13 @@ class Shares:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the host runs ahead of the device, whose time is asked for
         seconds = (time.perf_counter() - self._began) / self._cells
-        self._cost = self._cost or Cost(seconds)
-        self._cost.update(seconds)
+        known = seconds if self._seconds is None else self._seconds
+        self._seconds = known + _WEIGHT * (seconds - known)
 
     def tell(self) -> None:
         """Publish this trainer's measured seconds per cell."""
-        if self._cost is not None:
-            self._control.set(f"cell_seconds/{self._world.rank}", repr(self._cost.seconds))
+        if self._seconds is not None:
+            self._control.set(f"cell_seconds/{self._world.rank}", repr(self._seconds))
 
     def fix(self, version: int) -> None:
         """Trainer 0, before it sends `version`: fix the shares of every step that this version generates for. All

@@ -1,26 +1,27 @@
-"""The book of one RL step on one trainer rank: what was trained, what was dropped, how long what took."""
+"""One RL step on one trainer rank, in numbers: what was trained, what was dropped, how long what took."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from digenrl.cluster.world import World
 from digenrl.record.run_dir import append_event
 from digenrl.record.span_log import SpanLog
-from digenrl.schedule.spec import ScheduleSpec, Task
+from digenrl.schedule import ScheduleSpec
+from digenrl.schedule.policy import SchedulePolicy, cells_of
 from digenrl.schedule.staleness import Ledger, check_staleness
-from digenrl.strategy.lending import Lender
-from digenrl.transport.cells import StepBoard
+from digenrl.transport.cells import Part, StepBoard
 
 
-class StepBook:
+class StepLedger:
     """Opened when a step's first fragment is awaited, closed when its weights are published."""
 
-    def __init__(self, spec: ScheduleSpec, world: World, spans: SpanLog, lender: Lender, run_dir: Path) -> None:
-        self._spec, self._world, self._spans, self._lender, self._run_dir = spec, world, spans, lender, run_dir
+    def __init__(self, spec: ScheduleSpec, world: World, spans: SpanLog, policy: SchedulePolicy, run_dir: Path) -> None:
+        self._spec, self._world, self._spans, self._policy, self._run_dir = spec, world, spans, policy, run_dir
         self._began = 0.0
+        self._predicted_end: float | None = None
         self._staleness = 0
         self._missing: Counter[str] = Counter()
         self._training: tuple[float, StepBoard, tuple[int, ...]] | None = None
@@ -29,15 +30,18 @@ class StepBook:
         self.facts: dict[str, float] = {}
         """Numbers of the last closed step, for the recorder."""
 
-    def open(self, step: int, tasks: Sequence[Task]) -> None:
-        """RL step `step` begins. `tasks` are those that may be under way now: of the queues of the version in progress
-        and the one before."""
+    def issue(self, part: Part) -> None:
+        """A task's result arrived, made under a claim that counts."""
+        samples, meta = self._spec.task_size, part.meta
+        self.ledger.issue(meta["step"], meta["group"], samples, meta["first_sample"] // samples)
+
+    def open(self, predicted_end: float | None) -> None:
+        """An RL step begins; `predicted_end` on the run's clock, where costs are known."""
         self._began = self._spans.now()
+        self._predicted_end = predicted_end
         self._staleness = 0
         self._missing.clear()
-        groups = {(task.step, task.group) for task in tasks if task.step >= step}
-        for key in sorted(groups - self.ledger.open.keys()):
-            self.ledger.issue(*key, self._spec.group_size)
+        self._policy.step_begun(self._world.rank)
 
     def begin_fragment(self, board: StepBoard, fragment: tuple[int, ...]) -> None:
         """A fragment is about to be trained.
@@ -54,7 +58,7 @@ class StepBook:
         self._training = (self._spans.now(), board, fragment)
 
     def end_fragment(self) -> None:
-        """The fragment in training is done: its groups leave the ledger, its duration goes to the lender's costs."""
+        """The fragment in training is done: its groups leave the ledger, its duration goes to the policy's costs."""
         if self._training is None:
             return
         began, board, fragment = self._training
@@ -68,7 +72,9 @@ class StepBook:
             else:
                 self.ledger.train(board.step, group)
         self._spans.add("train", began, ended, step=board.step, group=fragment[0], groups=len(fragment))
-        self._lender.measured("train", self._world.rank, ended - began)
+        rank, roles = self._world.rank, self._policy.roles
+        cells = cells_of(self._spec, roles.trainers, roles.lockstep, rank, fragment)
+        self._policy.measured("train", rank, (ended - began) / cells)
 
     def close(self, version: int) -> None:
         """The step's weights are published: balance the ledger, settle the loans, and take down the step's numbers.
@@ -78,9 +84,10 @@ class StepBook:
         """
         self.ledger.check(before=version)
         now = self._spans.now()
-        loans, message = self._lender.finish_step(now)
-        for loan in loans:
+        loan = self._policy.loan_facts(self._world.rank, now)
+        if loan is not None:
             self._event("lend", {"rl_step": float(version)} | loan)
+        message = self._policy.step_ended(self._world.rank, now)
         if message is not None:
             self._event("tag_off", {"message": message})
         samples, seconds = self._spec.prompts * self._spec.group_size, now - self._began
@@ -94,9 +101,9 @@ class StepBook:
         for (stage, cause), spent in self._spans.take_seconds().items():
             if stage == "wait":
                 self.facts[f"bubble/{cause}"] = spent
-        if self._lender.predicted_end is not None:
-            self.facts["predicted_step_s"] = self._lender.predicted_end - self._began
-        self._lender.predicted_end = None
+        if self._predicted_end is not None:
+            self.facts["predicted_step_s"] = self._predicted_end - self._began
+        self._predicted_end = None
 
     def _event(self, kind: str, facts: Mapping[str, object]) -> None:
         if self._world.rank == 0:

@@ -1,192 +1,111 @@
 """The fragment stream of a trainer rank: what the Strategy gives Lightning in place of the train dataloader.
 
-It is *sized*: an unsized loader makes Lightning fetch the next batch's first fragment before the optimizer step, which
-on-policy never comes. One Lightning epoch is one RL step, so `len` is the number of micro-batches of one logical batch.
+    rollout ranks, lending trainers --cells, rewards--> Inbox: one StepBoard per RL step
+    FragmentStream: waits for the next complete fragment     (`lending`: it may generate meanwhile)
+                    -> yields its micro-batches -> Lightning: training_step, backward
+    after the last micro-batch of an update: reduction, optimizer step; after the last update: publication,
+    which lets rollout ranks begin what waits for the new version
+
+The stream is *sized*: an unsized loader makes Lightning fetch the next batch's first fragment before the optimizer
+step, which on-policy never comes. One Lightning epoch is one RL step, so `len` is the number of micro-batches of one
+logical batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
-from digenrl.schedule import Task, fragments
+from digenrl.schedule import ScheduleSpec, fragments
+from digenrl.schedule.claims import Claims
+from digenrl.schedule.policy import SchedulePolicy
+from digenrl.strategy.lending import Lending
+from digenrl.strategy.step_ledger import StepLedger
 from digenrl.transport.cells import Part, StepBoard
-from digenrl.transport.weights import publish
+from digenrl.transport.link import Link
 from digenrl.transport.wire import Kind
 from digenrl.types import TrainBatch
 
-if TYPE_CHECKING:
-    from digenrl.strategy.disaggregated import DisaggregatedStrategy
 
+class Inbox:
+    """Sorts what arrives on a trainer rank into the boards of the RL steps.
 
-class FragmentStream:
-    """Complete, scored fragments as micro-batches, in the order that the schedule fixes; waits and lends in between."""
+    Args:
+        new_board: RL step -> an empty board.
+    """
 
-    def __init__(self, strategy: DisaggregatedStrategy) -> None:
-        self._strategy = strategy
+    def __init__(
+        self,
+        link: Link,
+        claims: Claims,
+        policy: SchedulePolicy,
+        ledger: StepLedger,
+        new_board: Callable[[int], StepBoard],
+    ) -> None:
+        self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
+        self._new_board = new_board
         self._boards: dict[int, StepBoard] = {}
-        self._recalled = 0
+        self._step = 0
 
-    def __len__(self) -> int:
-        return self._strategy.micro_batches_per_update * self._strategy.spec.updates_per_batch
-
-    def __iter__(self) -> Iterator[TrainBatch]:
-        strategy = self._strategy
-        step = strategy.version
+    def open(self, step: int) -> StepBoard:
+        """The board of RL step `step`, which begins; those of earlier steps are forgotten."""
+        self._step = step
         self._boards = {number: board for number, board in self._boards.items() if number >= step}
-        board = self._board(step)
-        queues = (strategy.plan_tasks(step - 1), strategy.plan_tasks(step))
-        strategy.book.open(step, [*queues[0], *queues[1]])
-        everything = [
-            fragment
-            for update in range(strategy.spec.updates_per_batch)
-            for fragment in fragments(strategy.spec, update)
-        ]
-        strategy.lender.predict(queues, everything, step, strategy.spans.now())
-        for update in range(strategy.spec.updates_per_batch):
-            pending = list(fragments(strategy.spec, update))
-            while pending:
-                fragment = (self._wait_together if strategy.lockstep else self._wait)(board, pending)
-                pending.remove(fragment)
-                strategy.book.begin_fragment(board, fragment)
-                yield from board.batches(fragment)
-                strategy.book.end_fragment()
+        return self._board(step)
 
-    def _board(self, step: int) -> StepBoard:
-        if step not in self._boards:
-            strategy = self._strategy
-            weights = strategy.engine.reward_weights
-            self._boards[step] = StepBoard(
-                strategy.spec,
-                lambda fragment: strategy.place_timesteps(fragment, step),
-                strategy.world.rank,
-                step,
-                weights,
-                lockstep=strategy.sharding != "ddp",
-            )
-        return self._boards[step]
-
-    def _wait(self, board: StepBoard, pending: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """The next fragment; everything that a trainer does in a bubble happens here."""
-        strategy = self._strategy
-        spans = strategy.spans
-        waiting_since: float | None = None
-        first = len(pending) == len(fragments(strategy.spec, 0)) and strategy.updates_done == 0
-
-        def end_wait() -> None:
-            nonlocal waiting_since
-            if waiting_since is not None:
-                cause = "first_fragment" if first else "tail"
-                spans.add("wait", waiting_since, spans.now(), cause=cause, step=board.step)
-                waiting_since = None
-
-        while True:
-            while self._receive(0.0):
-                pass
-            fragment = strategy.cut_fragment(pending, board)
-            if fragment is not None and not strategy.owes_generation(pending):
-                end_wait()
-                return fragment
-            if strategy.may_lend and (task := strategy.lend(board, pending)) is not None:
-                end_wait()
-                self._lend(board, pending, task)
-                continue
-            if waiting_since is None:
-                waiting_since = spans.now()
-                strategy.show("wait fragment")
-            self._recall()
-            self._receive(0.2)
-            strategy.runner.settle()
-            strategy.control.check()
-
-    def _wait_together(self, board: StepBoard, pending: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """`_wait` for sharded trainers, whose every forward is a collective: rank 0 decides (train this fragment, or
-        lend one round), the others follow its broadcast, and a rank without a task makes the same forwards."""
-        strategy = self._strategy
-        while True:
-            choice = strategy.agree(self._choose(board, pending) if strategy.is_global_zero else 0)
-            if choice < 0:
-                self._lend_together()
-                continue
-            fragment = pending[choice]
-            whole = tuple(range(strategy.spec.prompts)) if strategy.spec.gap == 0 else fragment
-            with strategy.spans.span("wait", cause="straggler", step=board.step):
-                while not board.is_complete(whole):
-                    self._receive(0.2)
-                    strategy.control.check()
-            return fragment
-
-    def _choose(self, board: StepBoard, pending: list[tuple[int, ...]]) -> int:
-        """Rank 0's decision: the index of the fragment to train, or -1 to lend one round."""
-        strategy = self._strategy
-        first = strategy.updates_done == 0 and len(pending) == len(fragments(strategy.spec, 0))
-        with strategy.spans.span("wait", cause="first_fragment" if first else "tail", step=board.step):
-            while True:
-                while self._receive(0.0):
-                    pass
-                fragment = strategy.cut_fragment(pending, board)
-                if fragment is not None and not strategy.owes_generation(pending):
-                    return pending.index(fragment)
-                if strategy.may_lend and strategy.wants_loan(board, pending):
-                    return -1
-                self._recall()
-                self._receive(0.2)
-                strategy.runner.settle()
-                strategy.control.check()
-
-    def _lend_together(self) -> None:
-        """One task on every trainer rank; where none is left, one that is thrown away keeps the collectives in step."""
-        strategy = self._strategy
-        task = strategy.runner.claim(strategy.version)
-        if task is None:
-            return strategy.runner.idle_run(strategy.plan_tasks(strategy.version)[-1])
-        with strategy.published.in_use(strategy.learner, strategy.updates_done):
-            strategy.runner.run(task, "generate" if strategy.world.rollouts == 0 else "lend")
-
-    def _lend(self, board: StepBoard, pending: list[tuple[int, ...]], task: Task) -> None:
-        """Run one rollout task here; with hand-off it is passed on as soon as a fragment is ready."""
-        strategy = self._strategy
-        colocated = strategy.world.rollouts == 0
-
-        def interrupt(task: Task, steps_left: int) -> int | None:
-            while self._receive(0.0):
-                pass
-            return strategy.heir(board, pending, task)
-
-        with strategy.published.in_use(strategy.learner, strategy.updates_done):
-            strategy.runner.run(
-                task,
-                "generate" if colocated else "lend",
-                interrupt if strategy.spec.handoff and not colocated else None,
-            )
-
-    def _receive(self, timeout: float) -> bool:
+    def receive(self, timeout: float) -> bool:
         """Take one message if there is one within `timeout` seconds."""
-        message = self._strategy.link.receive(timeout)
+        message = self._link.receive(timeout)
         if message is None:
             return False
         if message.kind is Kind.CELLS:
-            strategy, part = self._strategy, Part(message)
+            part = Part(message)
             step, version = part.meta["step"], part.meta["version"]
             # Refused: a late result of a task that went back when its owner was lost.
-            if step >= strategy.version and strategy.claims.accepts(version, part.claim):
-                strategy.lender.measured("generate", part.claim.rank, part.seconds)
+            if step >= self._step and self._claims.accepts(version, part.claim):
+                self._policy.measured("generate", part.claim.rank, part.seconds)
                 if self._board(step).add(part):
-                    strategy.claims.received(version, part.claim.position)
+                    self._claims.received(version, part.claim.position)
+                    self._ledger.issue(part)
         return True
 
-    def _recall(self) -> None:
-        """One-step asynchrony: a task of the version before came back, and perhaps no rank holds those weights any
-        more. One rollout gets them again, and then the present ones."""
-        strategy = self._strategy
-        if not strategy.is_global_zero or strategy.previous is None:
-            return
-        before = strategy.version - 1
-        waiting = strategy.claims.returned(before, len(strategy.plan_tasks(before)))
-        if waiting > self._recalled:
-            heir = strategy.lender.first_free(strategy.spans.now())
-            if heir is None:
-                heir = strategy.control.survivors(strategy.world.rollout_ranks)[0]
-            for version, tensors in ((before, strategy.previous), (strategy.version, strategy.current)):
-                publish(version, tensors, strategy.link, [heir], agree=lambda digest: None)
-        self._recalled = waiting
+    def _board(self, step: int) -> StepBoard:
+        if step not in self._boards:
+            self._boards[step] = self._new_board(step)
+        return self._boards[step]
+
+
+class FragmentStream:
+    """Complete, scored fragments as micro-batches, in the order that the schedule fixes.
+
+    Args:
+        spec: the schedule.
+        micro_batches: of one update, on every trainer rank.
+        step: the RL step in progress.
+    """
+
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        micro_batches: int,
+        step: Callable[[], int],
+        inbox: Inbox,
+        lending: Lending,
+        ledger: StepLedger,
+    ) -> None:
+        self._spec, self._micro_batches, self._step = spec, micro_batches, step
+        self._inbox, self._lending, self._ledger = inbox, lending, ledger
+
+    def __len__(self) -> int:
+        return self._micro_batches * self._spec.updates_per_batch
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        board = self._inbox.open(self._step())
+        self._ledger.open(self._lending.predicted_end(board.step))
+        for update in range(self._spec.updates_per_batch):
+            pending = list(fragments(self._spec, update))
+            while pending:
+                fragment = self._lending.next_fragment(board, update, pending)
+                pending.remove(fragment)
+                self._ledger.begin_fragment(board, fragment)
+                yield from board.batches(fragment)
+                self._ledger.end_fragment()

@@ -37,36 +37,37 @@ class Suspended:
     """A task that was handed to this rank and waits for it."""
 
     message: Message
-    version: int
-    """Weights that began it."""
+    task: Task
     claim: Claim
     next_step: int
     """Denoising steps done."""
 
     @classmethod
     def of(cls, message: Message, rank: int) -> Suspended:
-        """What `rank` received; raises WireError when the message is not a suspended task."""
+        """What `rank` received.
+
+        Raises:
+            WireError: the message is not a suspended task.
+        """
         try:
             meta = message.meta
+            task = Task(**{name: int(value) for name, value in meta["task"].items()})
             claim = Claim(int(meta["position"]), rank, int(meta["attempt"]))
-            return cls(message, int(meta["task"]["version"]), claim, int(meta["next_step"]))
+            return cls(message, task, claim, int(meta["next_step"]))
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"a STATE message lacks or garbles {error}.") from error
 
+    def state(self, device: torch.device) -> SampleState:
+        """The trajectory so far, on `device`.
 
-def unpack_state(message: Message, device: torch.device) -> tuple[Task, SampleState, int, int]:
-    """The inverse of `pack_state`, on `device`: task, state, position in the queue, attempt.
-
-    Raises:
-        WireError: the message is not a suspended task.
-    """
-    try:
-        task = Task(**{name: int(value) for name, value in message.meta["task"].items()})
-        rows = tuple(range(task.first_sample, task.first_sample + task.samples))
-        key = SampleKey(int(message.meta["seed"]), task.step, int(message.meta["uid"]), rows)
-        kept = {name: message.tensors[name].unbind() if name in message.tensors else () for name in _KEPT}
-        state = SampleState(key, message.tensors["latents"], int(message.meta["next_step"]), **kept)
-        position, attempt = int(message.meta["position"]), int(message.meta["attempt"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"a STATE message lacks or garbles {error}.") from error
-    return task, move(state, device), position, attempt
+        Raises:
+            WireError: the message is not a suspended task.
+        """
+        try:
+            meta, tensors, task = self.message.meta, self.message.tensors, self.task
+            rows = tuple(range(task.first_sample, task.first_sample + task.samples))
+            key = SampleKey(int(meta["seed"]), task.step, int(meta["uid"]), rows)
+            kept = {name: tensors[name].unbind() if name in tensors else () for name in _KEPT}
+            return move(SampleState(key, tensors["latents"], self.next_step, **kept), device)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"a STATE message lacks or garbles {error}.") from error

@@ -1,0 +1,628 @@
+"""The policy: what to claim, leave, lend, hand over and pass on (I13).
+
+Nobody rules the others. Each rank feeds a policy of its own what it sees (events), asks it (decisions), and acts. A
+decision is a function of the events before it and of its arguments. The simulator feeds one policy what all ranks see,
+and has no rule of its own. With `record` set, every event and every decision is written down, and `replay` gives each
+decision again.
+
+    events      saw_rank   a rank is free, busy, waiting, lost, or has joined
+                expected   what the hardware profile says that a task, a cell or a switch takes
+                measured   what it took
+                step_begun
+    decisions   takes          a free rank claims the next task, or leaves it to a rank that ends it earlier
+                next_move      a trainer trains a ready fragment, lends a hand, or waits
+                lend           how many rounds of tasks an idle trainer generates (TAG)
+                hand_over      who finishes the task that a rank runs
+                pass_on        who runs the task that waits for a busy rank
+                loan_receiver  who finishes the task of a trainer whose fragment is ready
+                first_free     which rollout rank will be free first
+                step_ended     whether TAG switches itself off
+
+Invariants:
+  progress: some rank that is free accepts, or some rank that is busy will, so declining never stops the queue;
+  makespan: n equal tasks on m ranks of constant speed, all free at 0, end by (1 + (m-1)/n) x total work / total speed.
+  Proof: the accepted finishing times are the n smallest of the union of {free_i + j s_i}. At
+  t = (n+m-1)/sum(1/s_i) the union holds sum floor(t/s_i) > n-1 of them, so n fit;
+  I6: nothing is lent while a fragment is ready, nor with weights that are not the published ones;
+  a task moves only to a rank that ends it strictly earlier, so it never moves back and forth.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from typing import Any, TypeVar, cast
+
+from digenrl.schedule.order import queue
+from digenrl.schedule.search import Decision, LendingState, after_older, search
+from digenrl.schedule.spec import ScheduleSpec, Task
+from digenrl.schedule.timesteps import place
+
+Fragment = tuple[int, ...]
+Record = Callable[[dict[str, Any]], None]
+"""Takes {"event" or "decision": name, "args": [...], "answer": ...}, JSON values only."""
+
+TRAIN, LEND, WAIT, ASK = "train", "lend", "wait", "ask"
+"""The moves of a trainer; ASK = ask the search first."""
+_COST_WEIGHT = 0.2
+"""Of a new measurement in the running mean of a cost."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a generating rank does now; the others decide by it whether to leave a task to this rank."""
+
+    version: int = -1
+    """Weights that it holds; -1 = none yet."""
+    task_seconds: float = 0.0
+    """Measured seconds of one whole task; 0 = not measured yet."""
+    step_seconds: float = 0.0
+    """Measured seconds of one denoising step; 0 = not measured yet."""
+    step: int = -1
+    """RL step of the task that it runs."""
+    group: int = -1
+    """Group of the task that it runs; -1 = none."""
+    until: float = 0.0
+    """When that task should be done, seconds on the run's clock."""
+    idle: int = 0
+    """Above 0: it waits for a task, for the idle-th time."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it runs a task."""
+        return self.group >= 0
+
+    def free_in(self, now: float) -> float:
+        """Seconds until it is free."""
+        return max(0.0, self.until - now) if self.busy else 0.0
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who takes part. Ranks 0 .. trainers-1 train, the others are rollout ranks."""
+
+    trainers: int
+    rollouts: int
+    lockstep: bool = False
+    """Sharded trainers: every forward is a collective of all of them, so that they decide and move together."""
+    split: bool = False
+    """Every queue is divided equally beforehand instead of claimed."""
+    keeps_copy: bool = False
+    """Trainers keep a copy of the published weights, and may lend after the first update of a batch."""
+
+    @property
+    def colocated(self) -> bool:
+        """The trainers generate everything themselves."""
+        return self.rollouts == 0
+
+    @property
+    def generators(self) -> range:
+        """Ranks that generate by trade."""
+        return range(self.trainers) if self.colocated else range(self.trainers, self.trainers + self.rollouts)
+
+
+@dataclass
+class LendingMonitor:
+    """Compares predictions with what happened; switches TAG off when its error exceeds its gain (I6).
+
+    Give it the first loan of each RL step: that one's prediction spans the whole step.
+    """
+
+    patience: int = 3
+    """Loans seen before a verdict, and loans that the verdict averages over (EWMA weight 1/patience)."""
+    loans: int = 0
+    gain: float = 0.0
+    """EWMA of the predicted gain, seconds."""
+    error: float = 0.0
+    """EWMA of max(0, measured - predicted), seconds: being faster than predicted is no reason to stop."""
+    off: bool = False
+
+    def record(self, decision: Decision, measured_step_s: float) -> str | None:
+        """Take in how long the step took from the decision on; returns a message when that switches lending off."""
+        if self.off or decision.lend == 0:
+            return None
+        self.loans += 1
+        weight = max(1.0 / self.patience, 1.0 / self.loans)
+        self.gain += weight * (decision.gain - self.gain)
+        self.error += weight * (max(0.0, measured_step_s - decision.predicted_step_s) - self.error)
+        if self.loans < self.patience or self.error <= self.gain:
+            return None
+        self.off = True
+        return (
+            f"schedule.tag switched itself off after {self.loans} loans: steps took {self.error:.3f} s longer than "
+            f"predicted on average, more than the {self.gain:.3f} s that lending was to save. Run `make profile` for "
+            "this machine's costs, or set schedule.tag=false."
+        )
+
+
+@dataclass
+class _Trainer:
+    """What the policy keeps of one trainer."""
+
+    loan: int = 0
+    """Rounds still to be generated of the loan that the last search granted."""
+    asked: tuple[int, int] | None = None
+    """(complete groups, tasks left) at the last search: its answer cannot change before something happens."""
+    prediction: tuple[Decision, float] | None = None
+    """The step's first loan, and when it was granted: that one's prediction spans the whole step."""
+    monitor: LendingMonitor = field(default_factory=LendingMonitor)
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _noted(kind: str) -> Callable[[_Method], _Method]:
+    """A method whose calls (and answers, for decisions) are recorded."""
+
+    def wrap(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def noted(self: SchedulePolicy, *args: Any) -> Any:
+            answer = method(self, *args)
+            if self.record is not None:
+                row: dict[str, Any] = {kind: method.__name__.lstrip("_"), "args": [_plain(value) for value in args]}
+                self.record(row | ({"answer": answer} if kind == "decision" else {}))
+            return answer
+
+        return cast(_Method, noted)
+
+    return wrap
+
+
+class SchedulePolicy:
+    """One state machine for every decision of a schedule.
+
+    Args:
+        spec: the schedule.
+        roles: who takes part.
+        plan: version -> the tasks that its holders generate, in claim order (`order.queue`, or an override of it).
+        record: is given every event and decision.
+    """
+
+    def __init__(
+        self, spec: ScheduleSpec, roles: Roles, plan: Callable[[int], Sequence[Task]], record: Record | None = None
+    ) -> None:
+        self.spec, self.roles, self.record = spec, roles, record
+        self._plan = plan
+        self._ranks: dict[int, Work] = {}
+        self._costs: dict[tuple[str, int], float] = {}
+        """(stage, rank) -> running mean of its seconds."""
+        self._guessed: set[tuple[str, int]] = set()
+        """Costs that nobody has measured yet."""
+        self._trainers: dict[int, _Trainer] = {rank: _Trainer() for rank in range(roles.trainers)}
+        self._same_moment: tuple[tuple[Any, ...], Decision, bool] | None = None
+        """(moment, search's answer, whether it is about tasks of the step in progress)."""
+        self._timed: set[int] = set()
+        """Generating ranks whose speed has been seen."""
+        self._fastest = (math.inf, math.inf)
+        """Least seconds of a task, and of a denoising step, that any rank has had."""
+
+    # ---- events
+
+    def saw_rank(self, rank: int, work: Work | None) -> None:
+        """What `rank` does now; None for one that is lost or has not begun."""
+        if self._ranks.get(rank) != work:
+            self._saw_rank(rank, None if work is None else astuple(work))
+
+    @_noted("event")
+    def _saw_rank(self, rank: int, work: Sequence[Any] | None) -> None:
+        if work is None:
+            self._ranks.pop(rank, None)
+        else:
+            self._ranks[rank] = known = Work(*work)
+            if known.task_seconds and rank in self.roles.generators:
+                self._timed.add(rank)
+            task, step = self._fastest
+            self._fastest = min(task, known.task_seconds or math.inf), min(step, known.step_seconds or math.inf)
+
+    @_noted("event")
+    def expected(self, stage: str, rank: int, seconds: float) -> None:
+        """A duration as the hardware profile gives it; the first measurement replaces it. Stages as in `measured`."""
+        self._costs[stage, rank] = seconds
+        self._guessed.add((stage, rank))
+
+    @_noted("event")
+    def measured(self, stage: str, rank: int, seconds: float) -> None:
+        """Take in a measured duration.
+
+        Args:
+            stage: "generate" (one task), "train" (one forward and backward of one task's cell) or "switch" (between
+                training and generation, one way).
+        """
+        if not seconds >= 0.0:
+            raise ValueError(f"measured duration = {seconds}: give seconds >= 0.")
+        key = stage, rank
+        known = seconds if key in self._guessed else self._costs.get(key, seconds)
+        self._guessed.discard(key)
+        self._costs[key] = known + _COST_WEIGHT * (seconds - known)
+
+    @_noted("event")
+    def step_begun(self, rank: int) -> None:
+        """An RL step begins on trainer `rank`."""
+        trainer = self._trainers[rank]
+        trainer.loan, trainer.asked, trainer.prediction = 0, None, None
+
+    @_noted("decision")
+    def step_ended(self, rank: int, now: float) -> str | None:
+        """The step's weights are published: compare its first loan with what happened. A message when that switches
+        lending off."""
+        trainer = self._trainers[rank]
+        if trainer.prediction is None:
+            return None
+        decision, at = trainer.prediction
+        return trainer.monitor.record(decision, now - at)
+
+    # ---- generating ranks
+
+    @_noted("decision")
+    def takes(self, rank: int, version: int, left: int, now: float) -> bool:
+        """Whether free `rank` claims the next task of the version's queue. If not, ranks that hold `version`, or come
+        to it, end all `left` tasks before this rank ended one.
+
+        With hand-off a task may be taken over at any step, so the question is about steps. A rank without a measured
+        speed counts as one that never ends, so nobody waits for it. Colocated ranks leave tasks to others only where
+        all is generated before anything is trained: else nobody knows when the others are free.
+        """
+        if left == 0 or self.roles.split:
+            return left > 0
+        if rank < self.roles.trainers and (self.spec.gap or self.roles.lockstep):
+            return True
+        if self.many_left(rank, left):
+            return True
+        handoff = self.spec.handoff
+        units = left * self.spec.denoise_steps if handoff else left
+        own = _unit_seconds(self._ranks[rank], handoff)
+        seconds, busy = {rank: own}, {}
+        for other in self.roles.generators:
+            work = self._ranks.get(other)
+            if other != rank and work is not None and work.version <= version:
+                seconds[other] = _unit_seconds(work, handoff)
+                if work.busy:
+                    busy[other] = work.until
+        return not declines(rank, now, seconds, busy, units)
+
+    def many_left(self, rank: int, left: int) -> bool:
+        """Whether so many tasks are left that free `rank` takes one, whatever the others do now: each of them ends at
+        most 1 + own / fastest tasks before this rank ends one. It has to have seen how fast the others are."""
+        known, handoff = self._ranks.get(rank), self.spec.handoff
+        own = _unit_seconds(known, handoff) if known is not None else math.inf
+        if own == math.inf:
+            return True
+        generators = len(self.roles.generators)
+        units = left * self.spec.denoise_steps if handoff else left
+        return len(self._timed) == generators and units > generators * (1 + own / self._fastest[handoff])
+
+    @_noted("decision")
+    def hand_over(
+        self, rank: int, task_step: int, steps_left: int, tasks_left: int, refused: Sequence[int]
+    ) -> int | None:
+        """An idle rank that ends the task of `rank` earlier, or None. Only tasks of the step in progress travel: their
+        version is held until they are trained. And only when no task is left to claim.
+
+        Args:
+            task_step: RL step of the task.
+            steps_left: denoising steps that it still needs.
+            tasks_left: unclaimed tasks of the version's queue.
+            refused: idle ranks that somebody else was faster to give a task to.
+        """
+        held = self._ranks[rank].version
+        return None if task_step != held or tasks_left else self._idle_rank(rank, held, steps_left, 0, refused)
+
+    @_noted("decision")
+    def pass_on(self, rank: int, version: int, steps_left: int, waits: int, refused: Sequence[int]) -> int | None:
+        """An idle rank that ends the task that waits for busy `rank` earlier, or None.
+
+        Args:
+            version: weights that began the task.
+            steps_left: denoising steps that it still needs.
+            waits: steps that `rank` does before.
+        """
+        return self._idle_rank(rank, version, steps_left, waits, refused)
+
+    def _idle_rank(self, rank: int, version: int, steps: int, waits: int, refused: Sequence[int]) -> int | None:
+        """The fastest idle rank with `version` that would end `steps` denoising steps before this one, which has
+        `waits` to do first. The move is taken to cost one of this rank's steps, so the other must save more."""
+        own = self._ranks[rank].step_seconds
+        idle = [
+            (work.step_seconds, other)
+            for other, work in self._ranks.items()
+            if work.idle and work.step_seconds and work.version == version and other != rank and other not in refused
+        ]
+        seconds, other = min(idle, default=(math.inf, -1))
+        return other if hands_over(steps + waits, own, steps * seconds + own) else None
+
+    @_noted("decision")
+    def loan_receiver(self, rank: int, task_step: int, step: int, ready: bool, now: float) -> int | None:
+        """Who finishes the task that trainer `rank` generates: the rollout rank that is free first, as soon as a
+        fragment is `ready`. A loan of the next step's tasks runs to its end (see `hand_over`)."""
+        return self._first_free(now) if ready and task_step == step else None
+
+    @_noted("decision")
+    def first_free(self, now: float) -> int | None:
+        """The rollout rank that is expected to be free first; None where no speed is known."""
+        return self._first_free(now)
+
+    def _first_free(self, now: float) -> int | None:
+        working = self._known_speed(self.roles.generators)
+        return min(working, key=lambda rank: (working[rank].free_in(now), rank), default=None)
+
+    # ---- trainers
+
+    def work_of(self, rank: int) -> Work:
+        """What `rank` was last seen to do."""
+        return self._ranks[rank]
+
+    def may_lend(self, updates_done: int) -> bool:
+        """Whether a trainer may generate: its weights are the published version, or it keeps a copy of that (I6)."""
+        if self.roles.colocated:
+            return updates_done == 0
+        return self.spec.tag and (updates_done == 0 or self.roles.keeps_copy)
+
+    def must_generate(self, updates_done: int, pending: int, left: int) -> bool:
+        """Whether colocated ranks generate what is `left` of a batch before they train the last of `pending` fragments
+        of an update. The optimizer step that follows takes the version away from them that the rest needs."""
+        return self.roles.colocated and updates_done < self.spec.updates_per_batch - 1 and pending == 1 and left > 0
+
+    @_noted("decision")
+    def next_move(
+        self,
+        rank: int,
+        updates_done: int,
+        pending: Sequence[Fragment],
+        ready: Fragment | None,
+        completed: int,
+        left: int,
+        granted: int | None = None,
+    ) -> str:
+        """What a free trainer does now: TRAIN the `ready` fragment, LEND a hand for one round, WAIT, or ASK the search
+        (`lend`, or an override of it) and give its answer as `granted`.
+
+        The search is asked once per finished or claimed task: its answer cannot change before something happens.
+
+        Args:
+            updates_done: optimizer updates done within the step in progress.
+            pending: fragments of the update that this trainer has still to train.
+            ready: that of `pending` to train now, if it is complete.
+            completed: complete groups of the step.
+            left: unclaimed tasks of the version's queue.
+            granted: rounds that the search has just granted.
+        """
+        trainer = self._trainers[rank]
+        if ready is not None and not self.must_generate(updates_done, len(pending), left):
+            trainer.loan = 0
+            return TRAIN
+        if left == 0 or not self.may_lend(updates_done):
+            trainer.loan = 0
+            return WAIT
+        if trainer.loan == 0:
+            if granted is None:
+                unchanged = trainer.asked == (completed, left) and not self.roles.colocated
+                return WAIT if unchanged else ASK
+            trainer.asked, trainer.loan = (completed, left), granted
+        if trainer.loan == 0:
+            return WAIT
+        trainer.loan -= 1
+        return LEND
+
+    @_noted("decision")
+    def lend(self, rank: int, step: int, pending: Sequence[Fragment], left: Sequence[int], now: float) -> int:
+        """Rounds of tasks that idle trainer `rank` generates now; 0 = wait.
+
+        Colocated ranks have nobody to wait for: they take one task at a time, unless another rank ends it earlier.
+        Trainers beside rollout ranks ask the search, once all costs that it needs have been measured. Trainers that are
+        idle at the same moment get the same answer.
+
+        Args:
+            step: RL step in progress, and the version that the trainer generates with.
+            pending: untrained fragments of the step, in training order.
+            left: unclaimed tasks of the queues of the version before, and of this one.
+            now: the run's clock, seconds.
+        """
+        if self.roles.colocated:
+            return int(self.roles.lockstep or self.takes(rank, step, left[1], now))
+        trainer = self._trainers[rank]
+        rollouts = self._known_speed(range(self.roles.trainers, self.roles.trainers + self.roles.rollouts))
+        if trainer.monitor.off or not rollouts or ("train", rank) not in self._costs:
+            return 0
+        moment = (step, now, len(pending))
+        if self._same_moment is None or self._same_moment[0] != moment:
+            others = self._known_speed(other for other in range(self.roles.trainers) if other != rank)
+            lending = {other: work for other, work in others.items() if work.busy}
+            # Trainers train the same fragments, so those that do not lend already are idle together with this one.
+            state = self._state(rank, rollouts, lending, step, pending, left, now, self.roles.trainers - len(lending))
+            self._same_moment = moment, search(state), state.tasks_left > 0
+        _, decision, this_step = self._same_moment
+        # Later loans of a step have little left to gain, and would hide the first. One for the next step gains nothing.
+        if decision.lend and this_step and trainer.prediction is None:
+            trainer.prediction = decision, now
+        return decision.lend
+
+    def predicted_end(
+        self, rank: int, step: int, pending: Sequence[Fragment], left: Sequence[int], now: float
+    ) -> float | None:
+        """When the step that begins should end on trainer `rank`, on the run's clock. None before it and every
+        generating rank have been measured. Arguments as for `lend`."""
+        working = self._known_speed(self.roles.generators)
+        known = {other for other in self.roles.generators if other in self._ranks}
+        if not working or working.keys() != known or ("train", rank) not in self._costs:
+            return None
+        state = self._state(rank, working, {}, step, pending, left, now, self.roles.trainers)
+        off = self._trainers[rank].monitor.off
+        may_lend = self.spec.tag and not off and not self.roles.colocated
+        return now + search(replace(state, may_lend=may_lend)).predicted_step_s
+
+    def loan_facts(self, rank: int, now: float) -> dict[str, float] | None:
+        """What the step's first loan promised and what happened, for the log; None where nothing was lent."""
+        prediction = self._trainers[rank].prediction
+        if prediction is None:
+            return None
+        decision, at = prediction
+        return {
+            "rounds": float(decision.lend),
+            "predicted_s": decision.predicted_step_s,
+            "predicted_without_s": decision.predicted_without,
+            "measured_s": now - at,
+        }
+
+    def _state(
+        self,
+        rank: int,
+        rollouts: Mapping[int, Work],
+        lending: Mapping[int, Work],
+        step: int,
+        pending: Sequence[Fragment],
+        left: Sequence[int],
+        now: float,
+        lenders: int,
+    ) -> LendingState:
+        """What the search sees: ranks of known speed that generate, and `lenders` trainers that may begin to."""
+        older, own = (_tail(self._plan(version), count) for version, count in zip((step - 1, step), left, strict=True))
+        working = {**rollouts, **lending}
+        free = {other: work.free_in(now) for other, work in working.items()}
+        in_flight: dict[int, float] = {}
+        for other, work in working.items():
+            if work.busy and work.step == step:
+                in_flight[work.group] = max(in_flight.get(work.group, 0.0), free[other])
+        ready = [max((in_flight.get(group, 0.0) for group in fragment), default=0.0) for fragment in pending]
+        seconds = tuple(self._costs["generate", other] for other in working)
+        count, times = len(rollouts), tuple(free.values())
+        behind, ready_at = after_older(times[:count], seconds[:count], ready, _by_fragment(older, pending, step))
+        tasks = _by_fragment(own, pending, step)
+        lend = self._costs.get(("generate", rank), max(seconds))
+        interruptible = self.spec.handoff and not self.roles.lockstep
+        cell = self._costs["train", rank]
+        return LendingState(
+            rollout_free=(*behind, *times[count:]),
+            rollout_seconds=seconds,
+            tasks_left=sum(tasks),
+            fragment_tasks=tasks,
+            fragment_ready=ready_at,
+            train_seconds=tuple(
+                cell * cells_of(self.spec, self.roles.trainers, self.roles.lockstep, rank, fragment)
+                for fragment in pending
+            ),
+            lend_seconds=lend,
+            lenders=lenders,
+            lenders_later=self.roles.trainers,
+            switch_seconds=self._costs.get(("switch", rank), 0.0),
+            step_seconds=lend / self.spec.denoise_steps if interruptible else None,
+            tasks_later=sum(task.step > step for task in own),
+        )
+
+    def _known_speed(self, ranks: Iterable[int]) -> dict[int, Work]:
+        """What each of `ranks` does, of those that are there and whose seconds per task are known."""
+        return {rank: self._ranks[rank] for rank in ranks if rank in self._ranks and ("generate", rank) in self._costs}
+
+
+def header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:
+    """The row that a record begins with: what `replay` builds a policy from. `last_step` is the run's final RL step."""
+    return {"spec": asdict(spec), "roles": asdict(roles), "last_step": last_step}
+
+
+def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
+    """Feed a record to a fresh policy; the decisions that came out differently, as (row, answer now). A resumed run
+    has several headers, and each begins a new policy."""
+    different = []
+    policy: SchedulePolicy | None = None
+    for row in rows:
+        if "spec" in row:
+            spec = ScheduleSpec(**{name: _hashable(value) for name, value in row["spec"].items()})
+            policy = SchedulePolicy(spec, Roles(**row["roles"]), functools.partial(_queue, spec, row["last_step"]))
+            continue
+        assert policy is not None, "a record begins with its header"
+        name, args = row.get("event") or row["decision"], [_hashable(value) for value in row["args"]]
+        if name == "saw_rank":
+            policy.saw_rank(args[0], None if args[1] is None else Work(*args[1]))
+            continue
+        answer = getattr(policy, name)(*args)
+        if "decision" in row and answer != row["answer"]:
+            different.append((row, answer))
+    return different
+
+
+def _unit_seconds(work: Work, handoff: bool) -> float:
+    """Seconds of what a rank may end on its own: a denoising step where tasks can be handed over, else a task."""
+    return (work.step_seconds if handoff else work.task_seconds) or math.inf
+
+
+def finished_before(free: float, seconds: float, rank: int, time: float, other: int) -> int:
+    """Tasks that `rank`, free at `free`, finishes before (time, other) in the order of (finishing time, rank)."""
+    if seconds <= 0 or not math.isfinite(seconds):
+        return 0
+    count = max(0, math.floor((time - free) / seconds))
+    while (free + (count + 1) * seconds, rank) < (time, other):
+        count += 1
+    while count > 0 and (free + count * seconds, rank) >= (time, other):
+        count -= 1
+    return count
+
+
+def declines(
+    rank: int, now: float, seconds: Mapping[int, float], free_at: Mapping[int, float], tasks_left: int
+) -> bool:
+    """Whether free `rank` leaves the next task to others: they would finish all `tasks_left` before it finished one.
+
+    Args:
+        rank: the free rank.
+        now: the present.
+        seconds: rank -> seconds per task, every rank that works on the queue (`rank` included).
+        free_at: rank -> when it ends what it runs (absent or past = free now).
+        tasks_left: unclaimed tasks of the queue.
+
+    Ties go to the lower rank, so that exactly one of two equal ranks takes the last task.
+    """
+    finish = now + seconds[rank]
+    others = 0
+    for other, cost in seconds.items():
+        if other != rank:
+            others += finished_before(max(now, free_at.get(other, now)), cost, other, finish, rank)
+            if others >= tasks_left:
+                return True
+    return tasks_left <= 0
+
+
+def hands_over(own_steps: int, own_step_seconds: float, other_seconds: float) -> bool:
+    """Whether a rank that needs `own_steps` denoising steps until a task is done gives it to one that would be done
+    after `other_seconds`: only to one that ends strictly earlier."""
+    return other_seconds < own_steps * own_step_seconds
+
+
+def _queue(spec: ScheduleSpec, last_step: int, version: int) -> Sequence[Task]:
+    return queue(spec, version, last_step)
+
+
+@functools.lru_cache(maxsize=65536)
+def cells_of(spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragment: Fragment) -> int:
+    """Cells (one task at one trained step) of `fragment` that occupy trainer `rank`. Sharded trainers wait for the
+    largest micro-batch of all; a replica without cells runs a block of stand-ins (`transport.cells`)."""
+    placement = place(spec, trainers, fragment)
+    cells = [[sum(len(block.steps) for block in micro) for micro in own] for own in placement]
+    if lockstep:
+        return sum(max(column) for column in zip(*cells, strict=True))
+    return sum(cells[rank]) or min(spec.tsp_batch, spec.trained_steps)
+
+
+def _tail(tasks: Sequence[Task], count: int) -> Sequence[Task]:
+    """The last `count` tasks: those that nobody has claimed, where claims go in order."""
+    return tasks[len(tasks) - count :]
+
+
+def _by_fragment(tasks: Sequence[Task], pending: Sequence[Fragment], step: int) -> tuple[int, ...]:
+    """Tasks of RL step `step` in each fragment."""
+    counts: dict[int, int] = {}
+    for task in tasks:
+        if task.step == step:
+            counts[task.group] = counts.get(task.group, 0) + 1
+    return tuple(sum(counts.get(group, 0) for group in fragment) for fragment in pending)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON gives it back."""
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(_hashable(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,232 @@
+"""The policy: what it decides, and that its record gives every decision again (I13)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from digenrl.schedule import ScheduleSpec, queue
+from digenrl.schedule.policy import (
+    ASK,
+    LEND,
+    TRAIN,
+    WAIT,
+    LendingMonitor,
+    Roles,
+    SchedulePolicy,
+    Work,
+    cells_of,
+    declines,
+    hands_over,
+    header,
+    replay,
+)
+from digenrl.schedule.search import Decision
+from digenrl.simulate.virtual_cluster import Cluster, Disturbance, Rank
+from digenrl.simulate.virtual_run import simulate
+from tests.simulate.test_virtual_run import clusters, specs
+
+SPEEDS = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=8)
+SPEC = ScheduleSpec(prompts=2, group_size=8, task_size=2, denoise_steps=4, trained_steps=3, gap=1, tag=True)
+PENDING = ((0,), (1,))
+TRAIN_S, TASK_S = 0.5, 1.0
+
+
+def makespan(seconds: list[float], tasks: int) -> float:
+    """List scheduling with the decline rule, every rank free at 0."""
+    costs, free, left = dict(enumerate(seconds)), dict.fromkeys(range(len(seconds)), 0.0), tasks
+    now = 0.0
+    while left:
+        takers = [r for r in costs if free[r] <= now and not declines(r, now, costs, free, left)]
+        if takers:
+            free[takers[0]] = now + costs[takers[0]]
+            left -= 1
+        else:
+            now = min(time for time in free.values() if time > now)
+    return max(free.values())
+
+
+@settings(deadline=None)
+@given(SPEEDS, st.integers(1, 60))
+def test_decline_makespan(seconds: list[float], tasks: int) -> None:
+    bound = tasks / sum(1.0 / s for s in seconds)
+    assert makespan(seconds, tasks) <= (1 + (len(seconds) - 1) / tasks) * bound * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SPEEDS, st.integers(1, 40), st.integers(0, 7), st.floats(0.0, 3.0))
+def test_many_left_never_contradicts_the_count(seconds: list[float], left: int, rank: int, now: float) -> None:
+    """The short cut takes a task only where counting what the others end would take it too."""
+    rank %= len(seconds)
+    policy = SchedulePolicy(SPEC, Roles(0, len(seconds)), lambda version: ())
+    for other, cost in enumerate(seconds):
+        policy.saw_rank(other, Work(0, cost, cost / 4))
+    if policy.many_left(rank, left):
+        assert not declines(rank, now, dict(enumerate(seconds)), {}, left)
+
+
+def test_a_slow_rank_leaves_the_last_task_to_a_fast_one() -> None:
+    assert declines(1, 0.0, {0: 1.0, 1: 10.0}, {0: 0.5}, 1)
+    assert not declines(1, 0.0, {0: 1.0, 1: 10.0}, {0: 0.5}, 10)
+    assert [declines(rank, 0.0, {0: 1.0, 1: 1.0}, {}, 1) for rank in (0, 1)] == [False, True]  # a tie has one taker
+
+
+@settings(max_examples=60, deadline=None)
+@given(SPEEDS, st.integers(1, 30), st.integers(2, 10))
+def test_handoff_ends_no_later_than_tasks_that_stay(steps: list[float], groups: int, denoise: int) -> None:
+    """With hand-off generation ends within a few denoising steps of the makespan that declining guarantees."""
+    ranks = (Rank(0, "trainer", "p", math.inf), *(Rank(1 + i, "rollout", "p", s) for i, s in enumerate(steps)))
+    spec = ScheduleSpec(groups, 2, 1, denoise, 1, handoff=True)
+    result = simulate(spec, Cluster(ranks), steps=1, trace=True)
+    end = max(span.end for span in result.spans if span.stage == "generate")
+    tasks = spec.tasks
+    bound = tasks * denoise / sum(1.0 / s for s in steps)
+    assert end <= (1 + (len(steps) - 1) / tasks) * bound + 2 * max(steps) + 1e-9
+
+
+def test_a_task_moves_only_to_a_rank_that_ends_it_earlier() -> None:
+    assert hands_over(5, 2.0, 9.0)
+    assert not hands_over(5, 2.0, 10.0)
+    policy = SchedulePolicy(replace(SPEC, handoff=True), Roles(1, 3), lambda version: ())
+    policy.saw_rank(1, Work(0, 8.0, 2.0, 0, 0, 8.0))
+    policy.saw_rank(2, Work(0, 4.0, 1.0, idle=1))
+    policy.saw_rank(3, Work(0, 2.0, 0.5, idle=1))
+    assert policy.hand_over(1, 0, 3, 0, ()) == 3, "the fastest idle rank"
+    assert policy.hand_over(1, 0, 2, 0, (3,)) is None, "two steps of 1 s and a move of 2 s save nothing"
+    assert policy.hand_over(1, 0, 3, 1, ()) is None, "a task is left to claim"
+    assert policy.hand_over(1, 1, 3, 0, ()) is None, "a task of the next step stays"
+    assert policy.pass_on(1, 0, 3, 2, (3,)) == 2, "but one that would wait for two steps goes"
+    assert policy.pass_on(1, 1, 3, 2, ()) is None, "nobody holds that version"
+
+
+def trainer_policy(trainers: int, rollouts: int, spec: ScheduleSpec = SPEC, **roles: Any) -> SchedulePolicy:
+    policy = SchedulePolicy(spec, Roles(trainers, rollouts, **roles), lambda version: queue(spec, version, 2))
+    fragment = (0,)
+    policy.measured("train", 0, TRAIN_S / cells_of(spec, trainers, False, 0, fragment))
+    for rank in range(trainers + rollouts):
+        policy.measured("generate", rank, TASK_S)
+    return policy
+
+
+@pytest.mark.parametrize(("until", "lends"), [(2.5, True), (0.0, False)], ids=["lending", "done"])
+def test_a_fragment_in_another_lenders_hands_is_not_ready(until: float, lends: bool) -> None:
+    """All of group 0 is claimed. Where trainer 1 still generates its last task, trainer 0 has time for a task of
+    group 1; where nobody does, it only waits for the result, and must not begin anything (I6)."""
+    policy = trainer_policy(2, 1)
+    policy.saw_rank(2, Work(0, TASK_S, TASK_S / 4))
+    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4, 0, 0, until) if until else Work(0, TASK_S, TASK_S / 4))
+    left = len(queue(SPEC, 0, 2)) - SPEC.tasks_per_group
+    assert (policy.lend(0, 0, PENDING, (0, left), 0.0) > 0) == lends
+
+
+def test_a_group_of_the_next_step_in_flight_holds_up_nothing() -> None:
+    """The rollout rank runs group 0 of the next step: this step's group 0 is done."""
+    policy = trainer_policy(1, 1)
+    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4, 1, 0, 9.0))
+    assert policy.predicted_end(0, 0, PENDING[:1], (0, 0), 0.0) == pytest.approx(TRAIN_S)
+    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4, 0, 0, 9.0))
+    assert policy.predicted_end(0, 0, PENDING[:1], (0, 0), 0.0) == pytest.approx(9.0 + TRAIN_S)
+
+
+def test_the_next_steps_tasks_fill_a_wait_for_older_ones() -> None:
+    """One-step asynchrony, every group stale: what step 1 still lacks only holders of version 0 may generate, so a
+    trainer of version 1 lends to step 2 while it waits, and only then."""
+    spec = replace(SPEC, async_steps=1, stale_fraction=1.0)
+    policy = trainer_policy(1, 1, spec)
+    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4, 1, 1, 0.5))
+    own = len(queue(spec, 1, 2))
+    assert policy.lend(0, 1, PENDING[1:], (2, own), 0.0) == 2  # the rollout rank ends its three tasks after 2.5 s
+    assert policy.lend(0, 1, PENDING[1:], (2, 0), 0.1) == 0
+
+
+def test_a_loan_of_the_next_step_is_not_begun_where_the_fragment_is_ready_sooner() -> None:
+    """A task takes 1 s, the fragment is ready in 0.15 s, and a task of the next step runs to its end."""
+    spec = replace(SPEC, async_steps=1, stale_fraction=1.0, handoff=True)
+    policy = trainer_policy(1, 1, spec)
+    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4, 1, 1, 0.15))
+    assert policy.lend(0, 1, PENDING[1:], (0, len(queue(spec, 1, 2))), 0.0) == 0
+    assert policy.loan_receiver(0, 2, 1, True, 0.0) is None
+    assert policy.loan_receiver(0, 1, 1, True, 0.0) == 1
+    assert policy.loan_receiver(0, 1, 1, False, 0.0) is None
+
+
+def test_switching_costs_count() -> None:
+    """Waiting is better than a loan whose two switches take longer than it saves."""
+    policy = trainer_policy(1, 1)
+    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4))
+    left = len(queue(SPEC, 0, 2))
+    assert policy.lend(0, 0, PENDING, (0, left), 0.0) > 0
+    policy.measured("switch", 0, 100.0)
+    assert policy.lend(0, 0, PENDING, (0, left), 0.1) == 0
+
+
+def test_I6_a_ready_fragment_comes_first_and_foreign_weights_lend_nothing() -> None:
+    policy = trainer_policy(1, 1)
+    assert policy.next_move(0, 0, PENDING, None, 0, 8) == ASK
+    assert policy.next_move(0, 0, PENDING, None, 0, 8, 2) == LEND
+    assert policy.next_move(0, 0, PENDING, (0,), 1, 7) == TRAIN
+    assert policy.next_move(0, 0, PENDING[1:], None, 1, 7) == ASK, "the rest of a loan ends with the wait"
+    assert policy.next_move(0, 0, PENDING[1:], None, 1, 7, 0) == WAIT
+    assert policy.next_move(0, 0, PENDING[1:], None, 1, 7) == WAIT, "nothing has happened since the last answer"
+    assert policy.next_move(0, 0, PENDING[1:], None, 1, 6) == ASK
+    assert policy.next_move(0, 1, PENDING, None, 0, 8) == WAIT, "after an update the published weights are gone"
+    copy = trainer_policy(1, 1, keeps_copy=True)
+    assert copy.next_move(0, 1, PENDING, None, 0, 8) == ASK
+    off = trainer_policy(1, 1, replace(SPEC, tag=False))
+    assert off.next_move(0, 0, PENDING, None, 0, 8) == WAIT
+
+
+def test_colocated_ranks_generate_everything_before_an_update_takes_the_version_away() -> None:
+    spec = ScheduleSpec(4, 2, 1, 4, 3, updates_per_batch=2, gap=1)
+    policy = SchedulePolicy(spec, Roles(1, 0), lambda version: queue(spec, version, 2))
+    assert policy.next_move(0, 0, PENDING, (0,), 1, 4) == TRAIN
+    assert policy.next_move(0, 0, PENDING[1:], (1,), 2, 4) == ASK, "the last fragment of the first update waits"
+    assert policy.next_move(0, 0, PENDING[1:], (1,), 4, 0) == TRAIN
+
+
+def test_monitor_switches_off_when_the_error_exceeds_the_gain() -> None:
+    monitor = LendingMonitor()
+    good = Decision(1, 10.0, 15.0, 1)
+    assert [monitor.record(good, 11.0) for _ in range(10)] == [None] * 10
+    messages = [monitor.record(good, 40.0) for _ in range(5)]
+    assert any(message and "switched itself off" in message for message in messages)
+    assert monitor.off
+    assert LendingMonitor().record(Decision(0, 1.0, 1.0, 1), 99.0) is None
+
+
+def test_costs_start_from_the_profile_and_follow_measurements() -> None:
+    policy = SchedulePolicy(SPEC, Roles(1, 1), lambda version: ())
+    policy.expected("train", 0, 2.0)
+    assert policy._costs["train", 0] == 2.0
+    policy.measured("train", 0, 4.0)
+    assert policy._costs["train", 0] == 4.0, "a profile's figure is a guess, a measurement is not"
+    policy.measured("train", 0, 9.0)
+    assert policy._costs["train", 0] == pytest.approx(5.0)
+    with pytest.raises(ValueError, match="give seconds"):
+        policy.measured("train", 0, float("nan"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs(), clusters(least_rollouts=1), st.floats(0.0, 0.5), st.integers(0, 99))
+def test_I13_a_virtual_runs_record_gives_every_decision_again(
+    spec: ScheduleSpec, cluster: Cluster, jitter: float, seed: int
+) -> None:
+    rows: list[dict[str, Any]] = []
+    simulate(spec, cluster, 3, Disturbance(jitter, seed, {0: 2.0}), record=rows.append)
+    roles = Roles(
+        len(cluster.trainers),
+        len(cluster.rollouts),
+        cluster.lockstep,
+        cluster.static_claims,
+        cluster.lends_between_updates,
+    )
+    assert any("decision" in row for row in rows)
+    spec = replace(spec, handoff=spec.handoff and bool(cluster.rollouts))
+    record = [header(spec, roles, 2), *rows]
+    assert replay(json.loads(json.dumps(record))) == []
