@@ -117,9 +117,9 @@ def least(outcomes: Iterable[Outcome | None]) -> Outcome | None:
     return min((o for o in outcomes if o is not None), key=lambda outcome: outcome.step_s, default=None)
 
 
-def measure(here: tuple[str, str]) -> Cell:
+def measure(seat: tuple[str, str]) -> Cell:
     """Every schedule of one (testbed, model)."""
-    hardware, experiment = here
+    hardware, experiment = seat
     bench, task_size = bench_of(experiment, hardware)
     bound, plan = bench.bound(), make_plan(bench)
     naive = [evaluate(bench, candidate, bound, exact=True) for candidate in naive_colocated(bench, task_size)]

@@ -101,7 +101,6 @@ def test_every_option_composes(groups: list[str], options: tuple[str | None, ...
     assert not unrelated
 
 
-@pytest.mark.heavy
 def test_rules_name_keys_that_exist() -> None:
     """A key that no configuration has would be a stale line of the table."""
     trees = [OmegaConf.to_container(published(name)) for name in EXPERIMENTS]

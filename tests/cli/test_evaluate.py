@@ -16,9 +16,8 @@ from digenrl import config as configuration
 from digenrl.cli.evaluate import NoCheckpoint, Request, evaluate, main
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 
-pytestmark = pytest.mark.heavy
-
 SMALL = "callbacks.evaluation.samples_per_prompt=3"
+pytestmark = pytest.mark.heavy
 
 
 @pytest.fixture(scope="module")
