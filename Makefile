@@ -21,8 +21,8 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train resume sweep plan bench test test-all report eval export score serve-reward tiny pretrain profile \
-        lint format types notebooks clean
+.PHONY: help setup train resume sweep plan bench test test-fast test-all coverage report eval export score serve-reward tiny \
+        pretrain profile lint format types notebooks clean
 
 define need
 @test -n "$($(1))" || { echo "make $@ needs $(1)=..., for example: make $@ $(2)" >&2; exit 2; }
@@ -91,19 +91,29 @@ bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios. BEN
 	    echo "== $$name" && $(PY) -m benchmarks.$$name $(ARGS) || failed="$$failed $$name"; done; \
 	    test -z "$$failed" || { echo "below a bar, or broken:$$failed" >&2; exit 1; }
 
-# The second half starts sixteen ranks, or kills processes and holds the clock to it: nothing runs beside it.
-test: $(STAMP)  ## The default tests: at most ten minutes on two cores
-	@$(PY) -m pytest -q -n 2 --ignore tests/test_train_cli.py --ignore tests/test_emulate.py --ignore tests/test_faults.py $(ARGS)
-	@$(PY) -m pytest -q tests/test_emulate.py tests/test_train_cli.py tests/test_faults.py
+# The markers are explained in pyproject.toml. Nothing runs beside the tests marked `alone`.
+DEFAULT_TESTS := not slow and not cluster
+
+test: $(STAMP)  ## The default tests: at most eight minutes on two idle cores
+	@$(PY) -m pytest -q -n 2 -m "$(DEFAULT_TESTS) and not alone" $(ARGS)
+	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS) and alone" $(ARGS) || test $$? -eq 5  # 5: ARGS chose none of them
+
+test-fast: $(STAMP)  ## What finishes in a minute: no ranks, services or commands are started, no large model built
+	@$(PY) -m pytest -q -n 2 -m "$(DEFAULT_TESTS) and not processes and not heavy" $(ARGS)
 
 test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
 	@$(PY) -m pytest -q -m "not cluster" $(ARGS)
 
+coverage: $(STAMP)  ## The default tests with the lines that no test reached
+	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS)" --cov --cov-report=term-missing:skip-covered $(ARGS)
+
 notebooks: $(STAMP)  ## Execute the notebooks
 	@$(PY) -m pytest -q -m "not cluster" tests/notebooks $(ARGS)
 
-lint: $(STAMP)  ## Ruff
+lint: $(STAMP)  ## Ruff's rules and format; dependencies declared and used (deptry)
 	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@if test -x $(VENV)/bin/deptry; then $(VENV)/bin/deptry src reward_models; fi
 
 format: $(STAMP)  ## Ruff's formatter, in place
 	@$(VENV)/bin/ruff format . && $(VENV)/bin/ruff check --fix .

@@ -93,7 +93,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Seat:
+class BenchRank:
     """One rank of a benchmark: its link, its control store, and gloo as the default process group."""
 
     rank: int
@@ -107,11 +107,11 @@ class Seat:
         return message
 
 
-def on_ranks(count: int, body: Callable[[Seat], int]) -> int:
+def on_ranks(count: int, body: Callable[[BenchRank], int]) -> int:
     """Run `body` in `count` forked processes; the largest exit code. One that fails ends the others."""
     store = host_store(HOST)
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_sit, args=(rank, count, store.port, body)) for rank in range(count)]
+    ranks = [context.Process(target=_run_rank, args=(rank, count, store.port, body)) for rank in range(count)]
     for process in ranks:
         process.start()
     alive = ranks
@@ -124,13 +124,13 @@ def on_ranks(count: int, body: Callable[[Seat], int]) -> int:
     return max(abs(process.exitcode or 0) for process in ranks)
 
 
-def _sit(rank: int, count: int, port: int, body: Callable[[Seat], int]) -> None:
+def _run_rank(rank: int, count: int, port: int, body: Callable[[BenchRank], int]) -> None:
     torch.set_num_threads(1)
     keep_memory()  # as every rank does
     dist.init_process_group("gloo", store=join_store(HOST, port, "gloo"), rank=rank, world_size=count)
     control = Control(join_store(HOST, port, "control"), rank)
     link = SocketLink(control, rank, HOST, "token")
-    code = body(Seat(rank, control, link))
+    code = body(BenchRank(rank, control, link))
     link.close()
     dist.destroy_process_group()
     sys.exit(code)

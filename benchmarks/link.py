@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from benchmarks._shared import Report, Seat, on_ranks, options
+from benchmarks._shared import BenchRank, Report, on_ranks, options
 from digenrl.transport.wire import Kind, Message
 
 MIB = 1 << 20
@@ -29,28 +29,30 @@ def messages_per_round(size: int) -> int:
     return max(2, min(32, 64 * MIB // size))
 
 
-def with_gloo(seat: Seat, payload: torch.Tensor, count: int) -> None:
+def with_gloo(here: BenchRank, payload: torch.Tensor, count: int) -> None:
     acknowledgement = torch.zeros(1)
     for _ in range(count):
-        dist.send(payload, 1) if seat.rank == 0 else dist.recv(torch.empty_like(payload), 0)
-    dist.recv(acknowledgement, 1) if seat.rank == 0 else dist.send(acknowledgement, 0)
+        dist.send(payload, 1) if here.rank == 0 else dist.recv(torch.empty_like(payload), 0)
+    dist.recv(acknowledgement, 1) if here.rank == 0 else dist.send(acknowledgement, 0)
 
 
-def with_link(seat: Seat, payload: torch.Tensor, count: int) -> None:
+def with_link(here: BenchRank, payload: torch.Tensor, count: int) -> None:
     for _ in range(count):
-        seat.link.send(1, Message(Kind.CELLS, {}, {"x": payload})) if seat.rank == 0 else seat.receive()
-    seat.receive() if seat.rank == 0 else seat.link.send(0, Message(Kind.CELLS, {}))
+        here.link.send(1, Message(Kind.CELLS, {}, {"x": payload})) if here.rank == 0 else here.receive()
+    here.receive() if here.rank == 0 else here.link.send(0, Message(Kind.CELLS, {}))
 
 
-def measure(seat: Seat, size: int, rounds: int) -> dict[Callable[[Seat, torch.Tensor, int], None], list[float]]:
+def measure(
+    here: BenchRank, size: int, rounds: int
+) -> dict[Callable[[BenchRank, torch.Tensor, int], None], list[float]]:
     """Milliseconds per message of every round. Rank 0 sends, rank 1 receives and acknowledges."""
     payload, count = torch.ones(size // 4), messages_per_round(size)
-    times: dict[Callable[[Seat, torch.Tensor, int], None], list[float]] = {with_gloo: [], with_link: []}
+    times: dict[Callable[[BenchRank, torch.Tensor, int], None], list[float]] = {with_gloo: [], with_link: []}
     for number in range(rounds + 1):
         for transport, milliseconds in times.items():
             dist.barrier()
             began = time.perf_counter()
-            transport(seat, payload, count)
+            transport(here, payload, count)
             if number:  # the first round opens connections
                 milliseconds.append((time.perf_counter() - began) / count * 1e3)
     return times
@@ -59,10 +61,10 @@ def measure(seat: Seat, size: int, rounds: int) -> dict[Callable[[Seat, torch.Te
 def main(words: list[str]) -> int:
     given = options(words, {"rounds": "15"}, quick={"rounds": "3"})
 
-    def body(seat: Seat) -> int:
-        if seat.rank:
+    def body(here: BenchRank) -> int:
+        if here.rank:
             for size in SIZES:
-                measure(seat, size, int(given["rounds"]))
+                measure(here, size, int(given["rounds"]))
             return 0
         columns = (
             "     MiB",
@@ -80,7 +82,7 @@ def main(words: list[str]) -> int:
         )
         ratios = {}
         for size in SIZES:
-            gloo, ours = measure(seat, size, int(given["rounds"])).values()
+            gloo, ours = measure(here, size, int(given["rounds"])).values()
             medians, best = (statistics.median(gloo), statistics.median(ours)), (min(gloo), min(ours))
             ratios[size] = medians[0] / medians[1]
             figures = [*medians, ratios[size], *best, best[0] / best[1]]

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from benchmarks._shared import Report, Seat, on_ranks, options
+from benchmarks._shared import BenchRank, Report, on_ranks, options
 from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.world import World
 from digenrl.data import PromptSampler
@@ -112,7 +112,7 @@ def trajectory_of(size: int) -> Trajectory:
     )
 
 
-def rollout(seat: Seat, groups: int, size: int) -> list[tuple[float, ...]]:
+def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
     """Milliseconds of every task: bare transfer, the claim alone, everything from the claim to the trainer's answer."""
     trajectory = trajectory_of(size)
     folder = Path(tempfile.mkdtemp())
@@ -124,26 +124,26 @@ def rollout(seat: Seat, groups: int, size: int) -> list[tuple[float, ...]]:
     decisions = DecisionLog(folder / "decisions.jsonl", header(SPEC, roles, 1))
     runner = TaskRunner(
         SPEC,
-        World(seat.rank, 1, 1),
+        World(here.rank, 1, 1),
         SchedulePolicy(SPEC, roles, plan, decisions),
         plan,
         one_trainer,
         cast(RolloutEngine, Idle(trajectory)),
         PromptSampler([Prompt("a red circle")], SPEC.prompts, seed=0),
-        seat.control,
-        seat.link,
-        SpanLog(folder / "rank-001.jsonl", seat.rank, "rollout", time.time()),
+        here.control,
+        here.link,
+        SpanLog(folder / "rank-001.jsonl", here.rank, "rollout", time.time()),
     )
-    bare = pack(trajectory, range(STEPS - 1), Claim(0, seat.rank, 0), 0.0)
+    bare = pack(trajectory, range(STEPS - 1), Claim(0, here.rank, 0), 0.0)
 
     def answered() -> None:
-        while seat.link.receive(0.2) is None:
+        while here.link.receive(0.2) is None:
             runner.settle()  # raises what kept a task from being sent
 
     rows = []
     for number in range((groups + 1) * SPEC.tasks):
         began = time.perf_counter()
-        seat.link.send(0, bare)
+        here.link.send(0, bare)
         answered()
         sent = time.perf_counter()
         version = size + number // SPEC.tasks  # every group has a queue of its own
@@ -159,23 +159,23 @@ def rollout(seat: Seat, groups: int, size: int) -> list[tuple[float, ...]]:
     return rows[SPEC.tasks :]  # the first group opens connections
 
 
-def trainer(seat: Seat, groups: int, size: int) -> float:
+def trainer(here: BenchRank, groups: int, size: int) -> float:
     """Answer every message; put the parts of every second one on the board. Milliseconds per task of doing that."""
-    seconds, claims = [], Claims(StoredClaims(seat.control), seat.rank)
+    seconds, claims = [], Claims(StoredClaims(here.control), here.rank)
     for version in range(size, size + groups + 1):
-        board, complete, kept = StepBoard(SPEC, one_trainer, seat.rank, 0, {"reward": 1.0}), None, []
+        board, complete, kept = StepBoard(SPEC, one_trainer, here.rank, 0, {"reward": 1.0}), None, []
         for _ in range(SPEC.tasks):
-            kept.append(seat.receive())  # as the board keeps its parts: memory that is not in the cache
-            seat.link.send(1, Message(Kind.CELLS, {}))
-            message = seat.receive()
+            kept.append(here.receive())  # as the board keeps its parts: memory that is not in the cache
+            here.link.send(1, Message(Kind.CELLS, {}))
+            message = here.receive()
             began = time.perf_counter()
             part = Part(message)
             if claims.accepts(version, part.claim) and board.add(part):
                 claims.received(version, part.claim.position)
             complete = next_fragment(SPEC, [(0,)], board.completed)
-            seat.control.check()
+            here.control.check()
             seconds.append(1e3 * (time.perf_counter() - began))
-            seat.link.send(1, Message(Kind.CELLS, {}))
+            here.link.send(1, Message(Kind.CELLS, {}))
         if complete is None:
             raise SystemExit("the group never became complete")
     return statistics.median(seconds)
@@ -185,10 +185,10 @@ def main(words: list[str]) -> int:
     given = options(words, {"tasks": "60"}, quick={"tasks": "12"})
     groups = max(1, int(given["tasks"]) // SPEC.tasks)
 
-    def body(seat: Seat) -> int:
-        if seat.rank == 0:
+    def body(here: BenchRank) -> int:
+        if here.rank == 0:
             for size in SIZES:
-                board = torch.tensor(trainer(seat, groups, size), dtype=torch.float64)
+                board = torch.tensor(trainer(here, groups, size), dtype=torch.float64)
                 dist.send(board, 1)
             return 0
         columns = ("task MiB", "transfer ms", "all ms", "overhead ms", "of it claim ms", "of it board ms")
@@ -200,7 +200,7 @@ def main(words: list[str]) -> int:
         )
         worst = 0.0
         for size in SIZES:
-            rows = rollout(seat, groups, size)
+            rows = rollout(here, groups, size)
             board: Any = torch.zeros((), dtype=torch.float64)
             dist.recv(board, 0)
             transfer, claim, everything = (statistics.median(column) for column in zip(*rows, strict=True))

@@ -15,7 +15,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks._shared import Report, Seat, on_ranks, options
+from benchmarks._shared import BenchRank, Report, on_ranks, options
 from digenrl.transport.weights import Arrivals, adopt, publish
 from digenrl.transport.wire import Kind, Message
 
@@ -25,25 +25,25 @@ TENSORS = 64
 """Parameters of the adapter."""
 
 
-def publish_and_adopt(seat: Seat, parameters: dict[str, torch.Tensor], arrivals: Arrivals, number: int) -> None:
+def publish_and_adopt(here: BenchRank, parameters: dict[str, torch.Tensor], arrivals: Arrivals, number: int) -> None:
     """Rank 0 publishes and waits for every acknowledgement; the others adopt."""
-    if seat.rank:
+    if here.rank:
         version = None
         while version is None:
-            version = arrivals.add(seat.receive())
+            version = arrivals.add(here.receive())
         adopt(parameters, version)
-        seat.link.send(0, Message(Kind.CELLS, {}))
+        here.link.send(0, Message(Kind.CELLS, {}))
         return
     rollouts = range(1, dist.get_world_size())
-    publish(number, parameters, seat.link, rollouts, lambda digest: None)
+    publish(number, parameters, here.link, rollouts, lambda digest: None)
     for _ in rollouts:
-        seat.receive()
+        here.receive()
 
 
-def measure(seat: Seat, size: int, rounds: int) -> tuple[list[float], list[float]]:
+def measure(here: BenchRank, size: int, rounds: int) -> tuple[list[float], list[float]]:
     """Milliseconds of every round: broadcast, publish."""
-    parameters = {f"layer.{i}": torch.full((size // 4 // TENSORS,), float(seat.rank)) for i in range(TENSORS)}
-    flat, arrivals = torch.full((size // 4,), float(seat.rank)), Arrivals(parameters)
+    parameters = {f"layer.{i}": torch.full((size // 4 // TENSORS,), float(here.rank)) for i in range(TENSORS)}
+    flat, arrivals = torch.full((size // 4,), float(here.rank)), Arrivals(parameters)
     bare, ours = [], []
     for number in range(rounds + 1):
         dist.barrier()
@@ -51,12 +51,12 @@ def measure(seat: Seat, size: int, rounds: int) -> tuple[list[float], list[float
         dist.broadcast(flat, 0)
         dist.barrier()
         middle = time.perf_counter()
-        publish_and_adopt(seat, parameters, arrivals, number)
+        publish_and_adopt(here, parameters, arrivals, number)
         if number:  # the first round opens connections
             bare.append((middle - began) * 1e3)
             ours.append((time.perf_counter() - middle) * 1e3)
     if not all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in parameters.values()):
-        raise SystemExit(f"rank {seat.rank} holds other weights than were published")
+        raise SystemExit(f"rank {here.rank} holds other weights than were published")
     return bare, ours
 
 
@@ -64,10 +64,10 @@ def main(words: list[str]) -> int:
     given = options(words, {"rollouts": "1", "rounds": "9"}, quick={"rounds": "3"})
     rounds = int(given["rounds"])
 
-    def body(seat: Seat) -> int:
-        if seat.rank:
+    def body(here: BenchRank) -> int:
+        if here.rank:
             for size in SIZES:
-                measure(seat, size, rounds)
+                measure(here, size, rounds)
             return 0
         columns = (
             "  MiB",
@@ -84,7 +84,7 @@ def main(words: list[str]) -> int:
         )
         late = []
         for size in SIZES:
-            bare, ours = measure(seat, size, rounds)
+            bare, ours = measure(here, size, rounds)
             limit = 2 * statistics.median(bare) + 10
             figures = (statistics.median(bare), statistics.median(ours), limit, min(bare), min(ours))
             report.row(size // MIB, *(f"{figure:.2f}" for figure in figures))

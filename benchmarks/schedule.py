@@ -49,7 +49,7 @@ COLUMNS = (
     "largest limits",
 )  # fmt: skip
 BARS = {"best on-policy": 0.94, "best async": 0.97}
-"""Shares of the bound that issue 7 asks for, except where `limits` names what physics takes (at most 4 of the 16)."""
+"""Wanted shares of the bound, except where `limits` names what physics takes (at most 4 of the 16)."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def summary(report: Report, cell: Cell) -> None:
 
 
 def judge(report: Report, cells: list[Cell]) -> None:
-    """The bars of issue 7."""
+    """What the table is held to."""
     published = [cell for cell in cells if cell.hardware != "unequal"]
     for name, bar in BARS.items():
         below = [cell for cell in published if cell.share(name) < bar]

@@ -1,4 +1,4 @@
-"""The 24 numerical checks of the formulas (reference/algorithms.md section 7): where each is tested, and where a seeded
+"""The 24 numerical checks of the formulas (docs/algorithms.md section 7): where each is tested, and where a seeded
 mutation shows that its test can fail."""
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.heavy
 def test_experiment_on_a_laptop_and_as_published(experiment: str) -> None:
     full = published(experiment)
     tiny = config.load([f"experiment={experiment}", "hardware=cpu_tiny"]).config
@@ -73,6 +74,7 @@ def test_hardware_composes_with_the_largest_experiment(hardware: str) -> None:
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "cpu_tiny", "testbed_b"])
+@pytest.mark.heavy
 def test_a_hardware_profile_leaves_a_colocated_schedule_colocated(hardware: str) -> None:
     """Profiles describe devices; who generates is the schedule's (allocation.rollouts=auto asks the pools)."""
     composed = config.load(["experiment=wan21_flowgrpo", f"hardware={hardware}", "schedule=colocated"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import psutil
+import pytest
 import torch
 
 from digenrl import config as configuration
@@ -22,6 +23,8 @@ from digenrl.simulate.candidate import Bench
 from digenrl.simulate.hardware import parse_hardware
 from digenrl.simulate.virtual_run import simulate
 from tests.strategy.processes import logs
+
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 TRAINERS, ROLLOUTS = 4, 12
 SCALE = 0.07

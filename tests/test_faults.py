@@ -14,6 +14,8 @@ import pytest
 
 from tests.training import SMALL, assert_failed, commands, fault, watch
 
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
+
 APART = (*SMALL, "schedule=gap", "allocation.trainers=2", "allocation.rollouts=2")
 """Ranks 0 and 1 train, 2 and 3 generate."""
 TOGETHER = (*SMALL, "schedule=colocated", "allocation.trainers=2")

@@ -15,6 +15,8 @@ from digenrl import run
 from digenrl.cluster.world import Session, World
 from tests.strategy.processes import configured
 
+pytestmark = pytest.mark.heavy
+
 
 def test_the_schedule_is_the_configurations() -> None:
     config = configured(

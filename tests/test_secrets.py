@@ -17,6 +17,8 @@ from tests.conftest import ROOT
 from tests.rewards.services import running
 from tests.strategy.processes import TINY
 
+pytestmark = pytest.mark.processes
+
 SECRETS = {
     "DIGENRL_REWARD_TOKEN": "canary-reward-7d1f0c55",
     "WANDB_API_KEY": "c0ffee" + "canary7e1d" * 3 + "0123",

@@ -14,6 +14,8 @@ from digenrl import config as configuration
 from digenrl.config.multirun import expand
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.processes
+
 TINY = (
     "~callbacks.evaluation",
     "logger=none",

@@ -14,6 +14,8 @@ import pytest
 from digenrl.cluster.launcher import EXIT_STOPPED
 from tests.training import SMALL, assert_failed, commands, fault
 
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
+
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Any]:

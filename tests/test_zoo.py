@@ -31,6 +31,8 @@ from digenrl.preflight import allocation
 from digenrl.types import Prompt
 from tests.strategy.processes import logs
 
+pytestmark = pytest.mark.heavy
+
 EXPERIMENTS = (
     "wan21_flowgrpo",
     "wan21_dancegrpo",

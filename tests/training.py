@@ -50,7 +50,7 @@ class Train:
         return (self.root / "stderr").read_text()
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks that the command has forked, and its witness (not what a library starts for a moment)."""
+        """The ranks that the command has forked, and its monitor (not what a library starts for a moment)."""
         try:
             parent = psutil.Process(self.pid)
             own = parent.cmdline()

@@ -9,39 +9,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, overload
+from typing import Protocol
 
 import lightning.pytorch as pl
-from typing_extensions import override
 
 from digenrl.prompts import read
 from digenrl.types import Prompt
 
 
-class PromptSet(Sequence[Prompt]):
+def load_prompts(path: str | Path) -> tuple[Prompt, ...]:
     """The distinct prompts of one file, in file order.
 
     Raises:
         digenrl.prompts.PromptFileError: the file is missing, empty or malformed; names file and line.
     """
-
-    def __init__(self, path: str | Path) -> None:
-        file = read(path)
-        self.path = file.path
-        self.duplicates = file.duplicates
-        """(line, line of its first occurrence) of every record left out."""
-        self._prompts = tuple(Prompt(r.text, r.negative, r.target, r.metadata) for r in file.records)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-    @override
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
-        return self._prompts[index]
+    return tuple(Prompt(r.text, r.negative, r.target, r.metadata) for r in read(path).records)
 
 
 class PromptSampler:
@@ -67,7 +49,7 @@ class PromptSampler:
         self._by_uid = {prompt.uid: prompt for prompt in prompts}
         if len(self._by_uid) != len(prompts):
             raise ValueError(
-                f"{len(prompts) - len(self._by_uid)} prompts are duplicates; pass distinct ones (PromptSet)."
+                f"{len(prompts) - len(self._by_uid)} prompts are duplicates; pass distinct ones (load_prompts)."
             )
         self._size, self._seed = prompts_per_batch, seed
         self._epochs: dict[int, tuple[int, ...]] = {}
@@ -86,8 +68,8 @@ class PromptSampler:
     def _epoch(self, epoch: int) -> tuple[int, ...]:
         """uids in the order of epoch `epoch`.
 
-        Where a batch straddles two epochs, uids that it already took from the old epoch move just behind its end, so
-        that it stays distinct and every uid still occurs once per epoch.
+        Where a batch takes prompts from two epochs, those of the old epoch come right after that batch in the new one:
+        the batch stays distinct, and every uid still occurs once per epoch.
         """
         if epoch not in self._epochs:
             start = max((known for known in self._epochs if known < epoch), default=-1)
@@ -134,12 +116,11 @@ class PromptData(pl.LightningDataModule):
 
     def __init__(self, settings: DataSettings, seed: int) -> None:
         super().__init__()
-        self.prompts = PromptSet(settings.prompts)
-        self.heldout = self.prompts if settings.heldout is None else PromptSet(settings.heldout)
+        self.prompts = load_prompts(settings.prompts)
+        self.heldout = self.prompts if settings.heldout is None else load_prompts(settings.heldout)
         """Evaluation prompts, never trained (the training prompts themselves where the set has no held-out split)."""
         self.sampler = PromptSampler(self.prompts, settings.prompts_per_batch, seed)
 
-    @override
-    def train_dataloader(self) -> Sequence[Prompt]:
-        """A placeholder of the right kind, which the Strategy replaces."""
-        return self.prompts
+    def train_dataloader(self) -> range:
+        """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to Lightning.)"""
+        return range(len(self.prompts))

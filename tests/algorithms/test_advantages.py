@@ -1,4 +1,4 @@
-"""Advantages: reference/algorithms.md section 2 and check 15."""
+"""Advantages: docs/algorithms.md section 2 and check 15."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moving averages and swaps: reference/algorithms.md check 23."""
+"""Moving averages and swaps: docs/algorithms.md check 23."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Online DPO: reference/algorithms.md section 3.7 and check 14 on the module."""
+"""Online DPO: docs/algorithms.md section 3.7 and check 14 on the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LightningModule: scaling, safety, metrics, checkpoints. Checks 2, 17, 22 of reference/algorithms.md and I3, I4,
+"""The LightningModule: scaling, safety, metrics, checkpoints. Checks 2, 17, 22 of docs/algorithms.md and I3, I4,
 I5."""
 
 from __future__ import annotations

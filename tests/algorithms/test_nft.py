@@ -1,4 +1,4 @@
-"""DiffusionNFT: reference/algorithms.md section 3.6 and check 13 on the module."""
+"""DiffusionNFT: docs/algorithms.md section 3.6 and check 13 on the module."""
 
 from __future__ import annotations
 

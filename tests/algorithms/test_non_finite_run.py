@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from tests.conftest import ROOT
 from tests.strategy.processes import TINY
 
+pytestmark = pytest.mark.processes
+
 POISONED = (1, 3, 4, 5)
 CAUSES = ["gradient", *(pytest.param(what, marks=pytest.mark.slow) for what in ("reward", "advantage", "ratio"))]
 

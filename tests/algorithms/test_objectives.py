@@ -1,4 +1,4 @@
-"""Losses against closed forms: reference/algorithms.md section 7, checks 2, 9 to 14, each with mutations."""
+"""Losses against closed forms: docs/algorithms.md section 7, checks 2, 9 to 14, each with mutations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Off-policy corrections: reference/algorithms.md section 3.9 and check 22."""
+"""Off-policy corrections: docs/algorithms.md section 3.9 and check 22."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ def test_a_key_is_found_in_the_environment_or_the_netrc_file(monkeypatch: pytest
     assert has_key()
 
 
+@pytest.mark.heavy
 def test_without_a_key_the_run_is_recorded_offline(tmp_path: Path) -> None:
     logger = WandbLogger(tmp_path / "run-0")
     logger.log_hyperparams({"seed": 0})

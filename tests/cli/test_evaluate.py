@@ -17,6 +17,7 @@ from digenrl.cli.evaluate import NoCheckpoint, Request, evaluate, main
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 
 SMALL = "callbacks.evaluation.samples_per_prompt=3"
+pytestmark = pytest.mark.heavy
 
 
 @pytest.fixture(scope="module")

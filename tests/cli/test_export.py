@@ -25,6 +25,8 @@ from digenrl.run import sampling_spec
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.types import Prompt
 
+pytestmark = pytest.mark.heavy
+
 RL_STEP = 7
 SHOWN = "callbacks.evaluation.max_prompts=2", "callbacks.evaluation.samples_per_prompt=2"
 EMA = "+algorithm.ema={_target_: digenrl.algorithms.copies.Ema, decay: 0.5, every: 1}"

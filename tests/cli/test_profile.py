@@ -16,6 +16,8 @@ from digenrl.preflight import workload
 from digenrl.simulate.candidate import Bench, Candidate
 from digenrl.simulate.hardware import parse_hardware
 
+pytestmark = pytest.mark.heavy
+
 TINY = (
     "sampling.task_size=2",
     "sampling.steps=4",

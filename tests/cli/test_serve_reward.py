@@ -19,6 +19,8 @@ from digenrl.rewards.client import RewardClient
 from digenrl.types import Prompt
 from reward_models.jpeg_size import JpegSize
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def service(repository):

@@ -14,6 +14,8 @@ import yaml
 from digenrl.config.multirun import Job, expand, is_multirun, sweep
 from digenrl.config.sweep_table import result_of, rows
 
+pytestmark = pytest.mark.processes
+
 JOB = """
 import json, os, pathlib, signal, sys, time
 words = dict(word.split("=", 1) for word in sys.argv[1:])

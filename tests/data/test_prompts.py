@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from digenrl import prompts
-from digenrl.data import PromptData, PromptSampler, PromptSet
+from digenrl.data import PromptData, PromptSampler, load_prompts
 from digenrl.prompts import generate
 from digenrl.schedule import ScheduleSpec, queue
 from digenrl.types import Prompt
@@ -27,7 +27,7 @@ def make(count: int) -> list[Prompt]:
 def test_fields_of_a_jsonl_record(tmp_path: Path) -> None:
     record = {"prompt": " a b ", "negative": "n", "target": "t", "id": 7, "tags": ["x", {"y": None}]}
     (tmp_path / "p.jsonl").write_text(json.dumps(record) + "\n\n" + json.dumps({"prompt": "e\u0301 שלום 🙂"}) + "\n")
-    first, second = PromptSet(tmp_path / "p.jsonl")
+    first, second = load_prompts(tmp_path / "p.jsonl")
     assert first == Prompt(" a b ", "n", "t", {"id": 7, "tags": ["x", {"y": None}]})
     assert second.text == "e\u0301 שלום 🙂"  # kept as written: no Unicode normalisation
     assert second.negative is second.target is None
@@ -35,14 +35,14 @@ def test_fields_of_a_jsonl_record(tmp_path: Path) -> None:
 
 def test_byte_order_mark_carriage_returns_and_duplicates(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\r\none\r\nthree")
-    loaded = PromptSet(tmp_path / "p.txt")
+    loaded = load_prompts(tmp_path / "p.txt")
     assert [prompt.text for prompt in loaded] == ["one", "two", "three"]
-    assert loaded.duplicates == ((4, 1),)
+    assert prompts.read(tmp_path / "p.txt").duplicates == ((4, 1),)
 
 
 def test_other_line_separators_stay_inside_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\u2028b\x85c\nnext\n", encoding="utf-8")
-    assert [prompt.text for prompt in PromptSet(tmp_path / "p.txt")] == ["a\u2028b\x85c", "next"]
+    assert [prompt.text for prompt in load_prompts(tmp_path / "p.txt")] == ["a\u2028b\x85c", "next"]
 
 
 def test_the_first_twenty_problems_are_named(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_own_sets_are_found_from_anywhere_but_a_local_file_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len(PromptSet("digits.jsonl")) == 10
+    assert len(load_prompts("digits.jsonl")) == 10
     Path("digits.jsonl").write_text('{"prompt": "mine"}\n')
-    assert [prompt.text for prompt in PromptSet("digits.jsonl")] == ["mine"]
+    assert [prompt.text for prompt in load_prompts("digits.jsonl")] == ["mine"]
 
 
 def test_committed_sets_are_what_the_generator_writes() -> None:
@@ -68,20 +68,20 @@ def test_committed_sets_are_what_the_generator_writes() -> None:
 def test_set_sizes_and_held_out_splits() -> None:
     for name, (train, heldout) in {"signs": (500, 100), "scenes": (500, 100), "videos": (200, 50)}.items():
         suffix = "jsonl" if name == "signs" else "txt"
-        kept, held = PromptSet(f"{name}.{suffix}"), PromptSet(f"{name}_heldout.{suffix}")
+        kept, held = load_prompts(f"{name}.{suffix}"), load_prompts(f"{name}_heldout.{suffix}")
         assert (len(kept), len(held)) == (train, heldout)
-        assert not kept.duplicates
+        assert not prompts.read(f"{name}.{suffix}").duplicates
         assert {prompt.uid for prompt in kept}.isdisjoint(prompt.uid for prompt in held)
-    signs = [*PromptSet("signs.jsonl"), *PromptSet("signs_heldout.jsonl")]
+    signs = [*load_prompts("signs.jsonl"), *load_prompts("signs_heldout.jsonl")]
     assert all(prompt.target and f'"{prompt.target}"' in prompt.text for prompt in signs)
     assert len({prompt.target for prompt in signs}) == 600
-    assert [prompt.target for prompt in PromptSet("digits.jsonl")] == [str(digit) for digit in range(10)]
+    assert [prompt.target for prompt in load_prompts("digits.jsonl")] == [str(digit) for digit in range(10)]
 
 
 @pytest.mark.parametrize("name", ["signs.jsonl", "scenes.txt", "videos.txt"])
 def test_own_sets_are_varied(name: str) -> None:
     """No two prompts nearly equal, and no single word carries the set."""
-    words = [frozenset(prompt.text.lower().replace(",", "").replace('"', "").split()) for prompt in PromptSet(name)]
+    words = [frozenset(prompt.text.lower().replace(",", "").replace('"', "").split()) for prompt in load_prompts(name)]
     for index, mine in enumerate(words):
         assert all(len(mine & other) <= generate.MAX_OVERLAP * len(mine | other) for other in words[:index])
     counts = Counter(word for mine in words for word in mine if len(word) > 4)

@@ -1,4 +1,4 @@
-"""The transition kernels against closed forms: reference/algorithms.md section 7, checks 3 to 8, each with
+"""The transition kernels against closed forms: docs/algorithms.md section 7, checks 3 to 8, each with
 mutations."""
 
 from __future__ import annotations

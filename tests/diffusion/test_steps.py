@@ -1,4 +1,4 @@
-"""Step selection: reference/algorithms.md section 1.7 and check 19."""
+"""Step selection: docs/algorithms.md section 1.7 and check 19."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from digenrl.recompute import Recompute, parse_recompute
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, make, randomise_lora
 
+pytestmark = pytest.mark.heavy
+
 GRADES = [False, 0.5, "products", "attention", True]
 
 

@@ -18,6 +18,8 @@ from digenrl.models.card import write_card
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, VIDEO, diffusers_latents, make, randomise_lora
 
+pytestmark = pytest.mark.heavy
+
 PROMPT = "a red circle on a blue background"
 
 

@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 
+pytestmark = pytest.mark.heavy
+
 # experiment -> published (P, G, T, guidance, learning rate, clip range, KL weight, LoRA rank)
 PUBLISHED = {
     "sd35_flowgrpo": (48, 24, 10, 4.5, 3e-4, 1e-4, 0.04, 32),

@@ -15,6 +15,8 @@ from digenrl.models.pretrained import CheckpointError
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, LORA, make
 
+pytestmark = pytest.mark.heavy
+
 
 def real(family: str, path, **overrides):
     return make(family, build="real", path=str(path), **overrides)

@@ -1,4 +1,4 @@
-"""Classifier-free guidance: check 18 of reference/algorithms.md section 7, with its mutations."""
+"""Classifier-free guidance: check 18 of docs/algorithms.md section 7, with its mutations."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from digenrl.diffusion.steps import StepPlan
 from digenrl.types import CellBlock, Prompt
 from tests.models.tiny_policies import FAMILIES, diffusers_latents, make, randomise_lora
 
+pytestmark = pytest.mark.heavy
+
 PROMPTS = ["a red circle on a blue background", "a sign"]
 STEPS = 4
 

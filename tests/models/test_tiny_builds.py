@@ -12,6 +12,8 @@ import pytest
 from digenrl.models import tiny_builds
 from tests.models.tiny_policies import FAMILIES
 
+pytestmark = pytest.mark.heavy
+
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -12,6 +12,8 @@ from nbclient import NotebookClient
 
 from tests.report.synthetic import write_run
 
+pytestmark = pytest.mark.heavy
+
 POOLS = {"fast": 2, "slow": 2}
 SECONDS = {"generate": {"fast": 0.1, "slow": 0.4}, "train": {"fast": 0.2, "slow": None}}
 

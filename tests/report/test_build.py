@@ -20,6 +20,8 @@ from digenrl.report.plots import PICTURES
 from digenrl.report.style import paper_style
 from tests.report.synthetic import write_run
 
+pytestmark = pytest.mark.heavy
+
 
 class Page(HTMLParser):
     """Collects what a report is made of, and checks that its tags balance."""

@@ -6,6 +6,8 @@ import torch
 from digenrl.types import Prompt
 from reward_models.hpsv2 import HPSv2
 
+pytestmark = pytest.mark.heavy
+
 PROMPTS = [Prompt("a red fox"), Prompt("Zürich 東京 🦊"), Prompt("x " * 400)]
 MEDIA = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))
 

@@ -7,6 +7,8 @@ from digenrl.types import Prompt
 from reward_models import image_reward
 from reward_models.image_reward import MEAN, STD, ImageReward, ImageRewardModel
 
+pytestmark = pytest.mark.heavy
+
 PROMPTS = [Prompt("a red fox"), Prompt("a blue fox"), Prompt("x" * 400)]
 MEDIA = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))
 

@@ -15,6 +15,8 @@ from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.types import Prompt
 from tests.rewards.services import edited, good, scripted, status
 
+pytestmark = pytest.mark.processes
+
 PROMPTS = [Prompt("a"), Prompt("b"), Prompt("c")]
 MEDIA = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 HONEST = [0.25, 1.25, 2.25]

@@ -16,6 +16,8 @@ from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
 from reward_models.jpeg_size import JpegSize
 
+pytestmark = pytest.mark.processes
+
 NODE = {"_target_": "reward_models.jpeg_size.JpegSize", "quality": 80}
 PROMPTS = [Prompt("a", metadata={"k": 1}), Prompt("b")]
 MEDIA = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))

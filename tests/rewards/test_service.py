@@ -21,6 +21,8 @@ from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
 from tests.rewards.services import Brightness, running
 
+pytestmark = pytest.mark.processes
+
 PROMPTS = [Prompt(f"p{i}", target="t", metadata={"k": [1, None]}) for i in range(5)]
 MEDIA = torch.rand(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 FRAME = frames.encode_request(MEDIA, PROMPTS, "request")

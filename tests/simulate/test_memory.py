@@ -18,13 +18,15 @@ from digenrl.recompute import Recompute, parse_recompute
 from digenrl.simulate.memory import rollout_memory, trainer_memory
 from digenrl.simulate.workload import Workload, facts
 
+pytestmark = pytest.mark.heavy
+
 INPUTS = Recompute(inputs=1.0)
 WAN = Workload("wan21_1_3b", 240, 416, 33, 20, 19, 32, 4, 2, True, 32, "attn")
 FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 48, 24, 2, False, 64)
 
 
 def test_flops_hit_the_counted_points_and_the_reference_between_them() -> None:
-    """reference/models.md section 7: Wan2.1-14B 480x832x81 1678 TFLOP, FLUX 720 px 37.3, SD3.5 1024 px 10.9."""
+    """Counted by torch: Wan2.1-14B at 480x832x81 1678 TFLOP, FLUX at 720 px 37.3, SD3.5 at 1024 px 10.9."""
     cases = [
         (Workload("wan21_14b", 480, 832, 81, 20, 19, 1, 2, 1, True, 32), 1678.0),
         (Workload("wan21_14b", 240, 416, 33, 20, 19, 1, 2, 1, True, 32), 97.7),

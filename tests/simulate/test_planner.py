@@ -85,6 +85,7 @@ def test_plan_json_carries_what_the_bound_needs(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("pools", [(FAST,), (FAST, SLOW)], ids=["equal", "unequal"])
+@pytest.mark.heavy
 def test_the_choice_is_within_2_percent_of_an_exhaustive_sweep(pools: tuple[Pool, ...]) -> None:
     bench = Bench(FLUX, Hardware(pools))
     best = make_plan(bench).best("on_policy")
@@ -162,6 +163,7 @@ def test_measured_seconds_replace_computed_ones() -> None:
     assert table["train"]["fast"] == pytest.approx(2.0)
 
 
+@pytest.mark.processes
 def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     words = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c", f"output_root={tmp_path}"]
     code = (

@@ -28,6 +28,8 @@ from digenrl.strategy.checkpoint_io import (
     verify,
 )
 
+pytestmark = pytest.mark.heavy
+
 FILES = (POLICY, STATE, MANIFEST)
 
 

@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.rollout.engine import Generation
@@ -15,6 +17,8 @@ from digenrl.schedule.policy import LEND, TRAIN, replay
 from tests.strategy.processes import Cluster, Job, assert_same_cells, completed, configured, run_cluster, run_series
 from tests.strategy.test_equality import LIGHT, reference_of
 from tests.strategy.test_losses import inject
+
+pytestmark = pytest.mark.processes
 
 FULL = ("schedule=full", "schedule.tsp.batch=1")
 ON_POLICY = (*FULL, "schedule.async_steps=0")

@@ -33,6 +33,8 @@ from tests.strategy.processes import (
 )
 from tests.strategy.reference import reference
 
+pytestmark = pytest.mark.processes
+
 _REFERENCES: dict[tuple[str, ...], Record] = {}
 
 

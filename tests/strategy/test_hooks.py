@@ -1,4 +1,4 @@
-"""The Strategy's four hooks: the README's own example runs, and every hook has a say."""
+"""The Strategy's four hooks: the example of docs/adding.md runs, and every hook has a say."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from tests.conftest import ROOT
 from tests.strategy.processes import Cluster, Job, assert_same_cells, completed, configured, relative, run_series
 from tests.strategy.test_equality import LIGHT, reference_of
+
+pytestmark = pytest.mark.processes
 
 HOOKS = ("plan_tasks", "cut_fragment", "place_timesteps", "on_bubble")
 RECORDING = """
@@ -36,8 +38,8 @@ for name in HOOKS:
 
 
 def example() -> str:
-    """The Python code of the README's section "Adding to it"."""
-    section = (ROOT / "README.md").read_text().partition("## Adding to it")[2].partition("\n## ")[0]
+    """The Python code of the section "A schedule" of docs/adding.md."""
+    section = (ROOT / "docs/adding.md").read_text().partition("## A schedule")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert all(f"`{hook}`" in section for hook in HOOKS)
     return str(code)
@@ -52,7 +54,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "patient"
 
 
-def test_the_example_of_the_readme_runs_and_every_hook_is_asked(tmp_path: Path, module: str) -> None:
+def test_the_documents_example_runs_and_every_hook_is_asked(tmp_path: Path, module: str) -> None:
     """Two RL steps of each class. Another order of training changes nothing that is computed."""
     common = (*LIGHT, "schedule.gap=1", f"allow_targets=[{module}]")
     recording = ("schedule.tag=true", f"strategy._target_={module}.RecordingStrategy")

@@ -45,6 +45,8 @@ from tests.strategy.reference import Reference, reference
 from tests.strategy.test_equality import LIGHT, assert_equal_runs, reference_of
 from tests.transport.test_wire import reader
 
+pytestmark = pytest.mark.processes
+
 
 def test_I1_the_same_seeds_give_the_same_samples_in_every_mode(tmp_path: Path) -> None:
     """Colocated, 1+1 and 1+2 with everything on; and another seed gives others."""

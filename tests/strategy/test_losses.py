@@ -22,6 +22,8 @@ from tests.strategy.faults import Fault
 from tests.strategy.processes import Cluster, assert_same_cells, completed, configured, run_cluster
 from tests.strategy.test_equality import LIGHT, reference_of
 
+pytestmark = pytest.mark.processes
+
 CAUSES = {
     "kill": "was killed by signal 9",
     "stop": "stopped responding",

@@ -16,6 +16,8 @@ from digenrl.types import TrainBatch
 from tests.strategy.processes import FP64, Record, completed, configured, relative, run_cluster
 from tests.strategy.test_equality import LIGHT, reference_of
 
+pytestmark = pytest.mark.processes
+
 MEASURED = ("schedule.shares=measured", "schedule.tsp.shard=true", "schedule.gap=2")
 
 

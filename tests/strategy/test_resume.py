@@ -10,6 +10,8 @@ import torch
 
 from tests.strategy.processes import FULL, assert_same_cells, completed, configured, run_cluster
 
+pytestmark = pytest.mark.processes
+
 SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.every=3", "algorithm.kl_weight=0.05")
 
 

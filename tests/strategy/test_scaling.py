@@ -14,6 +14,8 @@ from tests.strategy.processes import FP64, completed, configured, relative, run_
 from tests.strategy.reference import reference
 from tests.strategy.test_equality import LIGHT
 
+pytestmark = pytest.mark.processes
+
 FORGETFUL = ("allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Forgetful")
 ALL_DIGITS = ("data.prompts_per_batch=10", "sampling.task_size=4", "sampling.steps=3")
 

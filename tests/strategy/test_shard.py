@@ -20,6 +20,8 @@ from digenrl.strategy.shard import mesh_of
 from tests.strategy.processes import FP64, FULL, Job, completed, configured, relative, run_cluster, run_series
 from tests.strategy.test_equality import LIGHT, assert_equal_runs, reference_of
 
+pytestmark = pytest.mark.processes
+
 HSDP = ("parallel.sharding=hsdp", "parallel.shard_group=2")
 TUNES: dict[str, tuple[str, ...]] = {"lora": (), "full": FULL}
 

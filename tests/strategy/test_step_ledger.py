@@ -18,6 +18,8 @@ from digenrl.strategy.step_ledger import StepLedger
 from digenrl.transport.cells import StepBoard
 from tests.strategy.test_invariants import SPEC, part, placed
 
+pytestmark = pytest.mark.processes
+
 ASYNC = replace(SPEC, async_steps=1, stale_fraction=0.5)
 
 

@@ -146,6 +146,7 @@ def test_a_full_queue_blocks_until_the_run_is_aborted(controls: list[Control], l
         assert time.monotonic() - began < 5.0, "closing waits for a peer that nobody needs any more"
 
 
+@pytest.mark.heavy
 def test_a_peer_that_is_gone_is_reported(controls: list[Control], links: list[SocketLink]) -> None:
     with socket.create_server((HOST, 0)) as closed:
         controls[0].set("address/8", f"{HOST}:{closed.getsockname()[1]}")
@@ -154,6 +155,7 @@ def test_a_peer_that_is_gone_is_reported(controls: list[Control], links: list[So
         received(links[0])
 
 
+@pytest.mark.heavy
 def test_after_the_end_of_the_run_a_peer_that_is_gone_is_nobodys_problem(
     controls: list[Control], links: list[SocketLink]
 ) -> None:

@@ -17,22 +17,19 @@ KEY = "digenrl"
 class Checkpoint(pl.Callback):
     """Writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run, a requested stop included.
 
-    Args:
-        every: RL steps between checkpoints.
-        run_dir: the run's directory; None = the Trainer's `default_root_dir`.
+    The run's directory is the Trainer's `default_root_dir`.
     """
 
-    def __init__(self, every: int = 5, run_dir: str | None = None) -> None:
+    def __init__(self, every: int = 5) -> None:
         if every < 1:
             raise ValueError(f"callbacks.checkpoint.every = {every}: use at least 1 RL step.")
-        self._configured, self._every = run_dir, every
-        self._failures = 0
+        self._every, self._failures = every, 0
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.current_epoch + 1
         if step % self._every and step != trainer.max_epochs and not trainer.should_stop:
             return
-        path = self._run_dir(trainer) / "checkpoints" / f"step-{step:06d}"
+        path = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}"
         try:
             trainer.save_checkpoint(path)
             self._failures = 0
@@ -63,7 +60,4 @@ class Checkpoint(pl.Callback):
 
     def _event(self, trainer: pl.Trainer, kind: str, facts: dict[str, Any]) -> None:
         if trainer.is_global_zero:
-            append_event(self._run_dir(trainer), kind, facts)
-
-    def _run_dir(self, trainer: pl.Trainer) -> Path:
-        return Path(self._configured or trainer.default_root_dir)
+            append_event(trainer.default_root_dir, kind, facts)

@@ -7,47 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from digenrl.data import PromptSet
+from digenrl.data import load_prompts
 from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl
 from digenrl.rewards.hacking_alarms import canary, of_evaluations
+from digenrl.rollout.engine import RolloutEngine
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
 """(media [N, ...] in [0, 1], N prompts) -> name -> value; names become keys of the eval line."""
-
-
-class Scored(Protocol):
-    """What an evaluation of some prompts gives (`digenrl.rollout.engine.Evaluation`)."""
-
-    @property
-    def media(self) -> Tensor: ...
-
-    @property
-    def prompts(self) -> Sequence[Prompt]: ...
-
-    @property
-    def rewards(self) -> Mapping[str, Tensor]: ...
-
-
-class Evaluates(Protocol):
-    """The part of the rollout engine that evaluation uses."""
-
-    @property
-    def reward_weights(self) -> Mapping[str, float]: ...
-
-    def evaluate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, steps: int | None = None
-    ) -> Scored: ...
-
-    def rescore(self, media: Tensor, prompts: Sequence[Prompt]) -> Mapping[str, Tensor]: ...
 
 
 CANARIES = 4
@@ -149,7 +123,6 @@ class Evaluation(pl.Callback):
         heldout_reward: the reward without weight that becomes `heldout`; None = the first.
         statistics: more numbers per evaluation, for example `reward_models.digit_judge.DigitStatistics`.
         saved_per_prompt: pictures of each prompt in the npz file.
-        run_dir: the run's directory; None = the Trainer's `default_root_dir`.
 
     Raises:
         ValueError: a count out of range.
@@ -168,7 +141,6 @@ class Evaluation(pl.Callback):
         heldout_reward: str | None = None,
         statistics: Sequence[Statistic] = (),
         saved_per_prompt: int = 16,
-        run_dir: str | None = None,
     ) -> None:
         for name, value, low in (
             ("samples_per_prompt", samples_per_prompt, 1),
@@ -178,27 +150,24 @@ class Evaluation(pl.Callback):
         ):
             if value < low:
                 raise ValueError(f"callbacks.evaluation.{name} must be >= {low}, got {value}")
-        self.prompts = PromptSet(prompts if heldout_prompts is None else heldout_prompts)[:max_prompts]
+        self.prompts = load_prompts(prompts if heldout_prompts is None else heldout_prompts)[:max_prompts]
         self.samples_per_prompt, self.every, self.seed, self.steps = samples_per_prompt, every, seed, steps
         self.heldout_reward, self.statistics = heldout_reward, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
-        self._configured = run_dir
         self._first: Pictures | None = None
 
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch == 0:
             self._evaluate(trainer, pl_module, rl_step=0)
 
-    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         finished = trainer.current_epoch + 1
         if finished == trainer.max_epochs or (self.every and finished % self.every == 0):
             self._evaluate(trainer, pl_module, finished)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
-        engine = cast(Evaluates, getattr(trainer.strategy, "engine", None))
-        if engine is None:
+        engine = getattr(trainer.strategy, "engine", None)
+        if not isinstance(engine, RolloutEngine):
             raise TypeError(
                 f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use DisaggregatedStrategy"
             )
@@ -209,14 +178,14 @@ class Evaluation(pl.Callback):
             if not trainer.is_global_zero:
                 return
             numbers = self.measure(engine, pictures)
-        run_dir = Path(self._configured or trainer.default_root_dir)
+        run_dir = Path(trainer.default_root_dir)
         save_pictures(run_dir / SAMPLES / f"eval-{rl_step}.npz", pictures, self.saved_per_prompt)
         append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
         self._raise_alarms(run_dir, rl_step, pictures, engine)
         for logger in trainer.loggers:
             logger.log_metrics({f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step)
 
-    def _raise_alarms(self, run_dir: Path, rl_step: int, pictures: Pictures, engine: Evaluates) -> None:
+    def _raise_alarms(self, run_dir: Path, rl_step: int, pictures: Pictures, engine: RolloutEngine) -> None:
         """Compare with this process's first evaluation, and write what is suspicious to events.jsonl."""
         if self._first is None:
             self._canaries = _canaries(pictures, engine)
@@ -230,7 +199,7 @@ class Evaluation(pl.Callback):
         for alarm in [*found, *(alarm for alarm in changed if alarm is not None)]:
             append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
 
-    def sample(self, engine: Evaluates, rank: int = 0, ranks: int = 1) -> Pictures:
+    def sample(self, engine: RolloutEngine, rank: int = 0, ranks: int = 1) -> Pictures:
         """Rank `rank`'s share of the pictures; with one rank all of them, in the order of the prompts."""
         share = -(-len(self.prompts) // ranks)
         # A rank without a prompt of its own repeats one: sharded weights need the same forwards everywhere.
@@ -244,7 +213,7 @@ class Evaluation(pl.Callback):
             },
         )
 
-    def measure(self, engine: Evaluates, pictures: Pictures) -> dict[str, float]:
+    def measure(self, engine: RolloutEngine, pictures: Pictures) -> dict[str, float]:
         """The numbers of an eval line; see the function `measure`."""
         return measure(pictures, engine.reward_weights, self.statistics, self.heldout_reward)
 
@@ -258,7 +227,7 @@ class Evaluation(pl.Callback):
         )
 
 
-def _canaries(pictures: Pictures, engine: Evaluates) -> Mapping[str, Tensor]:
+def _canaries(pictures: Pictures, engine: RolloutEngine) -> Mapping[str, Tensor]:
     """Scores of the first few pictures, as stored: 8 bits."""
     return engine.rescore(pictures.media[:CANARIES].float() / 255.0, pictures.prompts[:CANARIES])
 

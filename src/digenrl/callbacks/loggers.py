@@ -14,7 +14,6 @@ import lightning.pytorch.loggers as pl_loggers
 import wandb
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
-from typing_extensions import override
 
 _TROUBLE = (wandb.errors.Error, OSError, TimeoutError)
 """What W&B raises when its server or its helper process is away; anything else is a defect and is raised."""
@@ -68,7 +67,6 @@ class WandbLogger(pl_loggers.WandbLogger):
 
     @property
     @rank_zero_experiment
-    @override
     def experiment(self) -> Any:
         """The W&B run, made on first use; recorded offline when the server does not answer."""
         try:
@@ -81,12 +79,10 @@ class WandbLogger(pl_loggers.WandbLogger):
             self._wandb_init["mode"] = "offline"  # the environment variable that Lightning sets was read already
             return super().experiment
 
-    @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._attempt(lambda: pl_loggers.WandbLogger.log_metrics(self, metrics, step))
 
-    @override
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         self._attempt(lambda: pl_loggers.WandbLogger.log_hyperparams(self, params))

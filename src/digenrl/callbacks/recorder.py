@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from digenrl.record.run_dir import METRICS, append_event, append_jsonl
 
@@ -30,27 +29,22 @@ class OffersStepFacts(Protocol):
 class Recorder(pl.Callback):
     """One line of metrics.jsonl per RL step (a Lightning epoch), and of events.jsonl for what happens to the trainers.
 
-    Global rank zero writes the metrics, every rank its own failure. Always on, whatever loggers are configured.
-
-    Args:
-        run_dir: the run's directory; None = the Trainer's `default_root_dir`.
+    Global rank zero writes the metrics, every rank its own failure. Always on, whatever loggers are configured. The
+    run's directory is the Trainer's `default_root_dir`.
     """
 
-    def __init__(self, run_dir: str | None = None) -> None:
-        self._configured = run_dir
+    def __init__(self) -> None:
         self._step_began = time.monotonic()
         self._first_epoch_of_fit: int | None = None
 
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step_began = time.monotonic()
         self._first_epoch_of_fit = trainer.current_epoch
         if trainer.is_global_zero:
             kind = "resume" if trainer.current_epoch or trainer.global_step else "start"
             facts = {"rl_step": trainer.current_epoch, "trainers": trainer.world_size}
-            append_event(self._run_dir(trainer), kind, facts)
+            append_event(trainer.default_root_dir, kind, facts)
 
-    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Read on every rank: a metric logged with sync_dist=True is reduced by a collective when it is read.
         metrics = scalars(trainer.callback_metrics)
@@ -66,18 +60,16 @@ class Recorder(pl.Callback):
         if isinstance(trainer.strategy, OffersStepFacts):
             facts.update(trainer.strategy.step_facts())
         line = {"kind": "step", "rl_step": trainer.current_epoch + 1, "time": time.time(), **metrics, **facts}
-        append_jsonl(self._run_dir(trainer) / METRICS, line)
+        append_jsonl(Path(trainer.default_root_dir) / METRICS, line)
 
-    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             early = (
                 trainer.should_stop and trainer.max_epochs is not None and trainer.current_epoch < trainer.max_epochs
             )
             facts = {"rl_step": trainer.current_epoch, "cause": "a stop was requested" if early else None}
-            append_event(self._run_dir(trainer), "stop", facts)
+            append_event(trainer.default_root_dir, "stop", facts)
 
-    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         interrupted = isinstance(exception, KeyboardInterrupt)
         if interrupted and not trainer.is_global_zero:
@@ -87,10 +79,7 @@ class Recorder(pl.Callback):
             "rank": trainer.global_rank,
             "cause": "interrupted" if interrupted else f"{type(exception).__name__}: {exception}",
         }
-        append_event(self._run_dir(trainer), "stop" if interrupted else "failure", facts)
-
-    def _run_dir(self, trainer: pl.Trainer) -> Path:
-        return Path(self._configured or trainer.default_root_dir)
+        append_event(trainer.default_root_dir, "stop" if interrupted else "failure", facts)
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -83,7 +83,7 @@ class Control:
         lost = self.lost_ranks()
         return [rank for rank in ranks if rank not in lost]
 
-    def outlives(self, rank: int, seconds: float) -> bool:
+    def goes_on_without(self, rank: int, seconds: float) -> bool:
         """Whether the run goes on without `rank`, to which a connection broke: the launcher says so within `seconds`.
 
         Raises:

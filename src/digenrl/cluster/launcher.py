@@ -29,7 +29,7 @@ from types import FrameType
 
 from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.control import Aborted, Control, host_store, join_store, listen
-from digenrl.cluster.vitals import Pulse, Witness, beat, beat_key
+from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import LOST, append_event
@@ -89,7 +89,7 @@ def launch(spec: Launch) -> Outcome:
     gc.collect()
     gc.freeze()
     listener = listen(spec.host)
-    witness, port = Witness(spec.on_orphaned), listener.getsockname()[1]
+    monitor, port = LauncherMonitor(spec.on_orphaned), listener.getsockname()[1]
     prefix, epoch = f"run-{secrets.token_hex(4)}", time.time()
     token = secrets.token_hex(16)
     logs = spec.run_dir / "logs"
@@ -102,7 +102,7 @@ def launch(spec: Launch) -> Outcome:
                 session = Session(spec.host, port, prefix, token, spec.run_dir, epoch, spec.host)
                 log = logs / f"rank-{rank:03d}.log"
                 process = multiprocessing.get_context("fork").Process(
-                    target=_child, args=(spec.rank_main, world, session, log, os.getpid(), witness, listener)
+                    target=_child, args=(spec.rank_main, world, session, log, os.getpid(), monitor, listener)
                 )
                 process.start()
                 ranks[rank] = process
@@ -110,7 +110,7 @@ def launch(spec: Launch) -> Outcome:
             store = host_store(spec.host, port, listener)
             control = Control(join_store(spec.host, store.port, prefix), rank=-1)
             for rank in ranks:
-                control.set(beat_key(rank), "0")
+                control.set(heartbeat_key(rank), "0")
             outcome = _Watch(spec, ranks, control, signals).run()
         except Exception as error:
             outcome = _own_failure(error, logs)
@@ -121,7 +121,7 @@ def launch(spec: Launch) -> Outcome:
             spec.on_end()
         except Exception as error:
             outcome = outcome if outcome.status == "failed" else _own_failure(error, logs)
-        witness.dismiss()
+        monitor.stop()
         return outcome
 
 
@@ -138,14 +138,14 @@ def _child(
     session: Session,
     log: Path,
     launcher: int,
-    witness: Witness,
+    monitor: LauncherMonitor,
     listener: socket.socket,
 ) -> None:
     """Body of a forked rank: die with the launcher, keep the terminal free, report what went wrong."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died between fork and prctl
         os._exit(1)
-    witness.ignore()
+    monitor.close_in_rank()
     listener.close()
     keep_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher decides
@@ -158,7 +158,7 @@ def _child(
     mask_secrets()
     code = 0
     try:
-        beat(session, world.rank)
+        start_heartbeat(session, world.rank)
         rank_main(world, session)
     except Aborted as error:
         print(error, file=sys.stderr)
@@ -200,10 +200,10 @@ class _Watch:
         self._outcome = Outcome()
         self._deadline = float("inf")
         self._killed = False
-        self._buried: set[int] = set()
+        self._dead: set[int] = set()
         self._suspects: dict[int, str] = {}
         """rank -> why the launcher killed it."""
-        self._pulse = Pulse(control, {rank: process.pid for rank, process in ranks.items()})
+        self._heartbeats = HeartbeatMonitor(control, {rank: process.pid for rank, process in ranks.items()})
         rollouts = max(0, spec.rollouts - 1)
         self._may_lose = rollouts if spec.max_lost is None else min(spec.max_lost, rollouts)
 
@@ -211,13 +211,13 @@ class _Watch:
         """Until every rank is gone."""
         while True:
             codes = {rank: process.exitcode for rank, process in self._ranks.items()}
-            self._bury({rank: code for rank, code in codes.items() if code and rank not in self._buried})
+            self._judge({rank: code for rank, code in codes.items() if code and rank not in self._dead})
             alive = {rank: self._ranks[rank] for rank, code in codes.items() if code is None}
             if not alive:
                 if self._outcome.status == "completed" and (cause := self._control.get("stop")) is not None:
                     return Outcome("stopped", cause, EXIT_STOPPED)
                 return self._outcome
-            for rank, cause in self._pulse.look(list(alive)).items():
+            for rank, cause in self._heartbeats.unresponsive(list(alive)).items():
                 self._suspects[rank] = cause
                 alive[rank].kill()
             self._obey_signals()
@@ -229,13 +229,13 @@ class _Watch:
 
     def _states(self) -> dict[int, str]:
         return {
-            rank: "lost" if rank in self._buried else self._control.get(f"state/{rank}") or "starting"
+            rank: "lost" if rank in self._dead else self._control.get(f"state/{rank}") or "starting"
             for rank in self._ranks
         }
 
-    def _bury(self, dead: dict[int, int]) -> None:
-        """Go on without the newly dead, or end the run."""
-        self._buried |= dead.keys()
+    def _judge(self, dead: dict[int, int]) -> None:
+        """Decide about ranks that just died: go on without them, or end the run."""
+        self._dead |= dead.keys()
         if not dead or self._killed or self._outcome.status == "failed":
             return
         # A rank killed by a signal could not speak: its peers' lost connections come second.

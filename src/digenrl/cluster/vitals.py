@@ -1,9 +1,12 @@
-"""Signs of life. Ranks beat, the launcher looks; a witness looks at the launcher.
+"""Signs of life: the launcher monitors its ranks, and a small process monitors the launcher.
 
-Every rank sets one key per second from a thread of its own, and only the launcher reads them, all in one round trip. A
-rank that is suspended (SIGSTOP stops all of its threads) is seen in /proc within seconds. A rank whose heart stands
-still is left alone as long as it uses the processor: a library that computes or compiles may hold Python's lock for
-long. Time counts by the observer's own looks, so one that was itself suspended (Ctrl-Z, then fg) sees nobody die.
+    rank      -- a counter on the control store, once per second, from a thread of its own -->  launcher
+    launcher  -- the end of a pipe, and its state in /proc -->  LauncherMonitor
+
+A suspended rank (SIGSTOP stops all of its threads) is seen in /proc within seconds. A rank without heartbeat counts as
+dead only if it uses no processor time either: a library that computes or compiles may hold Python's lock for long.
+Time is counted by the observer's own observations, so a launcher that was itself suspended (Ctrl-Z, then fg) finds
+nobody dead.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ BEAT_EVERY_S = 1.0
 SUSPENDED_LIMIT_S = 3.0
 """A process in state T (SIGSTOP, a debugger) for this long counts as dead."""
 SILENT_LIMIT_S = 30.0
-"""So does a rank that neither beats nor uses the processor; not less, because a file server may stall a process."""
-_LOOK_S = 0.5
-"""The witness looks this often; no look counts for more than twice that, whatever the clock says."""
+"""So does a rank without heartbeat and processor time; not less, because a file server may stall a process."""
+_CHECK_S = 0.5
+"""The launcher is checked this often; no check counts for more than twice that, whatever the clock says."""
 
 
 def is_suspended(pid: int | None) -> bool:
@@ -50,22 +53,22 @@ def _stat(pid: int | None) -> list[str] | None:
         return None
 
 
-class Lasting:
-    """How long a condition has lasted, by the looks of its observer."""
+class ConditionTimer:
+    """How long a condition has held, by the observer's own observations."""
 
     def __init__(self, most: float) -> None:
         self._most, self._last, self.seconds = most, time.monotonic(), 0.0
 
-    def look(self, true: bool) -> float:
-        """Seconds that the condition has lasted; one look counts at most `most` seconds."""
+    def observe(self, true: bool) -> float:
+        """Seconds that the condition has held; one observation counts at most `most` seconds."""
         now = time.monotonic()
         self.seconds = self.seconds + min(now - self._last, self._most) if true else 0.0
         self._last = now
         return self.seconds
 
 
-def beat(session: Session, rank: int) -> None:
-    """Start this rank's heart: a thread that beats until the process or the store ends."""
+def start_heartbeat(session: Session, rank: int) -> None:
+    """Count up once per second, in a thread of its own, until the process or the store ends."""
 
     def run() -> None:
         count = 0
@@ -73,41 +76,41 @@ def beat(session: Session, rank: int) -> None:
             control = Control(join_store(session.store_host, session.store_port, session.prefix), rank)
             while True:
                 count += 1
-                control.set(beat_key(rank), str(count))
+                control.set(heartbeat_key(rank), str(count))
                 time.sleep(BEAT_EVERY_S)
         except RuntimeError:  # the store is gone; whoever waits for it says so
             return
 
-    threading.Thread(target=run, name=f"heart-{rank}", daemon=True).start()
+    threading.Thread(target=run, name=f"heartbeat-{rank}", daemon=True).start()
 
 
-def beat_key(rank: int) -> str:
-    """Where a rank's beats are counted; the launcher sets all of them when the store begins."""
+def heartbeat_key(rank: int) -> str:
+    """Where a rank counts its heartbeats; the launcher sets all of them when the store begins."""
     return f"beat/{rank}"
 
 
-class Pulse:
-    """The launcher's look at its ranks."""
+class HeartbeatMonitor:
+    """Tells the launcher which of its ranks no longer respond."""
 
     def __init__(self, control: Control, pids: Mapping[int, int | None]) -> None:
         self._control, self._pids = control, dict(pids)
-        self._suspended = {rank: Lasting(1.0) for rank in pids}
-        self._silent = {rank: Lasting(2.0 * BEAT_EVERY_S) for rank in pids}
+        self._suspended = {rank: ConditionTimer(1.0) for rank in pids}
+        self._silent = {rank: ConditionTimer(2.0 * BEAT_EVERY_S) for rank in pids}
         self._seen: dict[int, tuple[str | None, int]] = {}
         self._next = 0.0
 
-    def look(self, ranks: list[int]) -> dict[int, str]:
-        """Of the living `ranks`, those that no longer respond, and how that shows."""
+    def unresponsive(self, ranks: list[int]) -> dict[int, str]:
+        """Of the living `ranks`, those that no longer respond, each with the cause."""
         found: dict[int, str] = {}
         for rank in ranks:
-            if self._suspended[rank].look(is_suspended(self._pids[rank])) > SUSPENDED_LIMIT_S:
+            if self._suspended[rank].observe(is_suspended(self._pids[rank])) > SUSPENDED_LIMIT_S:
                 found[rank] = f"stopped responding (process {self._pids[rank]} is suspended)"
         if time.monotonic() < self._next:
             return found
         self._next = time.monotonic() + BEAT_EVERY_S
-        for rank, count in zip(ranks, self._control.get_all([beat_key(rank) for rank in ranks]), strict=True):
+        for rank, count in zip(ranks, self._control.get_all([heartbeat_key(rank) for rank in ranks]), strict=True):
             sign = (count, cpu_ticks(self._pids[rank]))
-            if self._silent[rank].look(self._seen.get(rank) == sign) > SILENT_LIMIT_S:
+            if self._silent[rank].observe(self._seen.get(rank) == sign) > SILENT_LIMIT_S:
                 found.setdefault(
                     rank,
                     f"stopped responding (process {self._pids[rank]} gave no sign of life for {SILENT_LIMIT_S:.0f} s)",
@@ -116,12 +119,12 @@ class Pulse:
         return found
 
 
-class Witness:
-    """A process that outlives the launcher by a moment: when the launcher is killed, its ranks die with it, and
-    somebody must still say so. It also ends a run whose launcher was suspended, with the store inside.
+class LauncherMonitor:
+    """A process of its own that reports the launcher's death. When the launcher is killed, its ranks die with it, so
+    none of them can. It also kills a launcher that is suspended, because the ranks cannot go on without its store.
 
     Args:
-        on_death: called in the witness with the cause.
+        on_death: called in that process with the cause.
     """
 
     def __init__(self, on_death: Callable[[str], None]) -> None:
@@ -131,13 +134,13 @@ class Witness:
         self._process.start()
         os.close(self._read)
 
-    def ignore(self) -> None:
-        """In a forked rank: let go of the pipe, whose end means that the launcher is dead."""
+    def close_in_rank(self) -> None:
+        """In a forked rank: close this copy of the pipe. Its end means that the launcher is dead."""
         os.close(self._write)
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """The run ended in order."""
-        with suppress(BrokenPipeError):  # somebody killed the witness
+        with suppress(BrokenPipeError):  # somebody killed the monitor
             os.write(self._write, b".")
         os.close(self._write)
         self._process.join(timeout=5.0)
@@ -146,15 +149,15 @@ class Witness:
         os.close(self._write)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the terminal sends them to everybody; the launcher decides
-        suspended = Lasting(2 * _LOOK_S)
+        suspended = ConditionTimer(2 * _CHECK_S)
         while True:
-            ready, _, _ = select.select([self._read], [], [], _LOOK_S)
+            ready, _, _ = select.select([self._read], [], [], _CHECK_S)
             if ready:
                 if os.read(self._read, 1):
                     os._exit(0)
                 cause = f"the launcher (process {launcher}) was killed"
                 break
-            if suspended.look(is_suspended(launcher)) > SUSPENDED_LIMIT_S and os.getppid() == launcher:
+            if suspended.observe(is_suspended(launcher)) > SUSPENDED_LIMIT_S and os.getppid() == launcher:
                 cause = f"the launcher (process {launcher}) stopped responding (it is suspended)"
                 os.kill(launcher, signal.SIGKILL)  # every rank dies with it
                 break

@@ -77,21 +77,11 @@ class Session:
 class RoleEnvironment(ClusterEnvironment):
     """Lightning's view of the cluster: only the ranks of this process's role."""
 
+    creates_processes_externally, main_address, main_port = True, "127.0.0.1", 0
+
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return 0
 
     @staticmethod
     def detect() -> bool:
@@ -114,6 +104,3 @@ class RoleEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return 0
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Lightning's device count describes this process alone, so there is nothing to compare."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Who the rows are; with the seed, everything that their randomness depends on."""
+    """Identity of the rows: everything that their randomness depends on."""
 
     seed: int
     step: int

@@ -1,13 +1,11 @@
-"""Sigma grids: pure functions that the model adapters call, each shift applied exactly once.
+"""Sigma grids with a static shift, their check, and the sigmas of a step.
 
-Notation: t in [0, 1] is the unshifted noise level, T the number of steps; a grid is [T+1] fp32, strictly decreasing,
-and ends with 0. diffusers' static path may shift twice (huggingface/diffusers#13243), so a family's grid is made here,
-once, and travels with the trajectory.
+t in [0, 1] is the noise level before the shift, T the number of steps. A grid is [T+1] fp32, strictly decreasing, and
+ends with 0. It is made once and travels with the trajectory; replay never makes it again.
 """
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import torch
@@ -31,56 +29,9 @@ def static_shift(t: Tensor, shift: float) -> Tensor:
     return shift * t / (1.0 + (shift - 1.0) * t)
 
 
-def dynamic_mu(
-    tokens: int,
-    base_tokens: int = 256,
-    max_tokens: int = 4096,
-    base_shift: float = 0.5,
-    max_shift: float = 1.15,
-) -> float:
-    """Resolution-dependent log-shift mu = m*L + b over L packed image tokens (diffusers `calculate_shift`; FLUX
-    defaults)."""
-    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
-    return slope * tokens + base_shift - slope * base_tokens
-
-
-def exponential_shift(t: Tensor, mu: float) -> Tensor:
-    """e^mu / (e^mu + 1/t - 1), written without the division by t so that 0 stays 0 (diffusers
-    `_time_shift_exponential`)."""
-    scale = math.exp(mu)
-    return scale * t / (1.0 + (scale - 1.0) * t)
-
-
-def stretch_to_terminal(t: Tensor, terminal: float) -> Tensor:
-    """Rescale 1-t so that the last non-zero level is `terminal` (diffusers `stretch_shift_to_terminal`; Qwen-Image
-    0.02).
-
-    t is a grid [T+1] that ends with 0; the 0 is kept.
-    """
-    body = 1.0 - t[:-1]
-    if body[-1] <= 0:
-        return t
-    return torch.cat([1.0 - body * ((1.0 - terminal) / body[-1]), t[-1:]])
-
-
 def static_grid(steps: int, shift: float = 1.0) -> Tensor:
     """Grid [T+1] fp32 with a static shift: SD3 and FLUX in DanceGRPO 3.0, Wan and HunyuanVideo 5.0."""
     return check_grid(static_shift(linear_grid(steps), shift).float())
-
-
-def dynamic_grid(
-    steps: int,
-    tokens: int,
-    base_tokens: int = 256,
-    max_tokens: int = 4096,
-    base_shift: float = 0.5,
-    max_shift: float = 1.15,
-    terminal: float | None = None,
-) -> Tensor:
-    """Grid [T+1] fp32 with the exponential shift of `tokens` packed image tokens (FLUX; Qwen-Image adds `terminal`)."""
-    mu = dynamic_mu(tokens, base_tokens, max_tokens, base_shift, max_shift)
-    grid = exponential_shift(linear_grid(steps), mu)
-    return check_grid((grid if terminal is None else stretch_to_terminal(grid, terminal)).float())
 
 
 def check_grid(sigmas: Tensor) -> Tensor:

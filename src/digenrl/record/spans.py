@@ -121,21 +121,20 @@ def perfetto(spans: Iterable[Span]) -> dict[str, Any]:
 
 def bubbles(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     """Seconds waited, role -> cause -> seconds summed over ranks. Roles without a wait are absent."""
-    table: dict[str, dict[str, float]] = {}
-    for span in spans:
-        if span.stage == "wait":
-            causes = table.setdefault(span.role, {})
-            causes[span.args["cause"]] = causes.get(span.args["cause"], 0.0) + span.seconds
-    return table
+    return _totals((span.role, span.args["cause"], span.seconds) for span in spans if span.stage == "wait")
 
 
 def busy(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     """Seconds worked, role -> stage -> seconds summed over ranks (waits excluded)."""
+    return _totals((span.role, span.stage, span.seconds) for span in spans if span.stage != "wait")
+
+
+def _totals(parts: Iterable[tuple[str, str, float]]) -> dict[str, dict[str, float]]:
+    """role -> name -> sum of the seconds."""
     table: dict[str, dict[str, float]] = {}
-    for span in spans:
-        if span.stage != "wait":
-            stages = table.setdefault(span.role, {})
-            stages[span.stage] = stages.get(span.stage, 0.0) + span.seconds
+    for role, name, seconds in parts:
+        row = table.setdefault(role, {})
+        row[name] = row.get(name, 0.0) + seconds
     return table
 
 

@@ -1,7 +1,7 @@
-"""Hand-off: a trajectory suspended at a denoising-step boundary, on its way to the rank that finishes it.
+"""Hand-off: a trajectory suspended between two denoising steps, sent to the rank that finishes it.
 
-Only tasks of the step in progress travel: the next version cannot be published before they are trained, so the receiver
-holds the version that began them, or, under one-step asynchrony, waits with the task until it has adopted that.
+Only tasks of the step in progress travel. The next version cannot be published before they are trained, so the receiver
+holds the version that they need. Under one-step asynchrony it may first have to adopt it; the task waits until then.
 """
 
 from __future__ import annotations

@@ -1,11 +1,18 @@
-"""The data plane: one TCP connection per (sender, receiver), opened on first use, so that a dead peer poisons nobody.
+"""The data plane: one TCP connection per (sender, receiver), opened on first use; a dead peer affects no other one.
 
-Why sockets and not gloo pairs: an expired gloo wait closes the pair, a posted receive cannot be polled, and building
-a pair is a rendezvous that can deadlock two ranks that send to each other. A socket reports a dead peer at once (EOF),
-needs no rendezvous, and costs one descriptor. Collectives stay with torch.distributed.
+    caller's thread             thread link-to-PEER          thread link-reader          caller's thread
+    send -> encode -> outbox -> (waits for the address,  ->  decode -> inbox         ->  receive
+                    (bounded)   connects, HELLO, writes)
+
+`send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted. `receive` waits at most its
+timeout. A reader waits for bytes, and ends when the peer closes the connection.
+
+Why sockets and not gloo: an expired gloo wait closes the pair, a posted receive cannot be polled, and building a pair
+can deadlock two ranks that send to each other. A socket reports a dead peer at once. Collectives stay with
+torch.distributed.
 
 Every rank listens, and publishes its address on the control store. A connection begins with a HELLO that carries the
-run's token (constant-time compare), so a stray client is dropped before it can send anything else.
+run's token (compared in constant time); without it the connection is closed.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ _VECTOR = 1024
 """Buffers that one system call takes (IOV_MAX of Linux)."""
 _CLOSE_SECONDS = 10.0
 _VERDICT_SECONDS = 6.0
-"""How long the launcher may take to say that a dead peer is not missed."""
+"""How long the launcher may take to say that the run goes on without a dead peer."""
 MAX_MESSAGE_BYTES = 64 << 30
 MAX_HELLO_BYTES = 4096
 """All that a client may send before it has shown the token."""
@@ -120,14 +127,14 @@ class SocketLink:
         self._listener.close()
 
     def _finished(self) -> bool:
-        """Whether the trainers have ended the run: what is still under way to them is not missed."""
+        """Whether the trainers have ended the run and need nothing more."""
         try:
             return self._control.get("done") is not None
         except RuntimeError:  # the store is gone too
             return False
 
     def _aborted(self) -> bool:
-        """Whether nobody waits any more for what is still queued."""
+        """Whether the run was aborted: nobody waits for what is still queued."""
         try:
             self._control.check()
         except Aborted:
@@ -149,13 +156,13 @@ class SocketLink:
         except PeerLost:
             return
         except (OSError, Aborted) as error:
-            if not self._closing.is_set() and not self._finished() and not self._outlives(peer):
+            if not self._closing.is_set() and not self._finished() and not self._goes_on_without(peer):
                 self._inbox.put(ConnectionError(f"rank {self._rank} lost its link to rank {peer}: {error}"))
 
-    def _outlives(self, peer: int) -> bool:
+    def _goes_on_without(self, peer: int) -> bool:
         """Whether the run goes on without `peer`, to which the connection broke."""
         try:
-            return self._control.outlives(peer, _VERDICT_SECONDS)
+            return self._control.goes_on_without(peer, _VERDICT_SECONDS)
         except (Aborted, RuntimeError):
             return False
 
@@ -178,7 +185,7 @@ class SocketLink:
                 buffer = buffer[received:]
 
         with sock:
-            peer = self._introduced(sock, read)
+            peer = self._authenticated(sock, read)
             if peer is None:
                 return
             try:
@@ -188,13 +195,12 @@ class SocketLink:
                 # A dead peer is the launcher's to judge; a broken message is ours.
                 if isinstance(error, WireError) and not self._closing.is_set():
                     self._inbox.put(error)
-        if not (self._watched or self._closing.is_set() or self._finished() or self._outlives(peer)):
+        if not (self._watched or self._closing.is_set() or self._finished() or self._goes_on_without(peer)):
             cause = f"rank {peer} ended before the run did: its connection to rank {self._rank} closed."
             self._inbox.put(ConnectionError(cause))
 
-    def _introduced(self, sock: socket.socket, read: Callable[[memoryview], None]) -> int | None:
-        """The rank of a peer that introduces itself with this run's token; anything else is a stranger's and ends
-        nothing."""
+    def _authenticated(self, sock: socket.socket, read: Callable[[memoryview], None]) -> int | None:
+        """The rank of a peer whose HELLO carries this run's token; None for anybody else."""
         try:
             sock.settimeout(10.0)
             hello = decode(read, max_bytes=0, max_meta=MAX_HELLO_BYTES)

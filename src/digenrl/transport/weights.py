@@ -1,10 +1,11 @@
-"""Versioned weights: a table that both sides must agree on, a digest that must match, adoption between trajectories.
+"""Versioned weights: published once per logical batch, checked by digest, adopted between trajectories.
 
-Version v = weights after v logical batches. A trainer publishes a version once, after the batch's last optimizer step;
-a rollout rank uses it only after its bytes gave the announced digest. LoRA runs ship the adapter alone.
+    trainer 0                                          rollout rank
+    publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add, until the digest has come and matches  -->  adopt
 
-A version travels in buckets of consecutive parameters, so that copying, hashing, sending, receiving and hashing again
-overlap; the seal that follows carries the digest, and nothing is adopted without it.
+Version v = the weights after v logical batches. LoRA runs send the adapter alone. A version travels in buckets of
+consecutive parameters, so that copying, hashing, sending and checking overlap. The last message carries the digest;
+without it nothing is adopted. Both sides first compare a digest of names, shapes and dtypes (`table`).
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def publish(
 
 
 class Arrivals:
-    """Versions on their way to a rank; `parameters` are as the sender holds them (only shapes and dtypes count). A link
-    keeps the order of a sender's messages, so the buckets of a version come in order, and its seal last."""
+    """Collects the messages of a version until it is complete. `parameters` are as the sender holds them (only shapes
+    and dtypes count). A link keeps the order of a sender's messages: buckets come in order, the digest last."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters, self._table, self._plan = parameters, table(parameters), buckets(parameters)
@@ -156,7 +157,7 @@ class Arrivals:
 
 @torch.no_grad()
 def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
-    """Make `parameters` this version, in their own dtypes; in CPU memory, arrived bytes are taken over."""
+    """Set `parameters` to this version, in their own dtypes. In CPU memory the arrived bytes are used, not copied."""
     for name, parameter in parameters.items():
         value = version.tensors[name]
         if (parameter.device, parameter.dtype) == (value.device, value.dtype) and parameter.is_contiguous():
