@@ -30,7 +30,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -42,7 +42,7 @@ from digenrl import run
 from digenrl.emulate import Overheads, durations, emulated_cluster
 from digenrl.preflight import trained_steps
 from digenrl.schedule import place
-from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.plan_text import overrides
 from digenrl.simulate.virtual_run import simulate
@@ -82,26 +82,26 @@ class Case:
         return f"{self.testbed}-{self.model}-{self.schedule}"
 
 
-def chosen(bench: Bench, task_size: int, schedule: str) -> Outcome | None:
+def chosen(costing: Costing, task_size: int, schedule: str) -> Outcome | None:
     """The simulator's best candidate with replicated trainers for a schedule; None when none fits."""
     mechanism = SCHEDULES[schedule]
     if mechanism is not None:
-        trials = [c for c in disaggregated(bench, MECHANISMS[mechanism]) if c.sharding == "ddp"]
+        trials = [c for c in disaggregated(costing, MECHANISMS[mechanism]) if c.sharding == "ddp"]
     else:
-        trials = [c for c in naive_colocated(bench, task_size) if c.sharding == "ddp"]
+        trials = [c for c in naive_colocated(costing, task_size) if c.sharding == "ddp"]
         if schedule == "colocated":
             sizes = sorted({1, task_size})
-            shared = [replace(c, static_claims=False, task_size=b, recompute=None) for c in trials for b in sizes]
-            trials = [replace(c, gap=gap) for c in shared if not bench.misfits(c) for gap in (0, 1)]
-    bound_s = bench.bound()
-    best = min((evaluate(bench, c, bound_s) for c in trials), key=lambda outcome: outcome.step_s, default=None)
-    return best and evaluate(bench, best.candidate, bound_s, exact=True)
+            shared = [c.but(static_claims=False, task_size=b, recompute=None) for c in trials for b in sizes]
+            trials = [c.but(gap=gap) for c in shared if not costing.misfits(c) for gap in (0, 1)]
+    bound_s = costing.bound()
+    best = min((evaluate(costing, c, bound_s) for c in trials), key=lambda outcome: outcome.step_s, default=None)
+    return best and evaluate(costing, best.candidate, bound_s, exact=True)
 
 
 def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
     """Predict and run one case; None when nothing of the kind fits into memory."""
-    bench, task_size = bench_of(case.model, case.testbed)
-    outcome = chosen(bench, task_size, case.schedule)
+    costing, task_size = bench_of(case.model, case.testbed)
+    outcome = chosen(costing, task_size, case.schedule)
     if outcome is None:
         return None
     candidate, scale = outcome.candidate, case.seconds / outcome.step_s
@@ -111,11 +111,11 @@ def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
     return {
         **asdict(case),
         "ranks": f"{candidate.trainers}+{candidate.rollouts}",
-        "task_size": candidate.task_size,
-        "tsp_batch": candidate.tsp_batch,
+        "task_size": candidate.spec.task_size,
+        "tsp_batch": candidate.spec.tsp_batch,
         "time_scale": scale,
         "measured_s": (ends[WARM_UP + STEPS - 1] - ends[WARM_UP - 1]) / STEPS,
-        "predicted_s": predict(bench, candidate, scale, own),
+        "predicted_s": predict(costing, candidate, scale, own),
         "bound_s": outcome.bound_s * scale,
         "cores_busy": cores_busy,
         "overheads": asdict(own),
@@ -125,17 +125,17 @@ def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
 
 def predicted_again(row: dict[str, Any], own: Overheads) -> dict[str, Any]:
     """A kept result with the prediction that other overheads give."""
-    bench, task_size = bench_of(row["model"], row["testbed"])
-    outcome = chosen(bench, task_size, row["schedule"])
+    costing, task_size = bench_of(row["model"], row["testbed"])
+    outcome = chosen(costing, task_size, row["schedule"])
     assert outcome is not None
-    predicted = predict(bench, outcome.candidate, row["time_scale"], own)
+    predicted = predict(costing, outcome.candidate, row["time_scale"], own)
     return row | {"predicted_s": predicted, "overheads": asdict(own)}
 
 
-def predict(bench: Bench, candidate: Candidate, scale: float, own: Overheads) -> float:
+def predict(costing: Costing, candidate: Candidate, scale: float, own: Overheads) -> float:
     """Simulated seconds per emulated step."""
-    cluster = emulated_cluster(bench, candidate, scale, own)
-    return simulate(bench.spec(candidate), cluster, WARM_UP + STEPS).step_s
+    cluster = emulated_cluster(costing, candidate, scale, own)
+    return simulate(costing.spec(candidate), cluster, WARM_UP + STEPS).step_s
 
 
 def train(run_dir: Path, time_scale: float, steps: int, words: Sequence[str]) -> float:
@@ -193,7 +193,7 @@ def overheads(testbed: str, output: Path) -> Overheads:
     scale = STEP_SLEEP * gpus / max(rank.step for rank in unscaled)
     sleeps = [rank.scaled(scale) for rank in unscaled]
     train(run_dir, scale, 3, words)
-    count = trained_steps(composed.config.algorithm.train_steps, composed.config.sampling.steps)
+    count = trained_steps(composed.config)
     spec = run.schedule_spec(composed.config, count, half)
     spans = spans_of(run_dir)
     steps, tasks = [], []

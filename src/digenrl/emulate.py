@@ -8,8 +8,8 @@ from typing import Any
 
 from digenrl.config import Composed
 from digenrl.models.emulated import Durations
-from digenrl.preflight import bench_of, candidate_of
-from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.preflight import candidate_of, costing_of
+from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.virtual_cluster import Cluster
 
 REWARD: dict[str, Any] = {
@@ -28,17 +28,17 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
         ValueError: the experiment's model has no counted sizes, or the pools do not hold that many ranks.
     """
     config: Any = composed.config
-    bench = bench_of(composed)
-    candidate = candidate_of(config, trainers, rollouts, bench.work.trained_steps)
+    costing = costing_of(composed)
+    candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
     return tuple(
         Durations(
-            task_size=candidate.task_size,
+            task_size=candidate.spec.task_size,
             encode=rank.encode_seconds,
             step=rank.step_seconds,
             decode=rank.decode_seconds + rank.score_seconds,
             cell=rank.cell_seconds,
         ).scaled(config.hardware.time_scale)
-        for rank in bench.cluster(candidate).ranks
+        for rank in costing.cluster(candidate).ranks
     )
 
 
@@ -64,10 +64,10 @@ class Overheads:
     """A suspended task on its way to another rank."""
 
 
-def emulated_cluster(bench: Bench, candidate: Candidate, time_scale: float, overheads: Overheads) -> Cluster:
+def emulated_cluster(costing: Costing, candidate: Candidate, time_scale: float, overheads: Overheads) -> Cluster:
     """What the simulator must be given to predict an emulated run: scaled sleeps, and this machine's own seconds in
     place of the profile's links and optimizer."""
-    cluster = bench.cluster(candidate)
+    cluster = costing.cluster(candidate)
     ranks = tuple(
         replace(
             rank,

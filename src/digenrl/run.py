@@ -31,7 +31,7 @@ from digenrl.preflight import shard_group, trainer_speeds
 from digenrl.record.run_dir import append_event
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
-from digenrl.schedule import ScheduleSpec, micro_batches_per_update, steps_per_forward
+from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.schedule.shares import relative
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
@@ -52,29 +52,10 @@ class Rank:
 
 
 def schedule_spec(config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1) -> ScheduleSpec:
-    """The schedule that a configuration describes."""
-    schedule = config.schedule
-    shares = [] if schedule.shares == "equal" else schedule.shares
-    if schedule.shares == "measured":
-        shares = relative(trainer_speeds(config, trainers, rollouts))
-    return ScheduleSpec(
-        prompts=config.data.prompts_per_batch,
-        group_size=config.data.group_size,
-        task_size=config.sampling.task_size,
-        denoise_steps=config.sampling.steps,
-        trained_steps=trained_steps,
-        updates_per_batch=config.algorithm.updates_per_batch,
-        gap=schedule.gap,
-        order=schedule.order,
-        tsp_batch=steps_per_forward(schedule.tsp.batch, trained_steps),
-        tsp_shard=schedule.tsp.shard,
-        tag=schedule.tag,
-        handoff=schedule.handoff,
-        shares=tuple(float(share) for share in shares),
-        measured_shares=schedule.shares == "measured",
-        async_steps=schedule.async_steps,
-        stale_fraction=schedule.stale_fraction,
-    )
+    """The schedule that a configuration describes; measured shares begin with the profile's."""
+    measured = config.schedule.shares == "measured"
+    speeds = relative(trainer_speeds(config, trainers, rollouts)) if measured else ()
+    return ScheduleSpec.from_config(config, trained_steps, speeds)
 
 
 def fit(
@@ -113,7 +94,6 @@ def check(config: DictConfig) -> None:
             "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and override its hooks."
         )
     algorithm = config.algorithm
-    configuration.instantiate(algorithm.train_steps).count(config.sampling.steps)
     advantage = configuration.instantiate(algorithm.advantage)
     if config.schedule.gap and advantage.needs_whole_batch:
         raise ValueError(

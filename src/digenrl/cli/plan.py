@@ -16,9 +16,9 @@ from typing import Any
 from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.multirun import is_multirun, sweep
-from digenrl.preflight import allocation, bench_of, candidate_of
+from digenrl.preflight import allocation, candidate_of, costing_of
 from digenrl.record.spans import Span, perfetto
-from digenrl.simulate.candidate import Bench
+from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import assign
 from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.plan_text import as_json, chosen, explanation, overrides, table
@@ -32,9 +32,9 @@ def main(words: list[str]) -> int:
     composed = configuration.load_or_exit(words, "plan")
     settings: Any = composed.config
     try:
-        bench = bench_of(composed)
-        idle = idle_gpus(bench, settings.allocation)
-        plan = make_plan(bench)
+        costing = costing_of(composed)
+        idle = idle_gpus(costing, settings.allocation)
+        plan = make_plan(costing)
     except ValueError as error:
         print(f"cannot plan: {error}", file=sys.stderr)
         return 2
@@ -51,14 +51,14 @@ def main(words: list[str]) -> int:
         better = winner.candidate
         print(
             f"warning: allocation {settings.allocation.trainers}+{settings.allocation.rollouts} leaves {idle} of "
-            f"{bench.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
+            f"{costing.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
             f"allocation.rollouts={better.rollouts}, as planned above.",
             file=sys.stderr,
         )
-    asked = as_configured(composed, bench)
+    asked = as_configured(composed, costing)
     if asked is not None:
         said = f"{asked.step_s:.2f} s per step, {asked.step_s / winner.step_s:.2f} x the best"
-        said = "; ".join(bench.misfits(asked.candidate)) or said
+        said = "; ".join(costing.misfits(asked.candidate)) or said
         print(f"as configured ({asked.candidate.trainers}+{asked.candidate.rollouts}): {said}")
     choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
     print(f"\npython -m digenrl.cli.train {choices} {' '.join(overrides(winner))}")
@@ -66,27 +66,27 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def as_configured(composed: Composed, bench: Bench) -> Outcome | None:
+def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
     """The configuration's own allocation and schedule, simulated; None where the planner is to choose them."""
     config: Any = composed.config
     if not isinstance(config.allocation.trainers, int):
         return None
-    candidate = candidate_of(config, *allocation(config), bench.work.trained_steps)
-    return evaluate(bench, candidate, bench.bound(), exact=True)
+    candidate = candidate_of(config, *allocation(config), costing.work.trained_steps)
+    return evaluate(costing, candidate, costing.bound(), exact=True)
 
 
-def idle_gpus(bench: Bench, allocation: Any) -> int:
+def idle_gpus(costing: Costing, allocation: Any) -> int:
     """GPUs that an allocation of the command line leaves idle. Raises ValueError when it cannot be placed."""
     trainers, rollouts = allocation.trainers, allocation.rollouts
     if not isinstance(trainers, int) or not isinstance(rollouts, int):
         return 0
-    assign(bench.hardware, trainers, rollouts)
-    return bench.hardware.gpus - trainers - rollouts
+    assign(costing.hardware, trainers, rollouts)
+    return costing.hardware.gpus - trainers - rollouts
 
 
 def write(plan: Plan, winner: Outcome, asked: Outcome | None, asynchronous: bool, settings: Any, run_dir: Path) -> Path:
     """plan.json, trace.json and the Gantt chart of the winner; returns the path of plan.json."""
-    traced = evaluate(plan.bench, winner.candidate, plan.bound, exact=True, trace=True)
+    traced = evaluate(plan.costing, winner.candidate, plan.bound, exact=True, trace=True)
     (run_dir / "trace.json").write_text(json.dumps(perfetto(traced.result.spans)), encoding="utf-8")
     if settings.plan.plot:
         gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
