@@ -22,12 +22,14 @@ REWARD: dict[str, Any] = {
 
 
 def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Durations, ...]:
-    """Scaled durations of every launch rank.
+    """How long every rank's network sleeps; () where the networks are real.
 
     Raises:
         ValueError: the experiment's model has no counted sizes, or the pools do not hold that many ranks.
     """
     config: Any = composed.config
+    if not config.hardware.emulate:
+        return ()
     costing = costing_of(composed)
     candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
     return tuple(

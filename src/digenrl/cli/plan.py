@@ -1,6 +1,9 @@
-"""Plan: what a run will cost on a hardware profile, before anything is booked. No GPU, no torch.
+"""Plan: what a run will cost on a hardware profile, before anything is reserved. No GPU, no torch.
 
-    python -m digenrl.cli.plan experiment=wan21_flowgrpo hardware=testbed_ac [plan.async=true] [key=value ...] [-m]
+    python -m digenrl.cli.plan experiment=wan21_flowgrpo hardware=testbed_ac [plan.async=true] [key=value ...]
+
+    -m          sweep: key=a,b plans every combination
+    --cfg       print the composed configuration and stop
 
 The last line on standard output is the path of plan.json.
 """
@@ -29,7 +32,7 @@ def main(words: list[str]) -> int:
     """Plan once (or, with -m, once per combination); returns the exit code."""
     if is_multirun(words):
         return sweep(words, "digenrl.cli.plan", "plan")
-    composed = configuration.load_or_exit(words, "plan")
+    composed = configuration.load_or_exit(words, "plan", __doc__)
     settings: Any = composed.config
     try:
         costing = costing_of(composed)

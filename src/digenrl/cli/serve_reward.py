@@ -20,20 +20,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from digenrl.cli.score import reward_config, reward_suite
 from digenrl.config import ConfigError
+from digenrl.config.help import configuration_help, wants_help
 
 if TYPE_CHECKING:
     from digenrl.rewards.suite import RewardSuite
 
-USAGE = "usage: python -m digenrl.cli.serve_reward reward=<name> [host=127.0.0.1] [port=8700] [key=value ...]"
-
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 = served until interrupted, 1 = could not serve, 2 = the command line is wrong."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(__doc__)
+    if wants_help(argv):
+        print(configuration_help("serve_reward", __doc__))
         return 0
     try:
-        config = reward_config(argv, "serve_reward", (), USAGE)
+        config = reward_config(argv, "serve_reward")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

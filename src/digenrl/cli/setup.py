@@ -15,7 +15,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,8 @@ from typing import Literal
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from digenrl.config.help import command_help, wants_help
 
 Level = Literal["ok", "warning", "fix"]
 _STYLES = {"ok": "green", "warning": "yellow", "fix": "bold red"}
@@ -172,8 +174,14 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def main() -> int:
-    """Print every finding; 1 if something must be fixed first."""
+def main(words: Sequence[str] = ()) -> int:
+    """Print every finding; exit code 1 if something must be fixed first."""
+    if wants_help(words):
+        print(command_help(__doc__))
+        return 0
+    if words:
+        print(f"{' '.join(words)}: the self-check has no settings.", file=sys.stderr)
+        return 2
     findings = [finding for check in CHECKS for finding in check()]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for finding in findings:
@@ -186,4 +194,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

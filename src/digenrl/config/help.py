@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from digenrl.config.compose import composed, config_directory, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.schema import SCHEMAS
+from digenrl.config.schema import SCHEMAS, Train
 from digenrl.config.validation import Key, keys_of, problems_by_key, shown
 from digenrl.record.redact import redact_text
 
 HELP = ("-h", "--help")
+RunDirectory = Annotated[Path, WithJsonSchema({"phrase": "path of a run directory"})]
+Folder = Annotated[Path, WithJsonSchema({"phrase": "path of a directory"})]
 Own = TypeVar("Own", bound="Arguments")
 
 
@@ -72,19 +75,14 @@ def configuration_help(config_name: str, text: str | None = None) -> str:
     the values that they have when nothing else is said."""
     directory = config_directory()
     keys, defaults = keys_of(SCHEMAS[config_name]), _defaults(config_name)
-    groups = {name: names for name, names in group_options(directory).items() if _has(SCHEMAS[config_name], name)}
-    flags = [
-        "  -m          sweep: key=a,b runs every combination, each in a fresh process",
-        "  --cfg       print the composed configuration and stop",
-        "  resume=RUN  continue the run in that directory",
-    ]
+    whole = issubclass(SCHEMAS[config_name], Train)
+    groups = {name: names for name, names in group_options(directory).items() if whole or name == "reward"}
     return "\n".join(
         [
             (text or f"python -m digenrl.cli.{config_name} [group=option ...] [key=value ...]").strip(),
-            *(["", *flags] if config_name in ("train", "plan") else []),
             "\ngroups (group=option):",
             *(f"  {name:<24}{listing(names)}" for name, names in groups.items()),
-            "\nkeys (key=value; +key=value adds one, ~key removes one), with the value of the default experiment:",
+            "\nkeys (key=value; +key=value adds one, ~key removes one), with the value where nothing is said:",
             *_key_lines(keys, defaults),
         ]
     )
@@ -96,10 +94,6 @@ def _key_lines(keys: Mapping[str, Key], defaults: Mapping[str, str]) -> list[str
         lines.append(f"  {f'{key} = {defaults[key]}' if key in defaults else key:<42}  {its.allowed}")
         lines += [f"      {its.meaning}"] if its.meaning else []
     return lines
-
-
-def _has(schema: type[BaseModel], group: str) -> bool:
-    return (group == "experiment" and "data" in schema.model_fields) or group.partition("/")[0] in schema.model_fields
 
 
 def _defaults(config_name: str) -> dict[str, str]:
