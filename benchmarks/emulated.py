@@ -30,7 +30,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -39,12 +39,13 @@ from typing import Any
 from benchmarks.schedule import MECHANISMS, bench_of, disaggregated, naive_colocated
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.emulate import Overheads, durations, emulated_cluster
+from digenrl.emulate import durations
 from digenrl.preflight import trained_steps
 from digenrl.schedule import place
 from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.plan_text import overrides
+from digenrl.simulate.virtual_cluster import Cluster
 from digenrl.simulate.virtual_run import simulate
 
 MODELS = ("qwen_image_flowgrpo", "flux1_flowgrpo")
@@ -65,6 +66,58 @@ STEP_SLEEP = 0.06 / 16
 that the machine has as many events per second, of the order of the compared runs', and its cores do not fill up."""
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "emulated.jsonl"
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Real seconds that a machine adds to an emulated rank's sleeps (`overheads` measures them)."""
+
+    task: float = 0.0
+    """Of a task beside its denoising steps: claim, conditioning, decode, scoring."""
+    step: float = 0.0
+    """Of one denoising step."""
+    micro_batch: float = 0.0
+    """Of one micro-batch: Lightning's loop, loss, backward."""
+    update: float = 0.0
+    """Gradient reduction and optimizer step."""
+    publish: float = 0.0
+    """Copy and digest of the published weights, before the trainers go on."""
+    weights: float = 0.0
+    """From there until a rollout rank has adopted them."""
+    deliver: float = 0.0
+    """A finished task on its way to the trainers."""
+    move: float = 0.0
+    """A suspended task on its way to another rank."""
+
+
+def emulated_cluster(costing: Costing, candidate: Candidate, time_scale: float, overheads: Overheads) -> Cluster:
+    """What the simulator must be given to predict an emulated run: scaled sleeps, and this machine's own seconds in
+    place of the profile's links and optimizer."""
+    cluster = costing.cluster(candidate)
+    ranks = tuple(
+        replace(
+            rank,
+            step_seconds=rank.step_seconds * time_scale + overheads.step,
+            encode_seconds=rank.encode_seconds * time_scale,
+            decode_seconds=rank.decode_seconds * time_scale,
+            score_seconds=rank.score_seconds * time_scale + overheads.task,
+            cell_seconds=rank.cell_seconds * time_scale,
+            adopt_seconds=0.0,
+        )
+        for rank in cluster.ranks
+    )
+    return replace(
+        cluster,
+        ranks=ranks,
+        micro_batch_seconds=overheads.micro_batch,
+        reduce_seconds=overheads.update,
+        optimizer_seconds=0.0,
+        snapshot_seconds=overheads.publish,
+        publish_seconds=overheads.weights,
+        deliver_seconds=overheads.deliver,
+        move_seconds=overheads.move,
+        switch_seconds=0.0,
+    )
 
 
 @dataclass(frozen=True)

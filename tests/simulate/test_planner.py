@@ -153,8 +153,8 @@ def test_a_users_own_step_selection_is_planned() -> None:
 
 
 def test_a_model_without_sizes_is_named() -> None:
-    with pytest.raises(ValueError, match=r"nearest: flux1_dev"):
-        replace(FLUX, model="flux1_dv")
+    with pytest.raises(ValueError, match=r"model=digits has no counted sizes .*known: flux1_dev, .*count_facts"):
+        costing_of(configuration.load([]))
 
 
 def test_measured_seconds_replace_computed_ones() -> None:

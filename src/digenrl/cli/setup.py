@@ -51,16 +51,19 @@ def python_version() -> Iterator[Finding]:
 
 
 def packages(requirements: list[str] | None = None) -> Iterator[Finding]:
-    """Every dependency is there, and whether it is the version that the tests ran with."""
+    """Every dependency is there, and whether it is the version that the tests ran with. Extras may be absent."""
     required = importlib.metadata.requires("digenrl") or [] if requirements is None else requirements
-    names = [re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0] for line in required]
-    pinned = _pinned()
-    missing, different = [], []
-    for name in names:
+    pinned, missing, absent, different = _pinned(), [], set(), []
+    for line in required:
+        name = re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0]
+        extra = re.search(r"extra == ['\"]([\w-]+)", line)
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
+            if extra:
+                absent.add(extra[1])
+            else:
+                missing.append(name)
             continue
         wanted = pinned.get(_canonical(name))
         if wanted is not None and version.partition("+")[0] != wanted:
@@ -70,7 +73,10 @@ def packages(requirements: list[str] | None = None) -> Iterator[Finding]:
     if different:
         yield Finding("packages", "warning", f"not the tested versions: {', '.join(different)}")
     if not missing and not different:
-        yield Finding("packages", "ok", f"{len(names)} dependencies, the tested versions")
+        yield Finding("packages", "ok", f"{len(required)} dependencies, the tested versions")
+    if absent:
+        extras = ",".join(sorted(absent))
+        yield Finding("extras", "ok", f"not installed: {extras}; `pip install -e '.[{extras}]'` adds them")
 
 
 def _pinned() -> dict[str, str]:

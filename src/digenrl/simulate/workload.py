@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,16 +66,6 @@ class Workload:
     rewards: tuple[str, ...] = ()
     storage_bytes: int = 2
     """Of one stored latent element."""
-
-    def __post_init__(self) -> None:
-        known = sorted(facts()["models"])
-        if self.model not in known:
-            close = difflib.get_close_matches(self.model, known, 1)
-            raise ValueError(
-                f"model = {self.model}: no sizes in digenrl/simulate/facts.json; "
-                + (f"nearest: {close[0]}; " if close else "")
-                + f"known: {', '.join(known)}. Add it to benchmarks/count_facts.py and run that."
-            )
 
     @property
     def spec(self) -> ScheduleSpec:
