@@ -145,13 +145,15 @@ def without_effect(config: Any) -> Iterator[str]:
     if schedule.shares != "equal" and trainers == 1:
         yield idle(f"shares = {schedule.shares}", "only one rank trains")
     elif schedule.shares == "measured" and config.parallel.sharding != "ddp":
-        yield idle(
-            "shares = measured",
-            f"under {config.parallel.sharding} trainers compute each forward together and cannot be timed apart: the "
-            "profile's speeds stay the shares",
+        yield (
+            "schedule.shares = measured: has no effect beyond the profile's speeds, because under "
+            f"{config.parallel.sharding} trainers compute each forward together and cannot be timed apart."
         )
     elif schedule.shares != "equal" and config.parallel.sharding == "fsdp":
-        yield idle(f"shares = {schedule.shares}", "under fsdp trainers compute each forward together")
+        yield (
+            f"schedule.shares = {schedule.shares}: has no effect on predicted times, because under fsdp they take each "
+            "forward as one of all trainers."
+        )
     if schedule.async_steps and schedule.stale_fraction == 0:
         yield idle("async_steps = 1", "schedule.stale_fraction=0 lets no group use older weights")
 

@@ -20,7 +20,7 @@ from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.multirun import is_multirun, sweep
 from digenrl.preflight import allocation, candidate_of, costing_of
-from digenrl.record.spans import Span, perfetto
+from digenrl.record.spans import Span, clipped, perfetto
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import assign
 from digenrl.simulate.outcome import Outcome, evaluate
@@ -99,38 +99,21 @@ def write(plan: Plan, winner: Outcome, asked: Outcome | None, asynchronous: bool
     return path.absolute()
 
 
-_COLOURS = {
-    "generate": "#4c78a8",
-    "lend": "#72b7b2",
-    "train": "#f58518",
-    "wait": "#eeeeee",
-    "decode": "#9ecae9",
-    "score": "#b279a2",
-    "encode": "#bab0ac",
-}
-
-
 def gantt(spans: Sequence[Span], step_ends: Sequence[float], path: Path) -> None:
     """One bar per rank over the last simulated step, coloured by stage."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
+    from digenrl.report.timeline import draw_gantt, draw_legend
 
     start = step_ends[-2] if len(step_ends) > 1 else 0.0
-    ranks = sorted({span.rank for span in spans})
-    figure, axes = pyplot.subplots(figsize=(11, 1 + 0.16 * len(ranks)))
-    for rank in ranks:
-        own = [span for span in spans if span.rank == rank and span.end > start and span.start < step_ends[-1]]
-        bars = [(max(span.start, start) - start, span.end - max(span.start, start)) for span in own]
-        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=[_COLOURS.get(span.stage, "#e45756") for span in own])
-    axes.set(xlabel="seconds", ylabel="rank", title="one RL step", xlim=(0, step_ends[-1] - start))
-    handles = [Patch(color=colour, label=stage) for stage, colour in _COLOURS.items()]
-    axes.legend(handles=[*handles, Patch(color="#e45756", label="other")], ncol=8, fontsize=7, loc="upper right")
+    ranks = len({span.rank for span in spans})
+    figure = Figure(figsize=(11, 1.5 + 0.2 * ranks), layout="constrained")
+    axes = figure.subplots()
+    draw_gantt(axes, spans, start, step_ends[-1])
+    axes.set(xlabel="seconds", title="one RL step")
+    draw_legend(figure, clipped(spans, start, step_ends[-1]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

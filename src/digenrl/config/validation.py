@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,31 +35,44 @@ class Key:
     default: Any = None
 
 
+Tree = Mapping[str, "Key | Tree"]
+"""Name -> what a schema says about the key, or the keys inside."""
+
+
+@functools.cache
+def _tree_of(schema: type[BaseModel]) -> Tree:
+    root = schema.model_json_schema(by_alias=True)
+    return _group(root, root.get("$defs", {}), True)
+
+
+def _group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -> Tree:
+    """The keys of a group; `groups` are the named ones of a JSON schema."""
+    found: dict[str, Key | Tree] = {}
+    for name, entry in node["properties"].items():
+        needed = required and name in node.get("required", ())
+        named = entry.get("additionalProperties")
+        inner = next((variant["$ref"] for variant in entry.get("anyOf", [entry]) if "$ref" in variant), None)
+        if inner is not None:
+            found[name] = _group(groups[inner.rpartition("/")[2]], groups, needed)
+        elif isinstance(named, Mapping) and "$ref" in named:
+            found[name] = {ANY_NAME: _group(groups[named["$ref"].rpartition("/")[2]], groups, False)}
+        else:
+            found[name] = Key(_phrase(entry), entry.get("description", ""), needed, entry.get("default"))
+    return found
+
+
 @functools.cache
 def keys_of(schema: type[BaseModel]) -> Mapping[str, Key]:
     """Dotted key -> what it may hold, for every leaf of a schema, in its order."""
-    root = schema.model_json_schema(by_alias=True)
-    return dict(_leaves(root, root.get("$defs", {}), "", True))
+    return dict(_leaves(_tree_of(schema), ""))
 
 
-def _leaves(node: Mapping[str, Any], groups: Mapping[str, Any], path: str, required: bool) -> Iterator[tuple[str, Key]]:
-    for name, entry in node["properties"].items():
-        key = f"{path}.{name}" if path else name
-        needed = required and name in node.get("required", ())
-        variants = entry.get("anyOf", [entry])
-        inner = next((groups[_name(variant)] for variant in variants if "$ref" in variant), None)
-        named = entry.get("additionalProperties", None)
-        if inner is not None:
-            yield from _leaves(inner, groups, key, needed)
-            continue
-        if isinstance(named, Mapping) and "$ref" in named:
-            yield from _leaves(groups[_name(named)], groups, f"{key}.{ANY_NAME}", False)
+def _leaves(tree: Tree, path: str) -> Iterator[tuple[str, Key]]:
+    for name, node in tree.items():
+        if isinstance(node, Key):
+            yield path + name, node
         else:
-            yield key, Key(_phrase(entry), entry.get("description", ""), needed, entry.get("default"))
-
-
-def _name(reference: Mapping[str, str]) -> str:
-    return reference["$ref"].rpartition("/")[2]
+            yield from _leaves(node, f"{path}{name}.")
 
 
 def _phrase(node: Mapping[str, Any], between: str = " | ") -> str:
@@ -84,7 +97,7 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
-def kind_of(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     """What sort of value it is, in words."""
     if value is None:
         return "null"
@@ -112,68 +125,57 @@ def problems_by_key(
     try:
         schema.model_validate(tree, strict=strict)
     except ValidationError as error:
-        found: dict[str, list[tuple[bool, Mapping[str, Any]]]] = {}
+        found: dict[str, list[_Located]] = {}
         for one in error.errors(include_url=False):
-            key, in_item = _key_of(schema, one["loc"])
-            found.setdefault(key, []).append((in_item, dict(one)))
-        return {key: _message(schema, tree, key, errors, unknown) for key, errors in found.items()}
+            located = _located(_tree_of(schema), one)
+            found.setdefault(located.key, []).append(located)
+        return {key: _message(tree, min(errors, key=_distance), unknown) for key, errors in found.items()}
     return {}
 
 
-def _key_of(schema: type[BaseModel], where: Sequence[int | str]) -> tuple[str, bool]:
-    """The key of an error, and whether it lies in an item of the key's list."""
-    leaves = {tuple(key.split(".")) for key in keys_of(schema)}
-    for length in range(1, len(where) + 1):
-        path = tuple(map(str, where[:length]))
-        if any(_matches(leaf, path) for leaf in leaves):
-            return ".".join(path), any(isinstance(part, int) for part in where[length:])
-    return ".".join(map(str, where)), False
+@dataclass(frozen=True)
+class _Located:
+    """One of pydantic's errors, and the key that it is about."""
+
+    key: str
+    said: Key | Tree | None
+    """By the schema about the key; None: there is no such key."""
+    in_item: bool
+    """Of the key's list."""
+    error: Mapping[str, Any]
 
 
-def _matches(leaf: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    return len(leaf) == len(path) and all(a in (b, ANY_NAME) for a, b in zip(leaf, path, strict=True))
+def _located(node: Key | Tree | None, error: Mapping[str, Any]) -> _Located:
+    path: list[str] = []
+    where = list(error["loc"])
+    while where and isinstance(node, Mapping):
+        path.append(str(where.pop(0)))
+        node = node.get(path[-1], node.get(ANY_NAME))
+    return _Located(".".join(path), node, any(isinstance(part, int) for part in where), error)
 
 
-def allowed(schema: type[BaseModel], key: str) -> tuple[str, str]:
-    """What a key may hold, in a phrase (of a group: its keys), and its meaning."""
-    path = tuple(key.split("."))
-    inside = {}
-    for leaf, its in keys_of(schema).items():
-        parts = tuple(leaf.split("."))
-        if _matches(parts, path):
-            return its.allowed, its.meaning
-        if _matches(parts[: len(path)], path):
-            inside[parts[len(path)]] = its
-    return "groups of keys by name" if ANY_NAME in inside else f"the keys {', '.join(sorted(inside))}", ""
-
-
-def _message(
-    schema: type[BaseModel],
-    tree: Any,
-    key: str,
-    errors: Sequence[tuple[bool, Mapping[str, Any]]],
-    unknown: Callable[[str, Any], str],
-) -> str:
-    in_item, error = min(errors, key=_distance)
+def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -> str:
+    key, said, error = located.key, located.said, located.error
     if error["type"] == "extra_forbidden":
         return unknown(key, error["input"])
-    may, meaning = allowed(schema, key)
+    if isinstance(said, Mapping):
+        must = "must hold " + ("groups of keys by name" if ANY_NAME in said else f"the keys {', '.join(sorted(said))}")
+        return (
+            f"{key}: missing; it {must}." if error["type"] == "missing" else f"{key} = {shown(error['input'])}: {must}."
+        )
+    assert said is not None
     if error["type"] == "missing":
-        return f"{key}: missing; allowed: {may}{f' ({meaning})' if meaning else ''}."
-    if may.startswith(("the keys ", "groups of keys")):
-        return f"{key} = {shown(error['input'])}: must hold {may}."
+        return f"{key}: missing; allowed: {said.allowed}{f' ({said.meaning})' if said.meaning else ''}."
     wrong = _complaint(error)
-    if in_item:
+    if located.in_item:
         wrong = f"holds {error['input']!r}, which {wrong}"
-    value = tree
-    for part in key.split("."):
-        value = value[part]
-    return f"{key} = {shown(value)}: {wrong}; allowed: {may}."
+    value = functools.reduce(lambda node, part: node[part], key.split("."), tree)
+    return f"{key} = {shown(value)}: {wrong}; allowed: {said.allowed}."
 
 
-def _distance(located: tuple[bool, Mapping[str, Any]]) -> int:
+def _distance(located: _Located) -> int:
     """Of the types that a key may have, the one nearest to the value speaks: the right type first, a word last."""
-    kind = located[1]["type"]
+    kind = located.error["type"]
     return 2 if kind == "literal_error" else int(kind.endswith("_type"))
 
 
@@ -189,4 +191,4 @@ def _complaint(error: Mapping[str, Any]) -> str:
         return "is not finite"
     if isinstance(value, float) and kind in ("int_type", "int_from_float"):
         return "is not a whole number"
-    return "is none of the choices" if kind == "literal_error" and isinstance(value, str) else f"is {kind_of(value)}"
+    return "is none of the choices" if kind == "literal_error" and isinstance(value, str) else f"is {_kind_of(value)}"
