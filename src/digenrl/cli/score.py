@@ -15,7 +15,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,24 +37,28 @@ _PATH_KEYS = ("images", "prompts", "output")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 = scored, 1 = could not be scored, 2 = the command line is wrong."""
+    """Exit code: see `reward_command`."""
+    return reward_command("score", __doc__, argv, lambda config: print(score(config)))
+
+
+def reward_command(name: str, doc: str | None, argv: Sequence[str], work: Callable[[DictConfig], None]) -> int:
+    """`work` with the checked configs/<name>.yaml. Exit code: 0 = done, 1 = it could not be done, 2 = the command line
+    is wrong."""
     if wants_help(argv):
-        print(configuration_help("score", __doc__))
+        print(configuration_help(name, doc))
         return 0
     try:
-        config = reward_config(argv, "score")
+        config = reward_config(argv, name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    from digenrl.rewards.media_files import MediaError
     from digenrl.rewards.protocol import RewardError
 
     try:
-        path = score(config)
-    except (prompts.PromptFileError, MediaError, RewardError, ValueError, OSError) as error:
-        print(f"score: {error}", file=sys.stderr)
+        work(config)
+    except (RewardError, ValueError, KeyError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
-    print(path)
     return 0
 
 

@@ -6,7 +6,6 @@ import copy
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +47,13 @@ def group_options(directory: Path) -> dict[str, list[str]]:
     return groups
 
 
-@dataclass(frozen=True)
-class Words:
-    """Command line words, sorted by what they do."""
+def parse_words(words: Sequence[str]) -> tuple[list[Override], list[Override], list[str]]:
+    """Parse overrides such as `experiment=x`, `data.group_size=8`, `+a.b=1`.
 
-    groups: tuple[Override, ...]
-    """Choices of group options, hydra's own groups included."""
-    values: tuple[Override, ...]
-    """Everything else."""
-
-    @property
-    def lines(self) -> list[str]:
-        return [str(word.input_line) for word in (*self.groups, *self.values)]
-
-
-def parse_words(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> tuple[Words, list[str]]:
-    """Parse overrides such as `experiment=x`, `data.group_size=8`, `+a.b=1`; returns them and what is wrong."""
+    Returns:
+        (choices of group options, Hydra's own groups included; everything else; what is wrong).
+    """
+    options = group_options(config_directory())
     groups: list[Override] = []
     values: list[Override] = []
     problems: list[str] = []
@@ -89,7 +79,7 @@ def parse_words(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> t
             groups.append(override)
         else:
             values.append(override)
-    return Words(tuple(groups), tuple(values)), problems
+    return groups, values, problems
 
 
 def _group_problem(override: Override, options: Sequence[str]) -> list[str]:
@@ -234,21 +224,21 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
     Raises:
         ConfigError: nothing can be composed; all problems found so far.
     """
-    parsed, problems = parse_words(words, group_options(config_directory()))
+    groups, values, problems = parse_words(words)
     try:
-        config = composed(config_name, [str(word.input_line) for word in parsed.groups])
+        config = composed(config_name, [str(word.input_line) for word in groups])
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    problems += apply_values(config, parsed.values, config_name)
+    problems += apply_values(config, values, config_name)
     HydraConfig.instance().set_config(config)
     return config, problems
 
 
 def merge_words(base: DictConfig, words: Sequence[str], config_name: str) -> list[str]:
     """Apply value overrides to the configuration of a resumed run, in place; returns what is wrong with them."""
-    parsed, problems = parse_words(words, group_options(config_directory()))
+    groups, values, problems = parse_words(words)
     problems += [
         f"{word.input_line}: a resumed run keeps its {word.key_or_group}; change single keys, or start a new run."
-        for word in parsed.groups
+        for word in groups
     ]
-    return problems + apply_values(base, parsed.values, config_name)
+    return problems + apply_values(base, values, config_name)
