@@ -23,7 +23,11 @@ def steps_per_forward(asked: int | str, trained: int) -> int:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False, tag=False, ..."""
+    """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False, tag=False, ...
+
+    A new key is a field here and a row of `_KEYS`, a field of `digenrl.config.schema` and a line of
+    configs/schedule/sync.yaml.
+    """
 
     prompts: int
     """P, groups of a logical batch."""
@@ -75,9 +79,9 @@ class ScheduleSpec:
         return cls(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
 
     def overrides(self) -> list[str]:
-        """The words of a command line that set `schedule.*` to this; shares in units of the smallest."""
+        """The words of a command line that set `schedule.*` to this; shares in units of the least above 0."""
         words = {key: getattr(self, name) for name, key in _KEYS.items() if key.startswith("schedule.")}
-        slowest = min(self.shares, default=1.0)
+        slowest = min((share for share in self.shares if share), default=1.0)
         relative = ",".join(f"{share / slowest:.3g}" for share in self.shares)
         words["schedule.shares"] = f"[{relative}]" if self.shares else "equal"
         words["schedule.stale_fraction"] = f"{self.stale_fraction:g}"
