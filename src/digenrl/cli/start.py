@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl import run
@@ -33,8 +35,26 @@ def _announce(composed: Composed, run_dir: Path) -> None:
     trainers, rollouts = _counts(composed)
     world = {"trainer": trainers, "rollout": rollouts}
     append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides)})
-    lines = run.describe(composed.config, trainers, rollouts, run_dir, _newest(composed, run_dir))
+    lines = _described(composed.config, trainers, rollouts, run_dir, _newest(composed, run_dir))
     print("\n".join([*composed.notes, *lines, *memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
+
+
+def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
+    """The lines that precede a run: what runs where, with what schedule."""
+    data, schedule = config.data, config.schedule
+    samples = data.prompts_per_batch * data.group_size
+    ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}"
+    lines = [
+        f"run       {run_dir}",
+        f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
+        f"{'GPU' if torch.cuda.is_available() else 'CPU'}",
+        f"step      {data.prompts_per_batch} prompts x {data.group_size} samples = {samples} samples, "
+        f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
+        f"{config.max_rl_steps} RL steps",
+        f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} "
+        f"tag={schedule.tag} handoff={schedule.handoff} shares={schedule.shares} async_steps={schedule.async_steps}",
+    ]
+    return lines + ([f"resume    {checkpoint}"] if checkpoint else [])
 
 
 def fork(composed: Composed) -> tuple[Path, Outcome]:

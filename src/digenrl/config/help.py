@@ -45,9 +45,8 @@ def read_arguments(schema: type[Own], words: Sequence[str], others: bool = False
 
     def unknown(key: str, value: Any) -> str:
         close = nearest(key, own)
-        return f"{key} = {redact_text(str(value))}: no such key; " + (
-            f"nearest: {close}." if close else f"keys: {known}."
-        )
+        hint = f"nearest: {close}" if close else f"keys: {known}"
+        return f"{key} = {redact_text(str(value))}: no such key; {hint}."
 
     problems += problems_by_key(schema, given, unknown).values()
     if problems:
