@@ -234,6 +234,11 @@ PROFILES: dict[str, Case] = {
         ["+hardware.efficiency.generat=1.0"],
         ["hardware.efficiency.generat = 1.0", "nearest: hardware.efficiency.generate"],
     ),
+    "a key that nothing sets": (["hardware.efficiency.train=0.4"], ["hardware.efficiency.train = 0.4", "+hardware."]),
+    "unknown grade of the blocks": (
+        ["model.gradient_checkpointing={outputs:1}"],
+        ["model.gradient_checkpointing", "names outputs", "products|attention|inputs"],
+    ),
     "shares of the blocks beyond all": (
         ["model.gradient_checkpointing={products:0.7,inputs:0.7}"],
         ["model.gradient_checkpointing", "sums to more than 1"],

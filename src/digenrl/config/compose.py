@@ -162,6 +162,8 @@ class KnownKeys:
         group, _, leaf = key.partition(".")
         if group == "trainer" and leaf in DERIVED_TRAINER_KEYS:
             return f"{key} = {shown}: is derived; {DERIVED_TRAINER_KEYS[leaf]}."
+        if any(name == key or name.startswith(f"{key}.") for name in self._schema):
+            return f"{key} = {shown}: nothing sets it here; +{key}=... adds it."
         known = [name for name in self._keys if name != key and not name.startswith(f"{key}.")]
         close = nearest(key, known)
         if close is not None:

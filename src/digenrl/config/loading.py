@@ -83,7 +83,7 @@ def load(argv: Sequence[str], config_name: str = "train") -> Composed:
         run_dir = run
     allow = _command_line_allowance(words, tree)
     problems += [*found, *problems_of(tree, config_name, KnownKeys(tree, config_name), allow)]
-    if list(tree.get("allow_targets") or []) != list(allow) and run is None:
+    if OmegaConf.is_list(tree.get("allow_targets")) and list(tree.allow_targets) != allow and run is None:
         problems.append(
             f"allow_targets = {list(tree.allow_targets)}: counts only on the command line, not in a YAML file; "
             "set it there, for this run."

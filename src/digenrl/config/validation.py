@@ -176,6 +176,8 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
 def _distance(located: _Located) -> int:
     """Of the types that a key may have, the one nearest to the value speaks: the right type first, a word last."""
     kind = located.error["type"]
+    if located.error["loc"][-1] == "[key]":  # the name of a mapping's entry
+        return 0
     return 2 if kind == "literal_error" else int(kind.endswith("_type"))
 
 
@@ -183,6 +185,8 @@ def _complaint(error: Mapping[str, Any]) -> str:
     kind, value = error["type"], error["input"]
     if kind in _COMPLAINTS:
         return _COMPLAINTS[kind]
+    if error["loc"][-1] == "[key]":
+        return f"names {value}"
     if kind == "too_short":
         return f"has {len(value)} items"
     if kind == "value_error":
