@@ -39,12 +39,13 @@ from typing import Any
 from benchmarks.schedule import MECHANISMS, bench_of, disaggregated, naive_colocated
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.emulate import Overheads, durations, emulated_cluster
+from digenrl.emulate import durations
 from digenrl.preflight import trained_steps
 from digenrl.schedule import place
-from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.plan_text import overrides
+from digenrl.simulate.virtual_cluster import Cluster
 from digenrl.simulate.virtual_run import simulate
 
 MODELS = ("qwen_image_flowgrpo", "flux1_flowgrpo")
@@ -68,6 +69,58 @@ KEPT = RESULTS / "emulated.jsonl"
 
 
 @dataclass(frozen=True)
+class Overheads:
+    """Real seconds that a machine adds to an emulated rank's sleeps (`overheads` measures them)."""
+
+    task: float = 0.0
+    """Of a task beside its denoising steps: claim, conditioning, decode, scoring."""
+    step: float = 0.0
+    """Of one denoising step."""
+    micro_batch: float = 0.0
+    """Of one micro-batch: Lightning's loop, loss, backward."""
+    update: float = 0.0
+    """Gradient reduction and optimizer step."""
+    publish: float = 0.0
+    """Copy and digest of the published weights, before the trainers go on."""
+    weights: float = 0.0
+    """From there until a rollout rank has adopted them."""
+    deliver: float = 0.0
+    """A finished task on its way to the trainers."""
+    move: float = 0.0
+    """A suspended task on its way to another rank."""
+
+
+def emulated_cluster(costing: Costing, candidate: Candidate, time_scale: float, overheads: Overheads) -> Cluster:
+    """What the simulator must be given to predict an emulated run: scaled sleeps, and this machine's own seconds in
+    place of the profile's links and optimizer."""
+    cluster = costing.cluster(candidate)
+    ranks = tuple(
+        replace(
+            rank,
+            step_seconds=rank.step_seconds * time_scale + overheads.step,
+            encode_seconds=rank.encode_seconds * time_scale,
+            decode_seconds=rank.decode_seconds * time_scale,
+            score_seconds=rank.score_seconds * time_scale + overheads.task,
+            cell_seconds=rank.cell_seconds * time_scale,
+            adopt_seconds=0.0,
+        )
+        for rank in cluster.ranks
+    )
+    return replace(
+        cluster,
+        ranks=ranks,
+        micro_batch_seconds=overheads.micro_batch,
+        reduce_seconds=overheads.update,
+        optimizer_seconds=0.0,
+        snapshot_seconds=overheads.publish,
+        publish_seconds=overheads.weights,
+        deliver_seconds=overheads.deliver,
+        move_seconds=overheads.move,
+        switch_seconds=0.0,
+    )
+
+
+@dataclass(frozen=True)
 class Case:
     """One emulated run."""
 
@@ -82,26 +135,26 @@ class Case:
         return f"{self.testbed}-{self.model}-{self.schedule}"
 
 
-def chosen(bench: Bench, task_size: int, schedule: str) -> Outcome | None:
+def chosen(costing: Costing, task_size: int, schedule: str) -> Outcome | None:
     """The simulator's best candidate with replicated trainers for a schedule; None when none fits."""
     mechanism = SCHEDULES[schedule]
     if mechanism is not None:
-        trials = [c for c in disaggregated(bench, MECHANISMS[mechanism]) if c.sharding == "ddp"]
+        trials = [c for c in disaggregated(costing, MECHANISMS[mechanism]) if c.sharding == "ddp"]
     else:
-        trials = [c for c in naive_colocated(bench, task_size) if c.sharding == "ddp"]
+        trials = [c for c in naive_colocated(costing, task_size) if c.sharding == "ddp"]
         if schedule == "colocated":
             sizes = sorted({1, task_size})
-            shared = [replace(c, static_claims=False, task_size=b, recompute=None) for c in trials for b in sizes]
-            trials = [replace(c, gap=gap) for c in shared if not bench.misfits(c) for gap in (0, 1)]
-    bound_s = bench.bound()
-    best = min((evaluate(bench, c, bound_s) for c in trials), key=lambda outcome: outcome.step_s, default=None)
-    return best and evaluate(bench, best.candidate, bound_s, exact=True)
+            shared = [c.but(static_claims=False, task_size=b, recompute=None) for c in trials for b in sizes]
+            trials = [c.but(gap=gap) for c in shared if not costing.misfits(c) for gap in (0, 1)]
+    bound_s = costing.bound()
+    best = min((evaluate(costing, c, bound_s) for c in trials), key=lambda outcome: outcome.step_s, default=None)
+    return best and evaluate(costing, best.candidate, bound_s, exact=True)
 
 
 def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
     """Predict and run one case; None when nothing of the kind fits into memory."""
-    bench, task_size = bench_of(case.model, case.testbed)
-    outcome = chosen(bench, task_size, case.schedule)
+    costing, task_size = bench_of(case.model, case.testbed)
+    outcome = chosen(costing, task_size, case.schedule)
     if outcome is None:
         return None
     candidate, scale = outcome.candidate, case.seconds / outcome.step_s
@@ -111,11 +164,11 @@ def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
     return {
         **asdict(case),
         "ranks": f"{candidate.trainers}+{candidate.rollouts}",
-        "task_size": candidate.task_size,
-        "tsp_batch": candidate.tsp_batch,
+        "task_size": candidate.spec.task_size,
+        "tsp_batch": candidate.spec.tsp_batch,
         "time_scale": scale,
         "measured_s": (ends[WARM_UP + STEPS - 1] - ends[WARM_UP - 1]) / STEPS,
-        "predicted_s": predict(bench, candidate, scale, own),
+        "predicted_s": predict(costing, candidate, scale, own),
         "bound_s": outcome.bound_s * scale,
         "cores_busy": cores_busy,
         "overheads": asdict(own),
@@ -125,17 +178,17 @@ def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
 
 def predicted_again(row: dict[str, Any], own: Overheads) -> dict[str, Any]:
     """A kept result with the prediction that other overheads give."""
-    bench, task_size = bench_of(row["model"], row["testbed"])
-    outcome = chosen(bench, task_size, row["schedule"])
+    costing, task_size = bench_of(row["model"], row["testbed"])
+    outcome = chosen(costing, task_size, row["schedule"])
     assert outcome is not None
-    predicted = predict(bench, outcome.candidate, row["time_scale"], own)
+    predicted = predict(costing, outcome.candidate, row["time_scale"], own)
     return row | {"predicted_s": predicted, "overheads": asdict(own)}
 
 
-def predict(bench: Bench, candidate: Candidate, scale: float, own: Overheads) -> float:
+def predict(costing: Costing, candidate: Candidate, scale: float, own: Overheads) -> float:
     """Simulated seconds per emulated step."""
-    cluster = emulated_cluster(bench, candidate, scale, own)
-    return simulate(bench.spec(candidate), cluster, WARM_UP + STEPS).step_s
+    cluster = emulated_cluster(costing, candidate, scale, own)
+    return simulate(costing.spec(candidate), cluster, WARM_UP + STEPS).step_s
 
 
 def train(run_dir: Path, time_scale: float, steps: int, words: Sequence[str]) -> float:
@@ -193,7 +246,7 @@ def overheads(testbed: str, output: Path) -> Overheads:
     scale = STEP_SLEEP * gpus / max(rank.step for rank in unscaled)
     sleeps = [rank.scaled(scale) for rank in unscaled]
     train(run_dir, scale, 3, words)
-    count = trained_steps(composed.config.algorithm.train_steps, composed.config.sampling.steps)
+    count = trained_steps(composed.config)
     spec = run.schedule_spec(composed.config, count, half)
     spans = spans_of(run_dir)
     steps, tasks = [], []

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks import emulated
 from benchmarks._shared import RESULTS, Report, options
 from benchmarks.schedule import bench_of
-from digenrl.simulate.candidate import Bench
+from digenrl.simulate.candidate import Costing
 from digenrl.simulate.planner import make_plan
 
 OUTPUT = Path("outputs/scaling")
@@ -30,21 +30,21 @@ STEP_SECONDS = 8.0
 """Of an emulated step."""
 
 
-def grown(bench: Bench, gpus: int) -> Bench:
-    """`bench` on `gpus` GPUs of its first pool."""
-    pool = replace(bench.hardware.pools[0], count=gpus, per_node=min(gpus, bench.hardware.pools[0].per_node))
-    return replace(bench, hardware=replace(bench.hardware, pools=(pool,)))
+def grown(costing: Costing, gpus: int) -> Costing:
+    """`costing` on `gpus` GPUs of its first pool."""
+    pool = replace(costing.hardware.pools[0], count=gpus, per_node=min(gpus, costing.hardware.pools[0].per_node))
+    return replace(costing, hardware=replace(costing.hardware, pools=(pool,)))
 
 
 def simulated(report: Report, experiment: str, sizes: list[int]) -> list[float]:
     """One row for each number of GPUs; the ratios."""
-    bench, _ = bench_of(experiment, "testbed_c")
+    costing, _ = bench_of(experiment, "testbed_c")
     speeds = []
     for gpus in sizes:
-        best = make_plan(grown(bench, gpus)).best("on_policy")
+        best = make_plan(grown(costing, gpus)).best("on_policy")
         if best is None:
             raise SystemExit(f"{experiment} does not fit on {gpus} GPUs: start with more, simulated=...")
-        speeds.append(bench.work.samples / best.step_s / gpus)
+        speeds.append(costing.work.samples / best.step_s / gpus)
         candidate = best.candidate
         ranks, ratio = f"{candidate.trainers}+{candidate.rollouts}", speeds[-1] / speeds[0]
         report.row("simulated", gpus, ranks, candidate.name, f"{best.step_s:.1f}", f"{ratio:.3f}", "-")

@@ -25,7 +25,7 @@ from benchmarks._shared import RESULTS, Report, options
 from digenrl import config as configuration
 from digenrl.preflight import workload
 from digenrl.recompute import Recompute
-from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.hardware import parse_hardware
 from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.plan_text import repeats
@@ -67,46 +67,58 @@ class Cell:
         return outcome.efficiency if outcome else 0.0
 
 
-def bench_of(experiment: str, hardware: str) -> tuple[Bench, int]:
+def bench_of(experiment: str, hardware: str) -> tuple[Costing, int]:
     """The published workload of `experiment` on `hardware`, and its task size."""
     composed = configuration.load([f"experiment={experiment}", f"hardware={hardware}"], "plan")
     node: Any = OmegaConf.to_container(composed.config.hardware)
-    return Bench(workload(composed), parse_hardware(node)), int(composed.config.sampling.task_size)
+    return Costing(workload(composed), parse_hardware(node)), int(composed.config.sampling.task_size)
 
 
-def naive_colocated(bench: Bench, task_size: int) -> Iterator[Candidate]:
+def naive_colocated(costing: Costing, task_size: int) -> Iterator[Candidate]:
     """Equal split, one step per forward, the experiment's own task size, held in every way that fits."""
     for sharding in ("ddp", "hsdp", "fsdp"):
-        base = Candidate(
-            bench.hardware.gpus, 0, sharding, None, task_size, gap=0, tsp_shard=False, static_claims=True, tsp_batch=1
+        base = costing.candidate(
+            costing.hardware.gpus,
+            0,
+            sharding=sharding,
+            task_size=task_size,
+            gap=0,
+            tsp_shard=False,
+            static_claims=True,
         )
         trials = (replace(base, recompute=Recompute(inputs=float(whole))) for whole in (False, True))
-        yield from [trial for trial in trials if not bench.misfits(trial)][:1]
+        yield from [trial for trial in trials if not costing.misfits(trial)][:1]
 
 
-def disaggregated(bench: Bench, mechanism: dict[str, Any]) -> Iterator[Candidate]:
+def disaggregated(costing: Costing, mechanism: dict[str, Any]) -> Iterator[Candidate]:
     """Every eighth of the GPUs as trainers, every way to hold the model, two task sizes; K only with TSP."""
-    gpus, sizes = bench.hardware.gpus, task_sizes(bench)
+    gpus, sizes = costing.hardware.gpus, task_sizes(costing)
     tsp = mechanism.get("tsp_shard", True)
-    unequal = len({pool.tflops for pool in bench.hardware.pools}) > 1
-    firsts = [pool.name for pool in bench.hardware.pools] if len(bench.hardware.pools) > 1 else [None]
+    unequal = len({pool.tflops for pool in costing.hardware.pools}) > 1
+    firsts = [pool.name for pool in costing.hardware.pools] if len(costing.hardware.pools) > 1 else [None]
     for first in firsts:
         for eighth in range(1, 8):
             trainers = gpus * eighth // 8
             for size in dict.fromkeys((sizes[0], sizes[len(sizes) // 2])):
                 for sharding in ("ddp", "fsdp"):
-                    base = Candidate(
-                        trainers, gpus - trainers, sharding, first, size, shares=unequal and tsp, **mechanism
+                    base = costing.candidate(
+                        trainers,
+                        gpus - trainers,
+                        sharding=sharding,
+                        first=first,
+                        task_size=size,
+                        shares=unequal and tsp,
+                        **mechanism,
                     )
-                    candidate = fitted(bench, base)
+                    candidate = fitted(costing, base)
                     if candidate is None:
                         continue
-                    yield candidate if tsp else replace(candidate, tsp_batch=min(step_batches(bench, base)))
+                    yield candidate if tsp else candidate.but(tsp_batch=min(step_batches(costing, base)))
 
 
-def refined(bench: Bench, best: Outcome) -> Iterator[Candidate]:
+def refined(costing: Costing, best: Outcome) -> Iterator[Candidate]:
     """Allocations next to the best one."""
-    gpus, width = bench.hardware.gpus, max(1, bench.hardware.gpus // 16)
+    gpus, width = costing.hardware.gpus, max(1, costing.hardware.gpus // 16)
     for trainers in range(best.candidate.trainers - width, best.candidate.trainers + width + 1):
         if 1 <= trainers < gpus:
             yield replace(best.candidate, trainers=trainers, rollouts=gpus - trainers)
@@ -120,19 +132,21 @@ def least(outcomes: Iterable[Outcome | None]) -> Outcome | None:
 def measure(seat: tuple[str, str]) -> Cell:
     """Every schedule of one (testbed, model)."""
     hardware, experiment = seat
-    bench, task_size = bench_of(experiment, hardware)
-    bound, plan = bench.bound(), make_plan(bench)
-    naive = [evaluate(bench, candidate, bound, exact=True) for candidate in naive_colocated(bench, task_size)]
-    claimed = [evaluate(bench, replace(outcome.candidate, static_claims=False), bound, exact=True) for outcome in naive]
+    costing, task_size = bench_of(experiment, hardware)
+    bound, plan = costing.bound(), make_plan(costing)
+    naive = [evaluate(costing, candidate, bound, exact=True) for candidate in naive_colocated(costing, task_size)]
+    claimed = [
+        evaluate(costing, replace(outcome.candidate, static_claims=False), bound, exact=True) for outcome in naive
+    ]
     rows = {"colocated naive": least(naive), "colocated": least([plan.best("colocated"), *claimed, *naive])}
     for name, mechanism in MECHANISMS.items():
-        best = fastest(bench, disaggregated(bench, mechanism), bound)
+        best = fastest(costing, disaggregated(costing, mechanism), bound)
         if best is not None:
-            near = (c for c in refined(bench, best) if not bench.misfits(c))
-            best = least([best, fastest(bench, near, bound)])
-        rows[f"disaggregated {name}"] = best and evaluate(bench, best.candidate, bound, exact=True)
+            near = (c for c in refined(costing, best) if not costing.misfits(c))
+            best = least([best, fastest(costing, near, bound)])
+        rows[f"disaggregated {name}"] = best and evaluate(costing, best.candidate, bound, exact=True)
     for kind, asynchronous in (("on-policy", 0), ("async", 1)):
-        found = [o for o in rows.values() if o is not None and o.candidate.async_steps == asynchronous]
+        found = [o for o in rows.values() if o is not None and o.candidate.spec.async_steps == asynchronous]
         rows[f"best {kind}"] = least([plan.best(kind.replace("-", "_")), *found])
     return Cell(hardware, experiment, bound.seconds, rows)
 
@@ -154,7 +168,7 @@ def detail(report: Report, cell: Cell) -> None:
         c = outcome.candidate
         against = [f"{other.step_s / outcome.step_s:.2f}" if other else "-" for other in (naive, strong)]
         ranks, step, share = f"{c.trainers}+{c.rollouts}", f"{outcome.step_s:.1f}", f"{outcome.efficiency:.3f}"
-        chosen = (c.sharding, c.task_size, c.tsp_batch, c.gap, repeats(outcome))
+        chosen = (c.sharding, c.spec.task_size, c.spec.tsp_batch, c.spec.gap, repeats(outcome))
         report.row(name, ranks, *chosen, step, share, *against, limits(outcome))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from digenrl import run
 from digenrl.cluster.launcher import Launch, launch
 from digenrl.emulate import durations
 from digenrl.preflight import candidate_of, workload
-from digenrl.simulate.candidate import Bench
+from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import parse_hardware
 from digenrl.simulate.virtual_run import simulate
 from tests.strategy.processes import logs
@@ -66,9 +65,9 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     steps = [row for row in rows if row["kind"] == "step"]
     assert [row["rl_step"] for row in steps] == [1, 2]
     measured = median(row["step_s"] for row in steps)
-    bench = Bench(workload(composed), parse_hardware(config.hardware))
-    candidate = replace(candidate_of(config, TRAINERS, ROLLOUTS, bench.work.trained_steps), gap=1)
-    predicted = SCALE * simulate(bench.spec(candidate), bench.cluster(candidate)).step_s
+    costing = Costing(workload(composed), parse_hardware(config.hardware))
+    candidate = candidate_of(config, TRAINERS, ROLLOUTS, costing.work.trained_steps).but(gap=1)
+    predicted = SCALE * simulate(costing.spec(candidate), costing.cluster(candidate)).step_s
     print(
         f"16 emulated ranks on {os.cpu_count()} cores: step {measured:.2f} s, predicted {predicted:.2f} s, "
         f"{wall:.1f} s in all"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
-from digenrl.config import Composed
-from digenrl.config.cross import cross_problems
+from digenrl.config import Composed, instantiate
+from digenrl.config.relations import relation_problems
 from digenrl.recompute import AUTO, parse_recompute
-from digenrl.schedule import steps_per_forward
+from digenrl.schedule import ScheduleSpec, steps_per_forward
 from digenrl.simulate import hardware
-from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.floor import training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.simulate.memory import Memory
@@ -29,11 +29,7 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
     else from the hardware profile's pools. A pool's role says what its devices do; devices without a role are shared
     evenly (`planned_split` knows better where the model's sizes are known), and on processors one of each is the
     default.
-
-    Raises:
-        ValueError: what is wrong with the hardware profile.
     """
-    parse_hardware(config.hardware)
     trainers, rollouts = config.allocation.trainers, config.allocation.rollouts
     if processes is not None:
         if trainers == "auto":
@@ -58,21 +54,21 @@ def planned_split(composed: Composed, processes: int | None = None) -> Outcome |
     asked = (config.allocation.trainers, config.allocation.rollouts)
     if asked != ("auto", "auto") or not sized(composed):
         return None
-    bench = bench_of(composed)
-    ranks, steps = processes or bench.hardware.gpus, bench.work.trained_steps
-    if not any(pool.role == "auto" for pool in bench.hardware.pools) or not 1 < ranks <= bench.hardware.gpus:
+    costing = costing_of(composed)
+    ranks, steps = processes or costing.hardware.gpus, costing.work.trained_steps
+    if not any(pool.role == "auto" for pool in costing.hardware.pools) or not 1 < ranks <= costing.hardware.gpus:
         return None
     splits = []
     for trainers in range(1, ranks):
         trial = candidate_of(config, trainers, ranks - trainers, steps)
         try:
             if config.schedule.tsp.batch == "auto":
-                trial = replace(trial, tsp_batch=_steps_that_fit(bench, trial, steps))
-            if not bench.misfits(trial):
+                trial = trial.but(tsp_batch=_steps_that_fit(costing, trial, steps))
+            if not costing.misfits(trial):
                 splits.append(trial)
         except ValueError:  # the roles of the pools, or memory, do not allow it
             continue
-    return fastest(bench, splits, bench.bound())
+    return fastest(costing, splits, costing.bound())
 
 
 def allocated(composed: Composed, processes: int | None = None) -> Composed:
@@ -106,20 +102,20 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     config: Any = composed.config
     tree: Any = OmegaConf.to_container(config)
     tree["allocation"] |= {"trainers": trainers, "rollouts": rollouts}
-    if wrong := cross_problems(tree, broken=set()):
+    if wrong := relation_problems(tree):
         raise ValueError("\n".join(wrong))
-    steps = trained_steps(config.algorithm.get("train_steps") or {}, config.sampling.steps)
+    steps = trained_steps(config)
     asked = config.schedule.tsp.batch
     batch = steps_per_forward(asked, steps)
     if sized(composed):
-        bench = bench_of(composed)
+        costing = costing_of(composed)
         candidate = candidate_of(config, trainers, rollouts, steps)
         if asked == "auto":
-            batch = _steps_that_fit(bench, candidate, steps)
-            candidate = replace(candidate, tsp_batch=batch)
+            batch = _steps_that_fit(costing, candidate, steps)
+            candidate = candidate.but(tsp_batch=batch)
         if config.model.get("gradient_checkpointing") == AUTO:
-            names = [name for name, role in bench.placed(candidate) if role == "trainer"]
-            values = [bench.recompute(candidate, bench.hardware.pool(name)).config for name in names]
+            names = [name for name, role in costing.placed(candidate) if role == "trainer"]
+            values = [costing.recompute(candidate, costing.hardware.pool(name)).config for name in names]
             tree["model"]["gradient_checkpointing"] = values if values != values[:1] * trainers else values[0]
     tree["schedule"]["tsp"]["batch"] = batch
     numbers = OmegaConf.create(tree)
@@ -128,7 +124,7 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
 
 
 def without_effect(config: Any) -> Iterator[str]:
-    """A line for each schedule setting that the settled allocation makes idle."""
+    """A line for each schedule setting that has no effect with the settled allocation and the other settings."""
     schedule, trainers, rollouts = config.schedule, config.allocation.trainers, config.allocation.rollouts
     groups = config.data.prompts_per_batch // config.algorithm.updates_per_batch
     idle = "schedule.{}: has no effect here, because {}.".format
@@ -136,12 +132,30 @@ def without_effect(config: Any) -> Iterator[str]:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
     if schedule.handoff and rollouts == 0:
         yield idle("handoff = true", "colocated ranks hand nothing over")
-    if schedule.handoff and rollouts == 1 and not schedule.tag:
+    elif schedule.handoff and schedule.claims == "split":
+        yield idle("handoff = true", "with schedule.claims=split no rank takes over another's tasks")
+    elif schedule.handoff and rollouts == 1 and not schedule.tag:
         yield idle("handoff = true", "only one rank generates")
     if schedule.tsp.shard and trainers == 1:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:
         yield idle(f"gap = {schedule.gap}", f"an update has {groups} groups: it is the same as {groups}")
+    if schedule.order == "arrival" and not 0 < schedule.gap < groups:
+        yield idle("order = arrival", f"with schedule.gap={schedule.gap} an update is one fragment")
+    if schedule.shares != "equal" and trainers == 1:
+        yield idle(f"shares = {schedule.shares}", "only one rank trains")
+    elif schedule.shares == "measured" and config.parallel.sharding != "ddp":
+        yield (
+            "schedule.shares = measured: has no effect beyond the profile's speeds, because under "
+            f"{config.parallel.sharding} trainers compute each forward together and cannot be timed apart."
+        )
+    elif schedule.shares != "equal" and config.parallel.sharding == "fsdp":
+        yield (
+            f"schedule.shares = {schedule.shares}: has no effect on predicted times, because under fsdp they take each "
+            "forward as one of all trainers."
+        )
+    if schedule.async_steps and schedule.stale_fraction == 0:
+        yield idle("async_steps = 1", "schedule.stale_fraction=0 lets no group use older weights")
 
 
 def shard_group(config: Any, trainers: int) -> int:
@@ -164,24 +178,22 @@ def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ..
     return tuple(pool.tflops for pool in pools)
 
 
-def _steps_that_fit(bench: Bench, candidate: Candidate, steps: int) -> int:
+def _steps_that_fit(costing: Costing, candidate: Candidate, steps: int) -> int:
     """`schedule.tsp.batch` = auto: of the values that fit, the one whose blocks the trainers finish first."""
     fitting = [
-        trial
-        for batch in range(1, steps + 1)
-        if not bench.trainer_misfits(trial := replace(candidate, tsp_batch=batch))
+        trial for batch in range(1, steps + 1) if not costing.trainer_misfits(trial := candidate.but(tsp_batch=batch))
     ]
     if not fitting:
-        (reason, *_) = bench.trainer_misfits(replace(candidate, tsp_batch=1))
+        (reason, *_) = costing.trainer_misfits(candidate.but(tsp_batch=1))
         raise ValueError(
             f"{reason} with one step per forward: set parallel.sharding=fsdp, model.gradient_checkpointing=auto or a "
             "smaller sampling.task_size; `make plan` searches for a split that fits."
         )
 
     def seconds(trial: Candidate) -> float:
-        return sum(training_floor(bench.spec(trial), bench.cluster(trial)))
+        return sum(training_floor(costing.spec(trial), costing.cluster(trial)))
 
-    return min(fitting, key=lambda trial: (round(seconds(trial), 4), -trial.tsp_batch)).tsp_batch
+    return min(fitting, key=lambda trial: (round(seconds(trial), 4), -trial.spec.tsp_batch)).spec.tsp_batch
 
 
 def sized(composed: Composed) -> bool:
@@ -195,15 +207,15 @@ def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
     """What each role's rank will hold, in GiB, by what holds it; nothing for models without counted sizes."""
     if not sized(composed):
         return []
-    bench = bench_of(composed)
-    candidate = candidate_of(composed.config, trainers, rollouts, bench.work.trained_steps)
-    several = len({name for name, _ in bench.placed(candidate)}) > 1
+    costing = costing_of(composed)
+    candidate = candidate_of(composed.config, trainers, rollouts, costing.work.trained_steps)
+    several = len({name for name, _ in costing.placed(candidate)}) > 1
     lines = []
-    for (pool, role), use in bench.memory(candidate).items():
+    for (pool, role), use in costing.memory(candidate).items():
         where = f"{role} on {pool}" if several else role
         lines.append(f"memory    {where}: {use.gib:.1f} GiB ({_parts(use)})")
         if role == "trainer":
-            lines[-1] += f", gradient checkpointing {bench.recompute(candidate, bench.hardware.pool(pool)).config}"
+            lines[-1] += f", gradient checkpointing {costing.recompute(candidate, costing.hardware.pool(pool)).config}"
     return lines
 
 
@@ -213,9 +225,9 @@ def _parts(use: Memory) -> str:
     return ", ".join(f"{name} {gib:.1f}" for name, gib in held.items() if gib >= 0.05)
 
 
-def bench_of(composed: Composed) -> Bench:
+def costing_of(composed: Composed) -> Costing:
     """The experiment on its hardware profile; raises ValueError for a model without counted sizes."""
-    return Bench(workload(composed), parse_hardware(composed.config.hardware))
+    return Costing(workload(composed), parse_hardware(composed.config.hardware))
 
 
 def workload(composed: Composed) -> Workload:
@@ -239,7 +251,7 @@ def workload(composed: Composed) -> Workload:
         width=sampling.width,
         frames=sampling.frames,
         steps=sampling.steps,
-        trained_steps=trained_steps(algorithm.get("train_steps") or {}, sampling.steps),
+        trained_steps=trained_steps(config),
         prompts=config.data.prompts_per_batch,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,
@@ -253,30 +265,17 @@ def workload(composed: Composed) -> Workload:
     )
 
 
-def trained_steps(selection: Mapping[str, Any], steps: int) -> int:
-    """S of a step selection (digenrl.diffusion.steps, which needs torch): what its `count` returns.
+def trained_steps(config: Any) -> int:
+    """S: what `algorithm.train_steps` counts among sampling.steps. Its class is imported, and torch if that needs it.
 
     Raises:
-        ValueError: an unknown selection class.
+        ValueError: the selection does not fit into sampling.steps.
     """
-    kind = str(selection.get("_target_", "AllButLast")).rpartition(".")[2]
-    first, stop = int(selection.get("first") or 0), selection.get("stop")
-    size, fraction = selection.get("size"), float(selection.get("fraction") or 0.0)
-    pool = min(steps - 1, int(stop) if stop is not None else steps - 1) - first
-    if kind == "AllButLast":
-        return steps - 1
-    if kind == "FirstFraction":
-        return min(max(int(steps * fraction), 1), steps - 1)
-    if kind == "RandomSubset":
-        return int(size) if size is not None else max(int(pool * fraction), 1)
-    if kind == "Window":
-        return int(size or 1)
-    if kind == "NoiseLevels":
-        return int(size) if size is not None else (int(stop) if stop is not None else steps) - first
-    raise ValueError(
-        f"algorithm.train_steps._target_ = {selection.get('_target_')}: the planner does not know how many steps it "
-        "trains; it knows AllButLast, FirstFraction, RandomSubset, Window and NoiseLevels."
-    )
+    selection = config.algorithm.train_steps
+    try:
+        return int(instantiate(selection).count(config.sampling.steps))
+    except ValueError as error:
+        raise ValueError(f"algorithm.train_steps = {OmegaConf.to_container(selection)}: {error}") from error
 
 
 def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Candidate:
@@ -287,19 +286,11 @@ def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Can
     return Candidate(
         trainers,
         rollouts,
+        replace(ScheduleSpec.from_config(config, trained), shares=(), measured_shares=False),
         sharding=config.parallel.sharding,
         shard_group=config.parallel.shard_group if isinstance(config.parallel.shard_group, int) else None,
-        task_size=config.sampling.task_size,
-        tsp_batch=steps_per_forward(config.schedule.tsp.batch, trained),
         recompute=None if asked == AUTO else parse_recompute(asked),
         encoders=not config.model.get("offload_encoders", True),
-        gap=config.schedule.gap,
-        tsp_shard=config.schedule.tsp.shard,
-        tag=config.schedule.tag,
-        handoff=config.schedule.handoff,
         shares=config.schedule.shares != "equal",
-        order=config.schedule.order,
-        async_steps=config.schedule.async_steps,
-        stale_fraction=config.schedule.stale_fraction,
         static_claims=config.schedule.claims == "split",
     )

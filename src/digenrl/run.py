@@ -31,7 +31,7 @@ from digenrl.preflight import shard_group, trainer_speeds
 from digenrl.record.run_dir import append_event
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
-from digenrl.schedule import ScheduleSpec, micro_batches_per_update, steps_per_forward
+from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.schedule.shares import relative
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
@@ -51,32 +51,6 @@ class Rank:
         self.trainer.fit(self.module, datamodule=self.data, ckpt_path=checkpoint)
 
 
-def schedule_spec(config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1) -> ScheduleSpec:
-    """The schedule that a configuration describes."""
-    schedule = config.schedule
-    shares = [] if schedule.shares == "equal" else schedule.shares
-    if schedule.shares == "measured":
-        shares = relative(trainer_speeds(config, trainers, rollouts))
-    return ScheduleSpec(
-        prompts=config.data.prompts_per_batch,
-        group_size=config.data.group_size,
-        task_size=config.sampling.task_size,
-        denoise_steps=config.sampling.steps,
-        trained_steps=trained_steps,
-        updates_per_batch=config.algorithm.updates_per_batch,
-        gap=schedule.gap,
-        order=schedule.order,
-        tsp_batch=steps_per_forward(schedule.tsp.batch, trained_steps),
-        tsp_shard=schedule.tsp.shard,
-        tag=schedule.tag,
-        handoff=schedule.handoff,
-        shares=tuple(float(share) for share in shares),
-        measured_shares=schedule.shares == "measured",
-        async_steps=schedule.async_steps,
-        stale_fraction=schedule.stale_fraction,
-    )
-
-
 def fit(
     config: DictConfig,
     checkpoint: Path | None,
@@ -88,117 +62,6 @@ def fit(
     if world.rank == 0:
         logging.getLogger("digenrl").addHandler(WarningEvents(session.run_dir))
     build(config, world, session, emulated=durations[world.rank] if durations else None).fit(checkpoint)
-
-
-class WarningEvents(logging.Handler):
-    """Warnings become events of kind "warning": the display shows them, the summary keeps them."""
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(logging.WARNING)
-        self._run_dir = run_dir
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Append one line to events.jsonl."""
-        append_event(self._run_dir, "warning", {"message": record.getMessage()})
-
-
-def check(config: DictConfig) -> None:
-    """Raise ValueError for a model or an algorithm that cannot be built, before anything is written or started."""
-    model, strategy = _target(config, "model"), _target(config, "strategy")
-    if not config.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
-        model.check(config.model)
-    if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
-        raise ValueError(
-            f"strategy._target_ = {config.strategy['_target_']}: is no subclass of "
-            "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and override its hooks."
-        )
-    algorithm = config.algorithm
-    configuration.instantiate(algorithm.train_steps).count(config.sampling.steps)
-    advantage = configuration.instantiate(algorithm.advantage)
-    if config.schedule.gap and advantage.needs_whole_batch:
-        raise ValueError(
-            f"algorithm.advantage = {advantage} needs every reward of the batch before the first gradient, but "
-            f"schedule.gap = {config.schedule.gap} trains groups as they complete; set schedule.gap=0 or "
-            "algorithm/advantage=group"
-        )
-    if "surrogate" in algorithm:
-        check_kernel(configuration.instantiate(algorithm.sde), configuration.instantiate(algorithm.surrogate))
-
-
-def check_devices(config: DictConfig, ranks: int) -> None:
-    """Raise ValueError where `ranks` ranks of this machine cannot have the devices that the hardware profile gives
-    them. Emulated GPUs need none."""
-    if config.hardware.emulate:
-        return
-    found = torch.cuda.device_count()
-    pools = {name: pool.gpu for name, pool in config.hardware.pools.items() if pool.gpu != "cpu"}
-    if pools and not found:
-        asked = ", ".join(f"{name}: {gpu}" for name, gpu in pools.items())
-        raise ValueError(
-            f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on this machine: start "
-            "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), hardware.emulate=true "
-            "(sleeps in their place), or ask `make plan`."
-        )
-    if found and ranks > found:
-        raise ValueError(
-            f"allocation.trainers = {config.allocation.trainers} and allocation.rollouts = "
-            f"{config.allocation.rollouts}: {ranks} ranks start on this machine, which has {found} GPUs; lower one, "
-            "start the run on every machine of the profile (scripts/torchrun.sh, scripts/slurm.sbatch), or set "
-            "CUDA_VISIBLE_DEVICES= to run on processors."
-        )
-
-
-def _target(config: DictConfig, group: str) -> Any:
-    """What `_target_` of a group names."""
-    name = config[group]["_target_"]
-    try:
-        return get_object(name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise ValueError(
-            f"{group}._target_ = {name}: cannot be imported ({' '.join(str(error).split())}); correct the name, or add "
-            "the directory of its module to PYTHONPATH."
-        ) from error
-
-
-def describe(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
-    """The lines that precede a run: what runs where, with what schedule."""
-    data, schedule = config.data, config.schedule
-    samples = data.prompts_per_batch * data.group_size
-    ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}"
-    lines = [
-        f"run       {run_dir}",
-        f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
-        f"{'GPU' if torch.cuda.is_available() else 'CPU'}",
-        f"step      {data.prompts_per_batch} prompts x {data.group_size} samples = {samples} samples, "
-        f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
-        f"{config.max_rl_steps} RL steps",
-        f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} "
-        f"tag={schedule.tag} handoff={schedule.handoff} shares={schedule.shares} async_steps={schedule.async_steps}",
-    ]
-    return lines + ([f"resume    {checkpoint}"] if checkpoint else [])
-
-
-def model_of(config: DictConfig, world: World) -> DictConfig:
-    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ."""
-    model: DictConfig = config.model
-    kept = model.get("gradient_checkpointing")
-    if not isinstance(kept, ListConfig):
-        return model
-    own = DictConfig({"gradient_checkpointing": kept[world.rank] if world.is_trainer else False})
-    merged = OmegaConf.merge(model, own)
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def sampling_spec(config: DictConfig) -> SamplingSpec:
-    """The `sampling` group as the engine reads it."""
-    sampling = config.sampling
-    return SamplingSpec(
-        steps=sampling.steps,
-        storage_dtype=getattr(torch, sampling.storage_dtype),
-        same_noise=sampling.same_noise,
-        eval_steps=sampling.eval.steps,
-    )
 
 
 def build(
@@ -274,6 +137,36 @@ def build(
     return Rank(trainer, module, data, strategy)
 
 
+def schedule_spec(config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1) -> ScheduleSpec:
+    """The schedule that a configuration describes; measured shares begin with the profile's."""
+    measured = config.schedule.shares == "measured"
+    speeds = relative(trainer_speeds(config, trainers, rollouts)) if measured else ()
+    return ScheduleSpec.from_config(config, trained_steps, speeds)
+
+
+def sampling_spec(config: DictConfig) -> SamplingSpec:
+    """The `sampling` group as the engine reads it."""
+    sampling = config.sampling
+    return SamplingSpec(
+        steps=sampling.steps,
+        storage_dtype=getattr(torch, sampling.storage_dtype),
+        same_noise=sampling.same_noise,
+        eval_steps=sampling.eval.steps,
+    )
+
+
+def model_of(config: DictConfig, world: World) -> DictConfig:
+    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ."""
+    model: DictConfig = config.model
+    kept = model.get("gradient_checkpointing")
+    if not isinstance(kept, ListConfig):
+        return model
+    own = DictConfig({"gradient_checkpointing": kept[world.rank] if world.is_trainer else False})
+    merged = OmegaConf.merge(model, own)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def _loggers(config: DictConfig, world: World, session: Session) -> list[Any]:
     if world.rank != 0 or not config.logger:
         return []
@@ -282,3 +175,72 @@ def _loggers(config: DictConfig, world: World, session: Session) -> list[Any]:
 
 def _write_missing(run_dir: Path, rank: int, reward: str, samples: int, cause: str) -> None:
     append_event(run_dir, "missing", {"rank": rank, "reward": reward, "samples": samples, "cause": cause})
+
+
+class WarningEvents(logging.Handler):
+    """Warnings become events of kind "warning": the display shows them, the summary keeps them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._run_dir = run_dir
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one line to events.jsonl."""
+        append_event(self._run_dir, "warning", {"message": record.getMessage()})
+
+
+def check(config: DictConfig) -> None:
+    """Raise ValueError for a model or an algorithm that cannot be built, before anything is written or started."""
+    model, strategy = _target(config, "model"), _target(config, "strategy")
+    if not config.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
+        model.check(config.model)
+    if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
+        raise ValueError(
+            f"strategy._target_ = {config.strategy['_target_']}: is no subclass of "
+            "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and override its hooks."
+        )
+    algorithm = config.algorithm
+    advantage = configuration.instantiate(algorithm.advantage)
+    if config.schedule.gap and advantage.needs_whole_batch:
+        raise ValueError(
+            f"algorithm.advantage = {advantage} needs every reward of the batch before the first gradient, but "
+            f"schedule.gap = {config.schedule.gap} trains groups as they complete; set schedule.gap=0 or "
+            "algorithm/advantage=group"
+        )
+    if "surrogate" in algorithm:
+        check_kernel(configuration.instantiate(algorithm.sde), configuration.instantiate(algorithm.surrogate))
+
+
+def check_devices(config: DictConfig, ranks: int) -> None:
+    """Raise ValueError where `ranks` ranks of this machine cannot have the devices that the hardware profile gives
+    them. Emulated GPUs need none."""
+    if config.hardware.emulate:
+        return
+    found = torch.cuda.device_count()
+    pools = {name: pool.gpu for name, pool in config.hardware.pools.items() if pool.gpu != "cpu"}
+    if pools and not found:
+        asked = ", ".join(f"{name}: {gpu}" for name, gpu in pools.items())
+        raise ValueError(
+            f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on this machine: start "
+            "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), hardware.emulate=true "
+            "(sleeps in their place), or ask `make plan`."
+        )
+    if found and ranks > found:
+        raise ValueError(
+            f"allocation.trainers = {config.allocation.trainers} and allocation.rollouts = "
+            f"{config.allocation.rollouts}: {ranks} ranks start on this machine, which has {found} GPUs; lower one, "
+            "start the run on every machine of the profile (scripts/torchrun.sh, scripts/slurm.sbatch), or set "
+            "CUDA_VISIBLE_DEVICES= to run on processors."
+        )
+
+
+def _target(config: DictConfig, group: str) -> Any:
+    """What `_target_` of a group names."""
+    name = config[group]["_target_"]
+    try:
+        return get_object(name)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ValueError(
+            f"{group}._target_ = {name}: cannot be imported ({' '.join(str(error).split())}); correct the name, or add "
+            "the directory of its module to PYTHONPATH."
+        ) from error

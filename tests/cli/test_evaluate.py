@@ -14,7 +14,13 @@ from safetensors.torch import load_file
 
 from digenrl import config as configuration
 from digenrl.cli.evaluate import NoCheckpoint, Request, evaluate, main
+from digenrl.config.help import read_arguments
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+
+
+def asked(words: list[str]) -> tuple[Request, list[str]]:
+    return read_arguments(Request, words, others=True)
+
 
 SMALL = "callbacks.evaluation.samples_per_prompt=3"
 pytestmark = pytest.mark.heavy
@@ -39,7 +45,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_last_compares_the_checkpoint_with_the_base_model(run_dir: Path) -> None:
-    result = evaluate(Request.from_arguments([f"run={run_dir}", SMALL]))
+    result = evaluate(*asked([f"run={run_dir}", SMALL]))
     assert result["rl_step"] == 7
     assert result["base"]["samples"] == result["last"]["samples"] == 30
     assert result["last"]["reward"] != result["base"]["reward"]
@@ -54,16 +60,16 @@ def test_base_needs_no_checkpoint_and_takes_other_prompts_and_steps(run_dir: Pat
     (bare / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     prompts = tmp_path / "mine.txt"
     prompts.write_text("number two\nnumber five\n")
-    request = Request.from_arguments([f"run={bare}", "step=base", f"data={prompts}", "sampling.eval.steps=3", SMALL])
-    result = evaluate(request)
+    request = asked([f"run={bare}", "step=base", f"data={prompts}", "sampling.eval.steps=3", SMALL])
+    result = evaluate(*request)
     assert (result["prompts"], result["steps"], result["base"]["samples"]) == (2, 3, 6)
     assert "last" not in result
     with pytest.raises(NoCheckpoint, match="step=base"):
-        evaluate(Request.from_arguments([f"run={bare}"]))
+        evaluate(*asked([f"run={bare}"]))
 
 
 def test_another_reward_scores_the_same_samples(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = evaluate(Request.from_arguments([f"run={run_dir}", "step=base", "reward=jpeg", SMALL]))
+    result = evaluate(*asked([f"run={run_dir}", "step=base", "reward=jpeg", SMALL]))
     assert result["base"]["reward"] == result["base"]["reward/jpeg_size"] < 0
     assert "heldout" not in result["base"]
     assert main([f"run={run_dir}", "step=base", "reward=jpg", SMALL]) == 2
@@ -89,9 +95,9 @@ def test_a_damaged_checkpoint_is_refused(run_dir: Path, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "run=... is missing"),
+        ([], "run: missing; allowed: path of a run directory"),
         (["run=/nowhere"], "run=/nowhere: no config.yaml there"),
-        (["run=RUN", "step=first"], "step=first: use base or last"),
+        (["run=RUN", "step=first"], "step = first: is none of the choices; allowed: base | last"),
         (["RUN"], "settings are key=value"),
         (["run=RUN", "sampling.eval.step=3"], "sampling.eval.steps"),
         (["run=RUN", "data=absent.txt"], "absent.txt"),

@@ -172,10 +172,10 @@ def test_videos_are_exported_as_mp4_and_the_average_only_where_there_is_one(tmp_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "run=... is missing"),
+        ([], "run: missing; allowed: path of a run directory"),
         (["run=/nowhere"], "/nowhere"),
-        (["run=x", "weights=best"], "weights=best: use evaluated, trained, average"),
-        (["run=x", "wieghts=trained"], "wieghts=trained: unknown"),
+        (["run=x", "weights=best"], "weights = best: is none of the choices; allowed: evaluated | trained | average"),
+        (["run=x", "wieghts=trained"], "wieghts = trained: no such key; nearest: weights"),
     ],
 )
 def test_bad_words_are_refused_in_words(arguments: list[str], message: str, capsys: Any) -> None:

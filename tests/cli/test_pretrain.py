@@ -36,10 +36,11 @@ def test_saved_weights_load_into_the_policy_and_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("stepz=3", "write key=value with key one of base, judges, wrong_captions, steps"),
-        ("steps=many", "steps must be int, got 'many'"),
-        ("wrong_captions=1.5", "share in [0, 1], got 1.5"),
-        ("steps=0", "must be positive"),
+        ("stepz=3", "stepz = 3: no such key; nearest: steps"),
+        ("steps=many", "steps = many: is text; allowed: whole number >= 1"),
+        ("wrong_captions=1.5", "wrong_captions = 1.5: is too large; allowed: number >= 0 and <= 1"),
+        ("steps=0", "steps = 0: is too small; allowed: whole number >= 1"),
+        ("steps", "steps: settings are key=value"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_written(

@@ -13,7 +13,7 @@ from digenrl import config as configuration
 from digenrl.cli import profile
 from digenrl.models.digits import DigitsPolicy
 from digenrl.preflight import workload
-from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import parse_hardware
 
 pytestmark = pytest.mark.heavy
@@ -70,11 +70,11 @@ def test_a_published_experiment_is_measured_on_its_tiny_build_and_the_planner_re
     composed = configuration.load(
         [*words, f"hardware.seconds={yaml.safe_dump(given, default_flow_style=True, width=1000).strip()}"]
     )
-    bench = Bench(workload(composed), parse_hardware(composed.config.hardware))
-    seconds = bench.seconds_per_unit()
+    costing = Costing(workload(composed), parse_hardware(composed.config.hardware))
+    seconds = costing.seconds_per_unit()
     for stage in ("generate", "decode", "train"):
         assert seconds[stage]["local"] == pytest.approx(given[stage]["local"])
-    rank = bench.cluster(Candidate(1, 1, task_size=2)).ranks[1]
+    rank = costing.cluster(costing.candidate(1, 1, task_size=2)).ranks[1]
     assert rank.step_seconds == pytest.approx(given["generate"]["local"] * 2 / 6)
 
 

@@ -122,6 +122,6 @@ def test_mistakes_are_explained_without_a_traceback(folder, capsys, words, code,
 def test_a_missing_path_is_asked_for(capsys):
     assert main(["reward=ocr"]) == 2
     error = capsys.readouterr().err
-    assert "images=... is missing" in error
-    assert "prompts=... is missing" in error
+    assert "images: a value is required; set images=..." in error
+    assert "prompts: a value is required; set prompts=..." in error
     assert main(["--help"]) == 0

@@ -88,7 +88,12 @@ def test_off_loopback_a_token_is_written_for_the_owner_alone(tmp_path, monkeypat
         (["reward=jpg"], 2, "nearest: jpeg"),
         (["reward=ocr_clip", "hardware.build=tiny"], 1, "choose one with name="),
         (["reward=jpeg", "name=jpeg"], 1, "Unknown reward `jpeg`"),
-        (["reward=jpeg", "limits.max_pending=0"], 1, "max_pending"),
+        (
+            ["reward=jpeg", "limits.max_pending=0"],
+            2,
+            "limits.max_pending = 0: is too small; allowed: whole number >= 1",
+        ),
+        (["reward=jpeg", "port=70000"], 2, "port = 70000: is too large"),
         (["reward=jpeg", "host=256.0.0.1", "token_file=/nonexistent/token"], 1, "nonexistent"),
     ],
 )

@@ -173,10 +173,6 @@ RELATIONS: dict[str, Case] = {
         ["parallel.shard_group=2"],
         ["parallel.shard_group = 2", "parallel.sharding = ddp", "set parallel.sharding=hsdp"],
     ),
-    "trained steps beyond the trajectory": (
-        ["+algorithm.train_steps.size=9"],
-        ["algorithm.train_steps.size = 9", "sampling.steps", "1 .. 6"],
-    ),
 }
 
 TARGETS: dict[str, Case] = {
@@ -207,7 +203,49 @@ TARGETS: dict[str, Case] = {
     "no text": (["model._target_=3"], ["model._target_ = 3", "dotted name"]),
 }
 
-TABLE = {**NAMES, **KEYS, **VALUES, **RELATIONS, **TARGETS}
+PROFILES: dict[str, Case] = {
+    "unknown role": (
+        ["hardware.pools.local.role=both"],
+        ["hardware.pools.local.role = both", "auto | trainer | rollout"],
+    ),
+    "count in words": (
+        ["hardware.pools.local.count=two"],
+        ["hardware.pools.local.count = two", "is text", "whole number >= 1"],
+    ),
+    "no GPUs": (["hardware.pools.local.count=0"], ["hardware.pools.local.count = 0", "is too small", ">= 1"]),
+    "unnamed GPU": (["hardware.pools.local.gpu=null"], ["hardware.pools.local.gpu = null", "name of the GPU, or cpu"]),
+    "no node": (["hardware.pools.local.per_node=0"], ["hardware.pools.local.per_node = 0", ">= 1"]),
+    "empty pool": (
+        ["hardware.pools.local=null"],
+        ["hardware.pools.local = null", "must hold the keys count, gpu", "tflops"],
+    ),
+    "no pools": (["~hardware.pools.local"], ["hardware.pools = {}", "must hold groups of keys by name"]),
+    "pools in words": (["hardware.pools=none"], ["hardware.pools = none", "must hold groups of keys by name"]),
+    "missing figure": (
+        ["~hardware.pools.local.tflops"],
+        ["hardware.pools.local.tflops: missing", "number > 0", "data sheet"],
+    ),
+    "figure in words": (["hardware.pools.local.tflops=many"], ["hardware.pools.local.tflops = many", "number > 0"]),
+    "misspelt figure": (
+        ["+hardware.pools.local.tflop=1"],
+        ["hardware.pools.local.tflop = 1", "nearest: hardware.pools.local.tflops"],
+    ),
+    "unknown factor": (
+        ["+hardware.efficiency.generat=1.0"],
+        ["hardware.efficiency.generat = 1.0", "nearest: hardware.efficiency.generate"],
+    ),
+    "a key that nothing sets": (["hardware.efficiency.train=0.4"], ["hardware.efficiency.train = 0.4", "+hardware."]),
+    "unknown grade of the blocks": (
+        ["model.gradient_checkpointing={outputs:1}"],
+        ["model.gradient_checkpointing", "names outputs", "products|attention|inputs"],
+    ),
+    "shares of the blocks beyond all": (
+        ["model.gradient_checkpointing={products:0.7,inputs:0.7}"],
+        ["model.gradient_checkpointing", "sums to more than 1"],
+    ),
+}
+
+TABLE = {**NAMES, **KEYS, **VALUES, **RELATIONS, **PROFILES, **TARGETS}
 
 
 def problems_of(*words: str) -> tuple[str, ...]:
@@ -241,15 +279,14 @@ SETTLED: dict[str, Case] = {
         ["hardware.pools.local.role=trainer"],
         ["allocation.rollouts = 1", "0 devices that may be rollouts"],
     ),
-    "unknown role": (["hardware.pools.local.role=both"], ["hardware.pools.local.role = both", "trainer or rollout"]),
-    "count in words": (["hardware.pools.local.count=two"], ["hardware.pools.local.count = two", "whole number"]),
-    "unnamed GPU": (["hardware.pools.local.gpu=null"], ["hardware.pools.local.gpu = None", "name the GPU, or cpu"]),
-    "no node": (["hardware.pools.local.per_node=0"], ["hardware.pools.local.per_node = 0", "at least 1"]),
-    "empty pool": (["hardware.pools.local=null"], ["hardware.pools.local = None", "must be a group of keys"]),
-    "no pools": (["~hardware.pools.local"], ["hardware.pools is empty"]),
-    "pools in words": (["hardware.pools=none"], ["hardware.pools = none", "must be a group of keys"]),
-    "missing figure": (["~hardware.pools.local.tflops"], ["hardware.pools.local (cpu) lacks tflops", "make profile"]),
-    "figure in words": (["hardware.pools.local.tflops=many"], ["hardware.pools.local: tflops = many", "above 0"]),
+    "trained steps beyond the trajectory": (
+        ["algorithm/train_steps=random_subset", "algorithm.train_steps.size=9"],
+        ["algorithm.train_steps = {", "train_steps.size=9 does not fit the pool of 5 steps", "of sampling.steps=6"],
+    ),
+    "a window beyond the trajectory": (
+        ["algorithm/train_steps=random_window", "algorithm.train_steps.stop=6"],
+        ["[0, 6) lies outside the usable steps [0, 5) of sampling.steps=6", "lower train_steps.stop"],
+    ),
 }
 
 
@@ -267,6 +304,9 @@ def test_message_before_ranks_start(case: Case) -> None:
     assert all(part in str(caught.value) for part in expected), caught.value
 
 
+TWO = ("allocation.trainers=2", "allocation.rollouts=1")
+
+
 @pytest.mark.parametrize(
     ("words", "idle"),
     [
@@ -274,14 +314,42 @@ def test_message_before_ranks_start(case: Case) -> None:
         (["schedule=sync", "schedule.handoff=true", "schedule.gap=8"], ["handoff = true", "gap = 8"]),
         (["schedule=gap_tsp_tag", "schedule.handoff=true", "allocation.rollouts=0"], ["tag = true", "handoff = true"]),
         (["schedule=gap_tsp_tag", "allocation.trainers=2", "allocation.rollouts=2"], []),
+        (["schedule=sync", "schedule.order=arrival"], ["order = arrival"]),
+        (["schedule=gap", "schedule.order=arrival"], []),
+        (["schedule.shares=measured"], ["shares = measured"]),
+        ([*TWO, "schedule.shares=[3,1]", "parallel.sharding=fsdp"], ["shares = [3, 1]"]),
+        ([*TWO, "schedule.shares=measured", "parallel.sharding=hsdp"], ["shares = measured"]),
+        ([*TWO, "schedule.shares=[3,1]"], []),
+        (["schedule.async_steps=1", "schedule.stale_fraction=0"], ["async_steps = 1"]),
+        (["schedule.claims=split", "schedule.handoff=true", "allocation.rollouts=2"], ["handoff = true"]),
     ],
-    ids=["one trainer", "one rollout", "colocated", "all used"],
+    ids=[
+        "one trainer",
+        "one rollout",
+        "colocated",
+        "all used",
+        "one fragment",
+        "several fragments",
+        "shares of one",
+        "shares under fsdp",
+        "measured under hsdp",
+        "shares of two",
+        "no stale group",
+        "equal parts and hand-off",
+    ],
 )
 def test_a_schedule_setting_without_effect_is_named(words: list[str], idle: list[str]) -> None:
     composed = config.load(words)
     notes = [note for note in settled(composed, *allocation(composed.config)).notes if "has no effect" in note]
     assert len(notes) == len(idle)
     assert all(note.startswith(f"schedule.{setting}") for note, setting in zip(notes, idle, strict=True)), notes
+
+
+def test_a_profile_is_explained_all_at_once() -> None:
+    words = ["hardware.pools.a={gpu:X9,count:0,role:boss,memory_gib:1}", "+hardware.pools.b={gpu:Y}"]
+    text = " ".join(problems_of("hardware=testbed_a", *words, "+hardware.efficiency.speed=1.0"))
+    for part in ("pools.a.count = 0", "pools.a.role = boss", "pools.b.tflops: missing", "efficiency.speed"):
+        assert part in text
 
 
 def test_all_errors_at_once() -> None:

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from digenrl import config
-from digenrl.config.rules import KEYS, REQUIRED
+from digenrl.config.schema import Train
+from digenrl.config.validation import keys_of
 
 
 def test_everything_is_resolved_and_read_only() -> None:
@@ -154,7 +155,7 @@ def test_help_lists_every_key_and_group(capsys: pytest.CaptureFixture[str]) -> N
         config.load_or_exit(["--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    assert all(key in text for key in KEYS)
+    assert all(key in text for key in keys_of(Train))
     assert all(group in text for group in config.group_options(config.config_directory()))
 
 
@@ -165,9 +166,11 @@ def test_cfg_prints_the_configuration(capsys: pytest.CaptureFixture[str]) -> Non
     assert OmegaConf.create(capsys.readouterr().out).seed == 9
 
 
-def test_required_keys_have_rules_and_defaults() -> None:
+def test_required_keys_have_defaults_and_all_keys_a_meaning() -> None:
     tree = config.load([]).config
-    assert all(OmegaConf.select(tree, key, default="absent") != "absent" for key in REQUIRED)
+    assert all(
+        OmegaConf.select(tree, key, default="absent") != "absent" for key, its in keys_of(Train).items() if its.required
+    )
 
 
 def test_a_bad_configuration_is_refused_quickly_without_torch(tmp_path: Path) -> None:

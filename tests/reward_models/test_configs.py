@@ -19,7 +19,7 @@ PROMPTS = [Prompt('a sign "OPEN"'), Prompt('a sign "SHUT"')]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_builds_and_scores(name):
-    suite = reward_suite(reward_config([f"reward={name}", "hardware.build=tiny"], "serve_reward", (), ""))
+    suite = reward_suite(reward_config([f"reward={name}", "hardware.build=tiny"], "serve_reward"))
     suite.check_prompts(PROMPTS)
     assert any(suite.weights.values())
     if name not in NEEDS_A_SERVICE:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.candidate import Costing
 from digenrl.simulate.floor import floor_seconds, training_floor
 from digenrl.simulate.hardware import Hardware, Pool
 from digenrl.simulate.outcome import evaluate
@@ -21,29 +21,31 @@ FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pi
 @pytest.mark.parametrize("pools", [(SLOW,), (FAST, SLOW)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("async_steps", [0, 1])
 def test_no_simulated_step_is_shorter_than_its_floor(pools: tuple[Pool, ...], async_steps: int) -> None:
-    bench = Bench(FLUX, Hardware(pools))
-    bound, gpus, ratios = bench.bound(), bench.hardware.gpus, []
+    costing = Costing(FLUX, Hardware(pools))
+    bound, gpus, ratios = costing.bound(), costing.hardware.gpus, []
     choices = itertools.product((1, gpus // 2, gpus - 1, gpus), ("ddp", "fsdp"), (1, 4), (1, 4), (False, True))
     for trainers, sharding, size, gap, lending in choices:
         if trainers == gpus and (lending or async_steps):
             continue
-        base = Candidate(trainers, gpus - trainers, sharding, None, size, gap=gap, tag=lending, handoff=lending)
-        candidate = replace(base, shares=len(pools) > 1, async_steps=async_steps)
+        base = costing.candidate(
+            trainers, gpus - trainers, sharding=sharding, task_size=size, gap=gap, tag=lending, handoff=lending
+        )
+        candidate = base.but(shares=len(pools) > 1, async_steps=async_steps)
         if trainers == 1 and sharding != "ddp":
             continue
-        floor = floor_seconds(bench.spec(candidate), bench.cluster(candidate))
-        ratios.append(evaluate(bench, candidate, bound, exact=True).step_s / floor)
+        floor = floor_seconds(costing.spec(candidate), costing.cluster(candidate))
+        ratios.append(evaluate(costing, candidate, bound, exact=True).step_s / floor)
     # Asynchronous steps are averaged over a window in whose course rollout ranks may gain or lose part of a task.
     assert min(ratios) >= (0.98 if async_steps else 1.0 - 1e-9)
     assert min(ratios) < 1.2  # a floor far below everything would be no help
 
 
 def test_sharded_trainers_pay_whole_rounds_for_each_fragment() -> None:
-    bench = Bench(FLUX, Hardware((replace(SLOW, count=8),)))
-    candidate = Candidate(3, 5, "fsdp", None, 8, tsp_batch=1, gap=1)
-    spec, cluster = bench.spec(candidate), bench.cluster(candidate)
+    costing = Costing(FLUX, Hardware((replace(SLOW, count=8),)))
+    candidate = costing.candidate(3, 5, sharding="fsdp", task_size=8)
+    spec, cluster = costing.spec(candidate), costing.cluster(candidate)
     cell = cluster.trainers[0].cell_seconds + cluster.micro_batch_seconds
     # One task of five trained steps: five blocks on three ranks take two rounds; four groups an update.
     assert training_floor(spec, cluster) == pytest.approx((2 * cell, 8 * cell))
-    whole = replace(candidate, gap=4)
-    assert training_floor(bench.spec(whole), bench.cluster(whole))[1] == pytest.approx(7 * cell)
+    whole = candidate.but(gap=4)
+    assert training_floor(costing.spec(whole), costing.cluster(whole))[1] == pytest.approx(7 * cell)

@@ -5,28 +5,23 @@
     python -m digenrl.cli.evaluate run=RUN reward=jpeg sampling.guidance_scale=3 sampling.height=768
 
 Samples the base model and, unless step=base, the last checkpoint, both from the same noise, under the run's own
-configuration; `reward=` names another option of that group to score with, every further `key=value` changes the
-configuration for this evaluation. Writes RUN/eval.json and
-RUN/eval.png (before above after). The last line of standard output is the path of eval.json.
+configuration; every further `key=value` changes that configuration (`digenrl.cli.train --help` lists its keys). Writes
+RUN/eval.json and RUN/eval.png (before above after). The last line of standard output is the path of eval.json.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import OmegaConf
+from pydantic import Field
 
 from digenrl import config as configuration
+from digenrl.config.help import Arguments, RunDirectory, command_help, read_arguments, wants_help
 
-USAGE = (
-    "usage: python -m digenrl.cli.evaluate run=<run directory> [step=base|last] [data=<prompt file>] [reward=<option>] "
-    "[key=value ...]"
-)
-STEPS = ("base", "last")
 MIRRORS = {
     "data.heldout": "callbacks.evaluation.heldout_prompts",
     "sampling.eval.steps": "callbacks.evaluation.steps",
@@ -44,56 +39,32 @@ class NoCheckpoint(RuntimeError):
     """The run has no whole checkpoint to evaluate."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Arguments):
     """What the command line asks for."""
 
-    run: Path
-    step: str
-    """"base": only the base model; "last": the base model and the last checkpoint."""
-    reward: str | None
-    """Option of the `reward` group to score with; None = the run's own."""
-    words: tuple[str, ...]
-    """Changes of the run's configuration."""
-
-    @classmethod
-    def from_arguments(cls, arguments: Sequence[str]) -> Request:
-        """Raises ValueError, with the usage, when a word is no key=value, the run is missing or the step is unknown."""
-        own: dict[str, str] = {}
-        words: list[str] = []
-        for argument in arguments:
-            key, separator, value = argument.partition("=")
-            if not separator:
-                raise ValueError(f"{argument}: settings are key=value. {USAGE}")
-            if key in ("run", "step", "reward"):
-                own[key] = value
-            else:
-                words.append(f"data.heldout={value}" if key == "data" else argument)
-        if not own.get("run"):
-            raise ValueError(f"run=... is missing. {USAGE}")
-        step = own.get("step", "last")
-        if step not in STEPS:
-            raise ValueError(f"step={step}: use {' or '.join(STEPS)}. {USAGE}")
-        return cls(Path(own["run"]), step, own.get("reward"), tuple(words))
+    run: RunDirectory = Field(description="with an evaluation callback and, unless step=base, a whole checkpoint")
+    step: Literal["base", "last"] = Field("last", description="only the base model, or also the last checkpoint")
+    reward: str | None = Field(None, description="option of the group `reward` to score with; null: the run's own")
+    data: str | None = Field(None, description="prompt file; null: the run's own held-out prompts")
 
 
-def mirrored(request: Request) -> list[str]:
-    """The request's words, each repeated for the key that follows it in the run's configuration (see `MIRRORS`)."""
-    stored = OmegaConf.load(request.run / "config.yaml")
-    words = list(request.words)
-    for word in request.words:
+def mirrored(run: Path, words: Sequence[str]) -> list[str]:
+    """`words`, each repeated for the key that follows it in the run's configuration (see `MIRRORS`)."""
+    stored = OmegaConf.load(run / "config.yaml")
+    found = list(words)
+    for word in words:
         key, _, value = word.partition("=")
-        follower = MIRRORS.get(key)
-        if follower is None:
-            continue
-        node, _, leaf = follower.rpartition(".")
-        if leaf in (OmegaConf.select(stored, node) or {}):
-            words.append(f"{follower}={value}")
-    return words
+        node, _, leaf = MIRRORS.get(key, "").rpartition(".")
+        if leaf and leaf in (OmegaConf.select(stored, node) or {}):
+            found.append(f"{node}.{leaf}={value}")
+    return found
 
 
-def evaluate(request: Request) -> dict[str, Any]:
+def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
     """Sample, score and write; returns what eval.json holds.
+
+    Args:
+        words: changes of the run's configuration.
 
     Raises:
         ConfigError: a change that the run's configuration does not allow.
@@ -101,8 +72,9 @@ def evaluate(request: Request) -> dict[str, Any]:
         ValueError: no such run, or its configuration has no evaluation callback.
     """
     if not (request.run / "config.yaml").is_file():
-        raise ValueError(f"run={request.run}: no config.yaml there; name a run directory. {USAGE}")
-    composed = configuration.load([f"resume={request.run}", *mirrored(request)])
+        raise ValueError(f"run={request.run}: no config.yaml there; name a run directory.")
+    changes = [*([f"data.heldout={request.data}"] if request.data else []), *words]
+    composed = configuration.load([f"resume={request.run}", *mirrored(request.run, changes)])
     for note in composed.notes:
         print(note, file=sys.stderr)
     config = composed.config
@@ -168,22 +140,21 @@ def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:
 
 def table(result: dict[str, Any]) -> str:
     """The numbers of `result`, one row per metric."""
-    columns = [name for name in STEPS if name in result]
+    columns = [name for name in ("base", "last") if name in result]
     rows = [f"{'':<24}" + "".join(f"{name:>12}" for name in columns)]
     for key in result[columns[0]]:
         rows.append(f"{key:<24}" + "".join(f"{result[name][key]:>12.4g}" for name in columns))
     return "\n".join(rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit code: 0; 2 when arguments, run or configuration do not fit; 1 without a whole checkpoint."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if list(arguments) in (["-h"], ["--help"]):
-        print(__doc__)
+    if wants_help(arguments):
+        print(command_help(__doc__, Request))
         return 0
     try:
-        request = Request.from_arguments(arguments)
-        result = evaluate(request)
+        request, words = read_arguments(Request, arguments, others=True)
+        result = evaluate(request, words)
     except (configuration.ConfigError, ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -196,4 +167,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from digenrl import config as configuration
+from digenrl.config.help import Arguments, Folder, RunDirectory, command_help, read_arguments, wants_help
 
-USAGE = "usage: python -m digenrl.cli.export run=<run directory> [out=<folder>] [weights=evaluated|trained|average]"
-WEIGHTS = ("evaluated", "trained", "average")
 NOTES = {
     "trained": "the weights after the last update",
     "average": "the moving average, which the run evaluates with; weights=trained takes those of the last update",
@@ -29,44 +29,29 @@ class NoWeights(RuntimeError):
     """The run has no whole checkpoint, or not the weights that were asked for."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Arguments):
     """What the command line asks for."""
 
-    run: Path
-    out: Path
-    weights: str
-    words: tuple[str, ...] = ()
-    """What the run's configuration must be loaded with: `allow_targets`, which only the command line may say."""
-
-    @classmethod
-    def from_arguments(cls, arguments: Sequence[str]) -> Request:
-        """Raises ValueError, with the usage, for anything but its keys."""
-        given: dict[str, str] = {}
-        for argument in arguments:
-            key, separator, value = argument.partition("=")
-            if not separator or key not in ("run", "out", "weights", "allow_targets"):
-                raise ValueError(f"{argument}: unknown. {USAGE}")
-            given[key] = value
-        if not given.get("run"):
-            raise ValueError(f"run=... is missing. {USAGE}")
-        weights = given.get("weights", WEIGHTS[0])
-        if weights not in WEIGHTS:
-            raise ValueError(f"weights={weights}: use {', '.join(WEIGHTS)}. {USAGE}")
-        run = Path(given["run"])
-        words = (f"allow_targets={given['allow_targets']}",) if "allow_targets" in given else ()
-        return cls(run, Path(given["out"]) if given.get("out") else run / "export", weights, words)
+    run: RunDirectory = Field(description="with a whole checkpoint")
+    out: Folder | None = Field(None, description="where to write; null: RUN/export")
+    weights: Literal["evaluated", "trained", "average"] = Field(
+        "evaluated", description="evaluated: the moving average where the run keeps one, else the trained ones"
+    )
 
 
-def export(request: Request) -> Path:
+def export(request: Request, words: Sequence[str] = ()) -> Path:
     """Build the run's policy, give it the checkpoint's weights, write the folder and return it.
+
+    Args:
+        words: what the run's configuration must be loaded with: `allow_targets`, which only the command line may say.
 
     Raises:
         ConfigError: no such run.
         NoWeights: no whole checkpoint, or no moving average in it.
         digenrl.models.diffusers_export.ExportError: what was written could not be read back.
     """
-    composed = configuration.load([f"resume={request.run}", *request.words])
+    composed = configuration.load([f"resume={request.run}", *words])
+    out = request.out or request.run / "export"
 
     # torch is imported only now, so that a mistyped word is refused at once.
     import numpy as np
@@ -80,15 +65,15 @@ def export(request: Request) -> Path:
     print(f"export: {NOTES[weights]}", file=sys.stderr)
     policy = configuration.instantiate(composed.config.model)
     policy.load_trained_parameters(tensors)
-    export_policy(policy, request.out)
+    export_policy(policy, out)
     samples = []
     evaluations = sorted((composed.run_dir / "samples").glob("eval-*.npz"), key=lambda p: int(p.stem.split("-")[1]))
     if evaluations:
         with np.load(evaluations[-1], allow_pickle=False) as stored:
-            samples = write_samples(request.out, stored["media"])
+            samples = write_samples(out, stored["media"])
     plain: Any = OmegaConf.to_container(composed.config, resolve=True)
-    write_card(request.out, composed.run_dir, plain, type(policy.transformer).__name__, weights, samples)
-    return request.out
+    write_card(out, composed.run_dir, plain, type(policy.transformer).__name__, weights, samples)
+    return out
 
 
 def read_weights(checkpoint: Path, weights: str) -> tuple[dict[str, Any], str]:
@@ -116,14 +101,15 @@ def read_weights(checkpoint: Path, weights: str) -> tuple[dict[str, Any], str]:
     return average, "average"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit code: 0; 2 when arguments, run or configuration do not fit; 1 without usable weights."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if list(arguments) in (["-h"], ["--help"]):
-        print(__doc__)
+    if wants_help(arguments):
+        print(command_help(__doc__, Request))
         return 0
+    allowance = [word for word in arguments if word.startswith("allow_targets=")]
     try:
-        folder = export(Request.from_arguments(arguments))
+        request, _ = read_arguments(Request, [word for word in arguments if word not in allowance])
+        folder = export(request, allowance)
     except (configuration.ConfigError, ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -135,4 +121,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,9 @@
-"""Plan: what a run will cost on a hardware profile, before anything is booked. No GPU, no torch.
+"""Plan: what a run will cost on a hardware profile, before anything is reserved. No GPU, no torch.
 
-    python -m digenrl.cli.plan experiment=wan21_flowgrpo hardware=testbed_ac [plan.async=true] [key=value ...] [-m]
+    python -m digenrl.cli.plan experiment=wan21_flowgrpo hardware=testbed_ac [plan.async=true] [key=value ...]
+
+    -m          sweep: key=a,b plans every combination
+    --cfg       print the composed configuration and stop
 
 The last line on standard output is the path of plan.json.
 """
@@ -16,9 +19,9 @@ from typing import Any
 from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.multirun import is_multirun, sweep
-from digenrl.preflight import allocation, bench_of, candidate_of
-from digenrl.record.spans import Span, perfetto
-from digenrl.simulate.candidate import Bench
+from digenrl.preflight import allocation, candidate_of, costing_of
+from digenrl.record.spans import Span, clipped, perfetto
+from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import assign
 from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.plan_text import as_json, chosen, explanation, overrides, table
@@ -29,12 +32,12 @@ def main(words: list[str]) -> int:
     """Plan once (or, with -m, once per combination); returns the exit code."""
     if is_multirun(words):
         return sweep(words, "digenrl.cli.plan", "plan")
-    composed = configuration.load_or_exit(words, "plan")
+    composed = configuration.load_or_exit(words, "plan", __doc__)
     settings: Any = composed.config
     try:
-        bench = bench_of(composed)
-        idle = idle_gpus(bench, settings.allocation)
-        plan = make_plan(bench)
+        costing = costing_of(composed)
+        idle = idle_gpus(costing, settings.allocation)
+        plan = make_plan(costing)
     except ValueError as error:
         print(f"cannot plan: {error}", file=sys.stderr)
         return 2
@@ -51,14 +54,14 @@ def main(words: list[str]) -> int:
         better = winner.candidate
         print(
             f"warning: allocation {settings.allocation.trainers}+{settings.allocation.rollouts} leaves {idle} of "
-            f"{bench.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
+            f"{costing.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
             f"allocation.rollouts={better.rollouts}, as planned above.",
             file=sys.stderr,
         )
-    asked = as_configured(composed, bench)
+    asked = as_configured(composed, costing)
     if asked is not None:
         said = f"{asked.step_s:.2f} s per step, {asked.step_s / winner.step_s:.2f} x the best"
-        said = "; ".join(bench.misfits(asked.candidate)) or said
+        said = "; ".join(costing.misfits(asked.candidate)) or said
         print(f"as configured ({asked.candidate.trainers}+{asked.candidate.rollouts}): {said}")
     choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
     print(f"\npython -m digenrl.cli.train {choices} {' '.join(overrides(winner))}")
@@ -66,27 +69,27 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def as_configured(composed: Composed, bench: Bench) -> Outcome | None:
+def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
     """The configuration's own allocation and schedule, simulated; None where the planner is to choose them."""
     config: Any = composed.config
     if not isinstance(config.allocation.trainers, int):
         return None
-    candidate = candidate_of(config, *allocation(config), bench.work.trained_steps)
-    return evaluate(bench, candidate, bench.bound(), exact=True)
+    candidate = candidate_of(config, *allocation(config), costing.work.trained_steps)
+    return evaluate(costing, candidate, costing.bound(), exact=True)
 
 
-def idle_gpus(bench: Bench, allocation: Any) -> int:
+def idle_gpus(costing: Costing, allocation: Any) -> int:
     """GPUs that an allocation of the command line leaves idle. Raises ValueError when it cannot be placed."""
     trainers, rollouts = allocation.trainers, allocation.rollouts
     if not isinstance(trainers, int) or not isinstance(rollouts, int):
         return 0
-    assign(bench.hardware, trainers, rollouts)
-    return bench.hardware.gpus - trainers - rollouts
+    assign(costing.hardware, trainers, rollouts)
+    return costing.hardware.gpus - trainers - rollouts
 
 
 def write(plan: Plan, winner: Outcome, asked: Outcome | None, asynchronous: bool, settings: Any, run_dir: Path) -> Path:
     """plan.json, trace.json and the Gantt chart of the winner; returns the path of plan.json."""
-    traced = evaluate(plan.bench, winner.candidate, plan.bound, exact=True, trace=True)
+    traced = evaluate(plan.costing, winner.candidate, plan.bound, exact=True, trace=True)
     (run_dir / "trace.json").write_text(json.dumps(perfetto(traced.result.spans)), encoding="utf-8")
     if settings.plan.plot:
         gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
@@ -96,38 +99,21 @@ def write(plan: Plan, winner: Outcome, asked: Outcome | None, asynchronous: bool
     return path.absolute()
 
 
-_COLOURS = {
-    "generate": "#4c78a8",
-    "lend": "#72b7b2",
-    "train": "#f58518",
-    "wait": "#eeeeee",
-    "decode": "#9ecae9",
-    "score": "#b279a2",
-    "encode": "#bab0ac",
-}
-
-
 def gantt(spans: Sequence[Span], step_ends: Sequence[float], path: Path) -> None:
     """One bar per rank over the last simulated step, coloured by stage."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
+    from digenrl.report.timeline import draw_gantt, draw_legend
 
     start = step_ends[-2] if len(step_ends) > 1 else 0.0
-    ranks = sorted({span.rank for span in spans})
-    figure, axes = pyplot.subplots(figsize=(11, 1 + 0.16 * len(ranks)))
-    for rank in ranks:
-        own = [span for span in spans if span.rank == rank and span.end > start and span.start < step_ends[-1]]
-        bars = [(max(span.start, start) - start, span.end - max(span.start, start)) for span in own]
-        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=[_COLOURS.get(span.stage, "#e45756") for span in own])
-    axes.set(xlabel="seconds", ylabel="rank", title="one RL step", xlim=(0, step_ends[-1] - start))
-    handles = [Patch(color=colour, label=stage) for stage, colour in _COLOURS.items()]
-    axes.legend(handles=[*handles, Patch(color="#e45756", label="other")], ncol=8, fontsize=7, loc="upper right")
+    ranks = len({span.rank for span in spans})
+    figure = Figure(figsize=(11, 1.5 + 0.2 * ranks), layout="constrained")
+    axes = figure.subplots()
+    draw_gantt(axes, spans, start, step_ends[-1])
+    axes.set(xlabel="seconds", title="one RL step")
+    draw_legend(figure, clipped(spans, start, step_ends[-1]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

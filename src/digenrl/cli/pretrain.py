@@ -1,9 +1,9 @@
 """`make pretrain`: train the digits base model and its two judges again, into the files that the repository commits.
 
-    python -m digenrl.cli.pretrain [base=FILE] [judges=FILE] [wrong_captions=0.45] [steps=1500] [seed=0]
+    python -m digenrl.cli.pretrain [key=value ...]
 
-Deterministic on one machine with one thread; about two minutes on one core. `wrong_captions` is the share of
-pretraining captions that name a random digit: the knob that sets how much reinforcement learning has left to improve.
+Deterministic on one machine with one thread; about two minutes on one core. `wrong_captions` sets how much
+reinforcement learning has left to improve.
 """
 
 from __future__ import annotations
@@ -12,55 +12,33 @@ import itertools
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.nn import functional
+from pydantic import Field
 
-from digenrl.models.digits import BASE_FILE, DigitsPolicy, pack
-from digenrl.types import Prompt
-from reward_models.digit_judge import HALVES, JUDGES_FILE, WORDS, DigitJudge, DigitStatistics, fit_judge, real_digits
+from digenrl.config import ConfigError
+from digenrl.config.help import Arguments, command_help, read_arguments, wants_help
+from digenrl.config.schema import AtLeast1, File, Positive, Share
 
-PROMPTS = tuple(Prompt(f"number {word}") for word in WORDS)
+if TYPE_CHECKING:  # torch is imported only when the settings are read
+    from torch import Tensor
+
+    from digenrl.models.digits import DigitsPolicy
+    from digenrl.types import Prompt
 
 
-@dataclass(frozen=True)
-class PretrainSettings:
+class PretrainSettings(Arguments):
     """What the command line may set."""
 
-    base: str = str(BASE_FILE)
-    judges: str = str(JUDGES_FILE)
-    wrong_captions: float = 0.45
-    steps: int = 1500
-    batch: int = 128
-    lr: float = 2e-3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.wrong_captions <= 1.0:
-            raise ValueError(f"wrong_captions is a share in [0, 1], got {self.wrong_captions}")
-        if self.steps < 1 or self.batch < 1 or not self.lr > 0:
-            raise ValueError(f"steps, batch and lr must be positive, got {self.steps}, {self.batch}, {self.lr}")
-
-    @classmethod
-    def from_arguments(cls, arguments: list[str]) -> PretrainSettings:
-        """Settings of `key=value` arguments; raises ValueError on an unknown key or a value of the wrong type."""
-        defaults = asdict(cls())
-        values: dict[str, Any] = {}
-        for argument in arguments:
-            key, separator, value = argument.partition("=")
-            if not separator or key not in defaults:
-                raise ValueError(f"cannot read {argument!r}; write key=value with key one of {', '.join(defaults)}")
-            kind = type(defaults[key])
-            try:
-                values[key] = kind(value)
-            except ValueError:
-                raise ValueError(f"{key} must be {kind.__name__}, got {value!r}") from None
-        return cls(**values)
+    base: File | None = Field(None, description="where the base model is written; null: the committed file")
+    judges: File | None = Field(None, description="where the judges are written; null: the committed file")
+    wrong_captions: Share = Field(0.45, description="share of the captions that name a random digit")
+    steps: AtLeast1 = Field(1500, description="optimizer steps of the base model")
+    batch: AtLeast1 = Field(128, description="images of a step")
+    lr: Positive = Field(2e-3, description="learning rate at its peak")
+    seed: int = Field(0, description="of noise, captions and initial weights")
 
 
 def pretrain_base(settings: PretrainSettings) -> DigitsPolicy:
@@ -68,10 +46,16 @@ def pretrain_base(settings: PretrainSettings) -> DigitsPolicy:
 
     Each draw of an image keeps its caption with probability 1 - wrong_captions, else a random digit is its caption.
     """
+    import torch
+    from torch.nn import functional
+
+    from digenrl.models.digits import DigitsPolicy, pack
+    from reward_models.digit_judge import WORDS, real_digits
+
     policy = DigitsPolicy(path="random", seed=settings.seed)
     images, labels = real_digits()
     clean = pack(2 * images - 1)
-    conditions = policy.encode(PROMPTS)
+    conditions = policy.encode(_prompts())
     generator = torch.Generator().manual_seed(settings.seed)
     optimizer = torch.optim.AdamW(policy.transformer.parameters(), settings.lr, weight_decay=0.0)
     for step in range(settings.steps):
@@ -95,20 +79,31 @@ def pretrain_base(settings: PretrainSettings) -> DigitsPolicy:
     return policy
 
 
-@torch.no_grad()
 def sample_digits(policy: DigitsPolicy, per_prompt: int, steps: int, seed: int = 0) -> tuple[Tensor, list[Prompt]]:
     """Images [10 * per_prompt, 1, 8, 8] by the plain Euler ODE, and their prompts."""
-    prompts = [prompt for prompt in PROMPTS for _ in range(per_prompt)]
+    import torch
+
+    prompts = [prompt for prompt in _prompts() for _ in range(per_prompt)]
     generator = torch.Generator().manual_seed(seed)
     latents = torch.randn(len(prompts), *policy.latent_shape, generator=generator)
-    condition, grid = policy.encode(prompts), policy.sigma_grid(steps)
-    for sigma, after in itertools.pairwise(grid):
-        latents = latents + (after - sigma) * policy.velocity(latents, sigma.expand(len(prompts)), condition)
-    return policy.decode(latents), prompts
+    with torch.no_grad():
+        condition, grid = policy.encode(prompts), policy.sigma_grid(steps)
+        for sigma, after in itertools.pairwise(grid):
+            latents = latents + (after - sigma) * policy.velocity(latents, sigma.expand(len(prompts)), condition)
+        return policy.decode(latents), prompts
+
+
+def _prompts() -> list[Prompt]:
+    from digenrl.types import Prompt
+    from reward_models.digit_judge import WORDS
+
+    return [Prompt(f"number {word}") for word in WORDS]
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write safetensors under a temporary name, then rename, so that a stopped run never leaves half a file."""
+    from safetensors.torch import save_file
+
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
     save_file({key: value.detach().contiguous() for key, value in tensors.items()}, unfinished)
@@ -117,22 +112,31 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
     print(f"wrote {path} ({path.stat().st_size / 2**20:.2f} MiB)", file=sys.stderr)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Train, save and measure; 2 on a bad argument."""
+    if wants_help(arguments):
+        print(command_help(__doc__, PretrainSettings))
+        return 0
     try:
-        settings = PretrainSettings.from_arguments(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        settings, _ = read_arguments(PretrainSettings, arguments)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
         return 2
+    import torch
+
+    from digenrl.models.digits import BASE_FILE
+    from reward_models.digit_judge import HALVES, JUDGES_FILE, DigitJudge, DigitStatistics, fit_judge
+
+    base, judges_file = settings.base or str(BASE_FILE), settings.judges or str(JUDGES_FILE)
     torch.set_num_threads(1)
     started = time.monotonic()
     judges = {judge: fit_judge(judge, seed=settings.seed + parity) for judge, parity in HALVES.items()}
     weights = {f"{judge}.{key}": item for judge, model in judges.items() for key, item in model.state_dict().items()}
-    save(weights, Path(settings.judges))
+    save(weights, Path(judges_file))
     policy = pretrain_base(settings)
-    save(policy.transformer.state_dict(), Path(settings.base))
+    save(policy.transformer.state_dict(), Path(base))
     media, prompts = sample_digits(policy, per_prompt=50, steps=6)
-    judged = {judge: DigitJudge(judge, "accuracy", settings.judges)(media, prompts).mean().item() for judge in HALVES}
+    judged = {judge: DigitJudge(judge, "accuracy", judges_file)(media, prompts).mean().item() for judge in HALVES}
     statistics = DigitStatistics()(media, prompts)
     print(
         f"base model: judge A {judged['a']:.3f}, judge B {judged['b']:.3f}, "

@@ -17,8 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from digenrl import config as configuration
 from digenrl.config import Composed
+from digenrl.config.help import Arguments, command_help, read_arguments
 
 if TYPE_CHECKING:
     from digenrl.types import Prompt, TrainBatch, Trajectory
@@ -27,6 +30,12 @@ REPEATS = 5
 """Timed calls of each kind of work, after one that warms up."""
 UNITS = {"encode": "prompt", "generate": "sample", "decode": "sample", "score": "sample", "train": "cell"}
 """Stage -> unit of `digenrl.simulate.hardware.Hardware.seconds`."""
+
+
+class Request(Arguments):
+    """The key that a run has not."""
+
+    pool: str | None = Field(None, description="pool of the profile that this machine stands for, where it has several")
 
 
 @dataclass(frozen=True)
@@ -42,11 +51,12 @@ class Measured:
 
 def main(words: Sequence[str]) -> int:
     """Measure, print the table, write profile.yaml; returns the exit code."""
-    named = [word.partition("=")[2] for word in words if word.startswith("pool=")]
-    composed = configuration.load_or_exit([word for word in words if not word.startswith("pool=")])
+    own = [word for word in words if word.startswith("pool=")]
+    doc = command_help(__doc__, Request)
+    composed = configuration.load_or_exit([word for word in words if word not in own], doc=doc)
     try:
-        pool = chosen_pool(composed.config.hardware, named[-1] if named else None)
-    except ValueError as error:
+        pool = chosen_pool(composed.config.hardware, read_arguments(Request, own)[0].pool)
+    except (configuration.ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return configuration.EXIT_CODE
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the ranks of a run

@@ -7,40 +7,40 @@ Works on a finished, crashed or running run. The last line of standard output is
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 
+from pydantic import Field
 from rich.console import Console
 
+from digenrl.config import ConfigError
+from digenrl.config.help import Arguments, RunDirectory, command_help, read_arguments, wants_help
 from digenrl.display import final_table
 from digenrl.record.run_dir import REPORT
 from digenrl.report.build import rebuild
 
-USAGE = "usage: python -m digenrl.cli.report run=<run directory>"
+
+class Request(Arguments):
+    """What the command line asks for."""
+
+    run: RunDirectory = Field(description="finished, crashed or still running")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit code: 0, or 2 when the arguments or the directory do not fit."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if list(arguments) in (["-h"], ["--help"]):
-        print(USAGE)
+    if wants_help(arguments):
+        print(command_help(__doc__, Request))
         return 0
-    values = dict(argument.partition("=")[::2] for argument in arguments)
-    if set(values) != {"run"} or not values["run"]:
-        unknown = next((key for key in values if key != "run"), None)
-        hint = " Did you mean run?" if unknown and difflib.get_close_matches(unknown, ["run"]) else ""
-        print(f"got {' '.join(arguments) or 'no argument'}.{hint} {USAGE}", file=sys.stderr)
-        return 2
     try:
-        summary = rebuild(values["run"])
-    except OSError as error:
+        request, _ = read_arguments(Request, arguments)
+        summary = rebuild(request.run)
+    except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     Console(stderr=True).print(final_table(summary))
-    print(f"{values['run'].rstrip('/')}/{REPORT}")
+    print(request.run / REPORT)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

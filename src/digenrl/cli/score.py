@@ -15,7 +15,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from digenrl import prompts
-from digenrl.config import ConfigError, config_directory, group_options, instantiate
-from digenrl.config.compose import compose_words, unknown_option
-from digenrl.config.targets import target_problems
+from digenrl.config import ConfigError, config_directory, group_options, instantiate, problems_of
+from digenrl.config.compose import KnownKeys, compose_words
+from digenrl.config.help import configuration_help, wants_help
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,51 +33,48 @@ if TYPE_CHECKING:
     from digenrl.rewards.suite import RewardSuite
     from digenrl.types import Prompt
 
-USAGE = "usage: python -m digenrl.cli.score reward=<name> images=<folder> prompts=<file> [key=value ...]"
 _PATH_KEYS = ("images", "prompts", "output")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 = scored, 1 = could not be scored, 2 = the command line is wrong."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(__doc__)
+    """Exit code: see `reward_command`."""
+    return reward_command("score", __doc__, argv, lambda config: print(score(config)))
+
+
+def reward_command(name: str, doc: str | None, argv: Sequence[str], work: Callable[[DictConfig], None]) -> int:
+    """`work` with the checked configs/<name>.yaml. Exit code: 0 = done, 1 = it could not be done, 2 = the command line
+    is wrong."""
+    if wants_help(argv):
+        print(configuration_help(name, doc))
         return 0
     try:
-        config = reward_config(argv, "score", ("images", "prompts"), USAGE)
+        config = reward_config(argv, name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    from digenrl.rewards.media_files import MediaError
     from digenrl.rewards.protocol import RewardError
 
     try:
-        path = score(config)
-    except (prompts.PromptFileError, MediaError, RewardError, ValueError, OSError) as error:
-        print(f"score: {error}", file=sys.stderr)
+        work(config)
+    except (RewardError, ValueError, KeyError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
-    print(path)
     return 0
 
 
-def reward_config(argv: Sequence[str], name: str, needed: Sequence[str], usage: str) -> DictConfig:
-    """configs/<name>.yaml with the words of `argv`, its targets checked against the allow-list.
+def reward_config(argv: Sequence[str], name: str) -> DictConfig:
+    """configs/<name>.yaml with the words of `argv`, checked.
 
     Raises ConfigError with every problem that was found.
     """
     if odd := [word for word in argv if word.startswith("-") or "=" not in word]:
-        raise ConfigError([f"{word}: settings are key=value. {usage}" for word in odd])
-    rewards = group_options(config_directory())["reward"]
-    chosen = [word.partition("=")[2] for word in argv if word.startswith("reward=")]
-    if not chosen:
-        raise ConfigError([f"reward=... is missing; known: {', '.join(rewards)}. {usage}"])
-    if chosen[-1] not in rewards:
-        raise ConfigError([unknown_option("reward", chosen[-1], rewards)])
+        raise ConfigError([f"{word}: settings are key=value (see --help)." for word in odd])
+    if not any(word.startswith("reward=") for word in argv):
+        known = ", ".join(group_options(config_directory())["reward"])
+        raise ConfigError([f"reward=... is missing; known: {known}."])
     tree, problems = compose_words([_quoted(word) for word in argv], name)
-    missing = [key for key in needed if OmegaConf.is_missing(tree, key) or tree[key] in ("", None)]
-    problems += [f"{key}=... is missing. {usage}" for key in missing]
-    keys = [str(key) for key in tree if key not in ("hydra", *missing)]
-    config = OmegaConf.masked_copy(tree, keys)
-    problems += target_problems(OmegaConf.to_container(config, resolve=True))
+    config = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    problems += problems_of(config, name, KnownKeys(config, name), ())
     if problems:
         raise ConfigError(problems)
     return config

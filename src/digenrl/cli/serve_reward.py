@@ -18,33 +18,15 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from digenrl.cli.score import reward_config, reward_suite
-from digenrl.config import ConfigError
+from digenrl.cli.score import reward_command, reward_suite
 
 if TYPE_CHECKING:
     from digenrl.rewards.suite import RewardSuite
 
-USAGE = "usage: python -m digenrl.cli.serve_reward reward=<name> [host=127.0.0.1] [port=8700] [key=value ...]"
-
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 = served until interrupted, 1 = could not serve, 2 = the command line is wrong."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(__doc__)
-        return 0
-    try:
-        config = reward_config(argv, "serve_reward", (), USAGE)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    from digenrl.rewards.protocol import RewardError
-
-    try:
-        _serve(config)
-    except (RewardError, ValueError, KeyError, OSError) as error:
-        print(f"serve_reward: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Serve until interrupted; exit code: see `reward_command`."""
+    return reward_command("serve_reward", __doc__, argv, _serve)
 
 
 def _serve(config: DictConfig) -> None:

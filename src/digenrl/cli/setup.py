@@ -15,7 +15,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,8 @@ from typing import Literal
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from digenrl.config.help import command_help, wants_help
 
 Level = Literal["ok", "warning", "fix"]
 _STYLES = {"ok": "green", "warning": "yellow", "fix": "bold red"}
@@ -49,16 +51,19 @@ def python_version() -> Iterator[Finding]:
 
 
 def packages(requirements: list[str] | None = None) -> Iterator[Finding]:
-    """Every dependency is there, and whether it is the version that the tests ran with."""
+    """Every dependency is there, and whether it is the version that the tests ran with. Extras may be absent."""
     required = importlib.metadata.requires("digenrl") or [] if requirements is None else requirements
-    names = [re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0] for line in required]
-    pinned = _pinned()
-    missing, different = [], []
-    for name in names:
+    pinned, missing, absent, different = _pinned(), [], set(), []
+    for line in required:
+        name = re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0]
+        extra = re.search(r"extra == ['\"]([\w-]+)", line)
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
+            if extra:
+                absent.add(extra[1])
+            else:
+                missing.append(name)
             continue
         wanted = pinned.get(_canonical(name))
         if wanted is not None and version.partition("+")[0] != wanted:
@@ -68,7 +73,10 @@ def packages(requirements: list[str] | None = None) -> Iterator[Finding]:
     if different:
         yield Finding("packages", "warning", f"not the tested versions: {', '.join(different)}")
     if not missing and not different:
-        yield Finding("packages", "ok", f"{len(names)} dependencies, the tested versions")
+        yield Finding("packages", "ok", f"{len(required)} dependencies, the tested versions")
+    if absent:
+        extras = ",".join(sorted(absent))
+        yield Finding("extras", "ok", f"not installed: {extras}; `pip install -e '.[{extras}]'` adds them")
 
 
 def _pinned() -> dict[str, str]:
@@ -172,8 +180,14 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def main() -> int:
-    """Print every finding; 1 if something must be fixed first."""
+def main(words: Sequence[str] = ()) -> int:
+    """Print every finding; exit code 1 if something must be fixed first."""
+    if wants_help(words):
+        print(command_help(__doc__))
+        return 0
+    if words:
+        print(f"{' '.join(words)}: the self-check has no settings.", file=sys.stderr)
+        return 2
     findings = [finding for check in CHECKS for finding in check()]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for finding in findings:
@@ -186,4 +200,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """`make tiny`: build the tiny model of every family (or of those named) and print where each one is.
 
-python -m digenrl.cli.tiny [family ...]
+python -m digenrl.cli.tiny [FAMILY ...]
 """
 
 from __future__ import annotations
@@ -8,14 +8,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from digenrl.config.help import command_help, wants_help
 
-def main(families: Sequence[str]) -> None:
-    """Build what is missing; one line a family: name, directory."""
+
+def main(families: Sequence[str]) -> int:
+    """Build what is missing; one line a family: name, directory. Exit code 2: there is no such family."""
+    if wants_help(families):
+        print(command_help(__doc__))
+        return 0
     from digenrl.models import tiny_builds
 
-    for family in families or list(tiny_builds.BUILDERS):
-        print(f"{family}\t{tiny_builds.ensure(family)}")
+    try:
+        for family in families or list(tiny_builds.BUILDERS):
+            print(f"{family}\t{tiny_builds.ensure(family)}")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

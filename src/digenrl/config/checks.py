@@ -3,54 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import prompts
-from digenrl.config.compose import unknown_key
-from digenrl.config.cross import cross_problems
-from digenrl.config.rules import CLOSED, DERIVED_TRAINER_KEYS, KEYS, REQUIRED
+from digenrl.config.compose import KnownKeys
+from digenrl.config.relations import relation_problems
+from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
 from digenrl.config.targets import target_problems
+from digenrl.config.validation import problems_by_key, shown
 from digenrl.record.redact import MASK, is_secret_name, redact_text
 
 _ABSENT = object()
 
 
-def problems_of(config: DictConfig, roots: Sequence[str], known: Sequence[str], allow: Sequence[str]) -> list[str]:
-    """Everything wrong with a composed training configuration (without the `hydra` node).
+def problems_of(config: DictConfig, config_name: str, known: KnownKeys, allow: Sequence[str]) -> list[str]:
+    """Everything wrong with a composed configuration (without the `hydra` node).
 
     Args:
         config: the tree, unresolved.
-        roots: allowed top-level keys.
-        known: dotted keys that "nearest valid key" may offer.
+        config_name: which schema it must obey.
+        known: what "nearest valid key" may offer.
         allow: further packages that targets may name.
     """
     tree, unresolved = resolved(config)
-    problems = list(unresolved.values())
-    problems += [unknown_key(key, tree[key], known) for key in tree if key not in roots]
-    problems += _closed_problems(tree, known)
-    rule_problems = {key: text for key, text in _rule_problems(tree).items() if key not in unresolved}
-    problems += rule_problems.values()
-    problems += _non_finite(tree, rule_problems)
-    problems += _secret_problems(tree)
-    problems += _trainer_problems(tree)
-    problems += target_problems(tree, allow)
-    problems += cross_problems(tree, broken={*rule_problems, *unresolved})
-    problems += _prompt_problems(tree, broken={*rule_problems, *unresolved})
-    return problems
-
-
-def lookup(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value at a dotted key of a plain tree; `default` where there is none."""
-    node: Any = tree
-    for part in key.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return default
-        node = node[part]
-    return node
+    wrong = problems_by_key(SCHEMAS[config_name], tree, known.unknown)
+    wrong = {key: text for key, text in wrong.items() if key not in unresolved} | unresolved
+    return [
+        *wrong.values(),
+        *_leaf_problems(tree, wrong),
+        *_trainer_problems(tree),
+        *target_problems(tree, allow),
+        *relation_problems(tree, wrong),
+        *_prompt_problems(tree, wrong),
+    ]
 
 
 def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
@@ -79,42 +68,6 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     return node(config, ""), problems
 
 
-def _closed_problems(tree: Mapping[str, Any], known: Sequence[str]) -> list[str]:
-    problems = []
-    for parent in CLOSED:
-        node = lookup(tree, parent, None)
-        if node is None:
-            continue
-        children = {key[len(parent) + 1 :].partition(".")[0] for key in KEYS if key.startswith(f"{parent}.")}
-        if not isinstance(node, Mapping):
-            problems.append(f"{parent} = {redact_text(str(node))}: must hold the keys {', '.join(sorted(children))}.")
-            continue
-        problems += [unknown_key(f"{parent}.{key}", node[key], known) for key in node if key not in children]
-    return problems
-
-
-def _rule_problems(tree: Mapping[str, Any]) -> dict[str, str]:
-    problems: dict[str, str] = {}
-    for key, rule in KEYS.items():
-        value = lookup(tree, key, _ABSENT)
-        if value is _ABSENT:
-            if key in REQUIRED and _parent_is_mapping(tree, key):
-                problems[key] = f"{key}: missing; allowed: {rule.describe()}."
-        elif (wrong := rule.problem(value)) is not None:
-            problems[key] = f"{key} = {redact_text(_shown(value))}: {wrong}; allowed: {rule.describe()}."
-    return problems
-
-
-def _parent_is_mapping(tree: Mapping[str, Any], key: str) -> bool:
-    parent = key.rpartition(".")[0]
-    return not parent or isinstance(lookup(tree, parent, {}), Mapping)
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
         for key, item in tree.items():
@@ -126,27 +79,18 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def _non_finite(tree: Mapping[str, Any], reported: Mapping[str, str]) -> list[str]:
-    return [
-        f"{path} = {value}: is not finite; use a finite number."
-        for path, value in _leaves(tree)
-        if isinstance(value, float) and not math.isfinite(value) and path.partition("[")[0] not in reported
-    ]
-
-
-def _secret_problems(tree: Mapping[str, Any]) -> list[str]:
-    problems = []
+def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterator[str]:
+    """Wherever it stands: a number that is not finite, and a secret."""
     for path, value in _leaves(tree):
-        if isinstance(value, str) and value and is_secret_name(path):
-            problems.append(
+        if isinstance(value, float) and not math.isfinite(value) and path.partition("[")[0] not in reported:
+            yield f"{path} = {value}: is not finite; use a finite number."
+        elif isinstance(value, str) and value and is_secret_name(path):
+            yield (
                 f"{path} = {MASK}: a configuration is written to disk and shown in reports; pass secrets in the "
                 "environment (WANDB_API_KEY, HF_TOKEN, DIGENRL_REWARD_TOKEN)."
             )
         elif isinstance(value, str) and MASK in value:
-            problems.append(
-                f"{path} = {redact_text(value)}: was masked when the run's config.yaml was written; set it again."
-            )
-    return problems
+            yield f"{path} = {redact_text(value)}: was masked when the run's config.yaml was written; set it again."
 
 
 def _trainer_problems(tree: Mapping[str, Any]) -> list[str]:
@@ -154,27 +98,25 @@ def _trainer_problems(tree: Mapping[str, Any]) -> list[str]:
     if not isinstance(trainer, Mapping):
         return []
     return [
-        f"trainer.{key} = {_shown(trainer[key])}: is derived; {remedy}."
+        f"trainer.{key} = {shown(trainer[key])}: is derived; {remedy}."
         for key, remedy in DERIVED_TRAINER_KEYS.items()
         if key in trainer
     ]
 
 
-def _prompt_problems(tree: Mapping[str, Any], broken: set[str]) -> list[str]:
-    problems = []
-    for key in ("data.prompts", "data.heldout"):
-        name = lookup(tree, key, None)
-        if name is None or key in broken:
+def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterator[str]:
+    data = tree["data"] if isinstance(tree.get("data"), Mapping) else {}
+    for leaf in ("prompts", "heldout"):
+        if f"data.{leaf}" in broken or data.get(leaf) is None:
             continue
         try:
-            file = prompts.read(name)
+            file = prompts.read(data[leaf])
         except prompts.PromptFileError as error:
-            problems.append(f"{key}: {error}")
+            yield f"data.{leaf}: {error}"
             continue
-        wanted = lookup(tree, "data.prompts_per_batch", 1)
-        if key == "data.prompts" and "data.prompts_per_batch" not in broken and len(file.records) < wanted:
-            problems.append(
+        wanted = data.get("prompts_per_batch", 1)
+        if leaf == "prompts" and "data.prompts_per_batch" not in broken and len(file.records) < wanted:
+            yield (
                 f"data.prompts_per_batch = {wanted}: {file.path.name} holds {len(file.records)} different prompts and "
                 f"a batch needs distinct ones; allowed: 1 .. {len(file.records)}."
             )
-    return problems

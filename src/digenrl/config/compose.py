@@ -6,7 +6,6 @@ import copy
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.rules import DERIVED_TRAINER_KEYS, KEYS
+from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
+from digenrl.config.validation import keys_of
 from digenrl.record.redact import MASK, is_secret_name, redact_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -47,22 +47,13 @@ def group_options(directory: Path) -> dict[str, list[str]]:
     return groups
 
 
-@dataclass(frozen=True)
-class Words:
-    """Command line words, sorted by what they do."""
+def parse_words(words: Sequence[str]) -> tuple[list[Override], list[Override], list[str]]:
+    """Parse overrides such as `experiment=x`, `data.group_size=8`, `+a.b=1`.
 
-    groups: tuple[Override, ...]
-    """Choices of group options, hydra's own groups included."""
-    values: tuple[Override, ...]
-    """Everything else."""
-
-    @property
-    def lines(self) -> list[str]:
-        return [str(word.input_line) for word in (*self.groups, *self.values)]
-
-
-def parse_words(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> tuple[Words, list[str]]:
-    """Parse overrides such as `experiment=x`, `data.group_size=8`, `+a.b=1`; returns them and what is wrong."""
+    Returns:
+        (choices of group options, Hydra's own groups included; everything else; what is wrong).
+    """
+    options = group_options(config_directory())
     groups: list[Override] = []
     values: list[Override] = []
     problems: list[str] = []
@@ -88,7 +79,7 @@ def parse_words(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> t
             groups.append(override)
         else:
             values.append(override)
-    return Words(tuple(groups), tuple(values)), problems
+    return groups, values, problems
 
 
 def _group_problem(override: Override, options: Sequence[str]) -> list[str]:
@@ -155,32 +146,33 @@ def flat_keys(tree: Any, path: str = "") -> Iterator[str]:
             yield from flat_keys(item, dotted)
 
 
-def known_keys(config: DictConfig) -> list[str]:
-    """Keys of the composed tree and of the table of rules, for "nearest valid key"."""
-    tree = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(tree, dict)
-    tree.pop("hydra", None)
-    return sorted({*flat_keys(tree), *KEYS})
+class KnownKeys:
+    """The keys of a composed tree and of its schema: what "nearest valid key" may offer."""
 
+    def __init__(self, config: DictConfig, config_name: str) -> None:
+        tree = OmegaConf.to_container(config, resolve=False)
+        assert isinstance(tree, dict)
+        tree.pop("hydra", None)
+        self._schema = keys_of(SCHEMAS[config_name])
+        self._keys = sorted({*flat_keys(tree), *self._schema})
 
-def unknown_key(key: str, value: Any, known: Sequence[str]) -> str:
-    """The message for a key that does not exist: key, value, nearest valid key and what that one may hold."""
-    shown = MASK if is_secret_name(key) else redact_text(str(value))
-    group, _, leaf = key.partition(".")
-    if group == "trainer" and leaf in DERIVED_TRAINER_KEYS:
-        return f"{key} = {shown}: is derived; {DERIVED_TRAINER_KEYS[leaf]}."
-    known = [name for name in known if name != key and not name.startswith(f"{key}.")]
-    close = nearest(key, known)
-    if close is None:
+    def unknown(self, key: str, value: Any) -> str:
+        """The message for a key that does not exist: key, value, nearest valid key and what that one may hold."""
+        shown = MASK if is_secret_name(key) else redact_text(str(value))
+        group, _, leaf = key.partition(".")
+        if group == "trainer" and leaf in DERIVED_TRAINER_KEYS:
+            return f"{key} = {shown}: is derived; {DERIVED_TRAINER_KEYS[leaf]}."
+        if any(name == key or name.startswith(f"{key}.") for name in self._schema):
+            return f"{key} = {shown}: nothing sets it here; +{key}=... adds it."
+        known = [name for name in self._keys if name != key and not name.startswith(f"{key}.")]
+        close = nearest(key, known)
+        if close is not None:
+            allowed = f", allowed: {self._schema[close].allowed}" if close in self._schema else ""
+            return f"{key} = {shown}: no such key; nearest: {close}{allowed}."
         parent = next((p for p in _parents(key) if any(k.startswith(f"{p}.") for k in known)), "")
-        siblings = (
-            {k[len(parent) + 1 :].partition(".")[0] for k in known if k.startswith(f"{parent}.")}
-            if parent
-            else {k.partition(".")[0] for k in known}
-        )
+        inside = [k.removeprefix(f"{parent}.") for k in known if not parent or k.startswith(f"{parent}.")]
+        siblings = {name.partition(".")[0] for name in inside}
         return f"{key} = {shown}: no such key; {parent or 'the top level'} has {listing(siblings)}."
-    allowed = f", allowed: {KEYS[close].describe()}" if close in KEYS else ""
-    return f"{key} = {shown}: no such key; nearest: {close}{allowed}."
 
 
 def _parents(key: str) -> Iterator[str]:
@@ -202,18 +194,18 @@ def _exists(tree: Any, key: str) -> bool:
     return True
 
 
-def apply_values(config: DictConfig, values: Sequence[Override]) -> list[str]:
+def apply_values(config: DictConfig, values: Sequence[Override], config_name: str) -> list[str]:
     """Apply overrides of single keys in place, as Hydra does; returns a message for each that cannot be applied.
 
     `key=value` and `~key` need a key that exists, `+key=value` and `++key=value` may add one.
     """
     tree = OmegaConf.to_container(config, resolve=False)
-    known = known_keys(config)
+    known = KnownKeys(config, config_name)
     problems: list[str] = []
     for override in values:
         key, value = override.key_or_group, override.value()
         if not (override.is_add() or override.is_force_add() or _exists(tree, key)):
-            problems.append(unknown_key(key, "" if override.is_delete() else value, known))
+            problems.append(known.unknown(key, "" if override.is_delete() else value))
             continue
         try:
             with open_dict(config):
@@ -234,21 +226,21 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
     Raises:
         ConfigError: nothing can be composed; all problems found so far.
     """
-    parsed, problems = parse_words(words, group_options(config_directory()))
+    groups, values, problems = parse_words(words)
     try:
-        config = composed(config_name, [str(word.input_line) for word in parsed.groups])
+        config = composed(config_name, [str(word.input_line) for word in groups])
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    problems += apply_values(config, parsed.values)
+    problems += apply_values(config, values, config_name)
     HydraConfig.instance().set_config(config)
     return config, problems
 
 
-def merge_words(base: DictConfig, words: Sequence[str]) -> list[str]:
+def merge_words(base: DictConfig, words: Sequence[str], config_name: str) -> list[str]:
     """Apply value overrides to the configuration of a resumed run, in place; returns what is wrong with them."""
-    parsed, problems = parse_words(words, group_options(config_directory()))
+    groups, values, problems = parse_words(words)
     problems += [
         f"{word.input_line}: a resumed run keeps its {word.key_or_group}; change single keys, or start a new run."
-        for word in parsed.groups
+        for word in groups
     ]
-    return problems + apply_values(base, parsed.values)
+    return problems + apply_values(base, values, config_name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +17,17 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
 from digenrl.config.compose import (
+    KnownKeys,
     compose_words,
     composed,
     config_directory,
     group_options,
-    known_keys,
     merge_words,
 )
-from digenrl.config.errors import ConfigError, listing
-from digenrl.config.rules import KEYS, REQUIRED
+from digenrl.config.errors import ConfigError
+from digenrl.config.help import configuration_help
+from digenrl.config.schema import SCHEMAS
+from digenrl.config.validation import keys_of
 from digenrl.record.redact import redact_text
 
 EXIT_CODE = 2
@@ -78,13 +79,11 @@ def load(argv: Sequence[str], config_name: str = "train") -> Composed:
         del tree["hydra"]
     else:
         tree, completed = _stored(run)
-        found = merge_words(tree, words)
+        found = merge_words(tree, words, config_name)
         run_dir = run
-    known = known_keys(tree)
     allow = _command_line_allowance(words, tree)
-    roots = _roots(config_name)
-    problems += [*found, *problems_of(tree, roots, known, allow)]
-    if list(tree.get("allow_targets") or []) != list(allow) and run is None:
+    problems += [*found, *problems_of(tree, config_name, KnownKeys(tree, config_name), allow)]
+    if OmegaConf.is_list(tree.get("allow_targets")) and list(tree.allow_targets) != allow and run is None:
         problems.append(
             f"allow_targets = {list(tree.allow_targets)}: counts only on the command line, not in a YAML file; "
             "set it there, for this run."
@@ -123,11 +122,12 @@ def _notes(tree: Mapping[str, Any]) -> Iterator[str]:
                 yield f"data.{key}: {file.path}: {len(file.duplicates)} duplicates left out ({shown})."
 
 
-def load_or_exit(argv: Sequence[str], config_name: str = "train") -> Composed:
-    """`load` for a command: `--help` and `--cfg` print and exit 0; a ConfigError is printed to stderr, exit code 2."""
+def load_or_exit(argv: Sequence[str], config_name: str = "train", doc: str | None = None) -> Composed:
+    """`load` for a command: `--help` (a page that begins with `doc`) and `--cfg` print and exit 0; a ConfigError is
+    printed to stderr, exit code 2."""
     words, asked = without_flags(argv)
     if "--help" in asked:
-        print(usage(config_name))
+        print(configuration_help(config_name, doc))
         raise SystemExit(0)
     try:
         composed = load(words, config_name)
@@ -154,24 +154,6 @@ def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
             words.append(word)
         after_cfg = word in ("-c", "--cfg")
     return words, asked
-
-
-def usage(config_name: str = "train") -> str:
-    """What can be set: groups with their options, and the keys of the table with what they may hold."""
-    groups = [f"  {name:<24}{listing(names)}" for name, names in group_options(config_directory()).items()]
-    keys = [f"  {key:<32}{rule.describe()}" for key, rule in KEYS.items()]
-    return "\n".join(
-        [
-            f"python -m digenrl.cli.{config_name} [group=option ...] [key=value ...]",
-            "  -m          sweep: key=a,b runs every combination, each in a fresh process",
-            "  --cfg       print the composed configuration and stop",
-            "  resume=RUN  continue the run in that directory",
-            "\ngroups (group=option):",
-            *groups,
-            "\nkeys (key=value; +key=value adds one, ~key removes one):",
-            *keys,
-        ]
-    )
 
 
 def _resume_word(words: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -210,7 +192,7 @@ def _complete(tree: DictConfig) -> list[str]:
     known = experiment in group_options(config_directory())["experiment"]
     defaults = composed("train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])])
     added: dict[str, Any] = {}
-    for key in REQUIRED:
+    for key in (key for key, its in keys_of(SCHEMAS["train"]).items() if its.required):
         head, _, leaf = key.rpartition(".")
         parent = OmegaConf.select(tree, head) if head else tree
         here = parent is None or (isinstance(parent, DictConfig) and leaf not in parent)
@@ -219,15 +201,6 @@ def _complete(tree: DictConfig) -> list[str]:
             added[key] = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
             OmegaConf.update(tree, key, added[key], force_add=True)
     return [f"{key}={value}" for key, value in added.items()]
-
-
-@functools.cache
-def _roots(config_name: str) -> tuple[str, ...]:
-    """Allowed top-level keys: those that the primary file sets itself, and the groups."""
-    directory = config_directory()
-    primary: Any = OmegaConf.load(directory / f"{config_name}.yaml")
-    groups = (group.partition("/")[0] for group in group_options(directory))
-    return tuple(sorted({*(str(key) for key in primary if key not in ("defaults", "hydra")), *groups}))
 
 
 def _command_line_allowance(words: Sequence[str], tree: DictConfig) -> list[str]:

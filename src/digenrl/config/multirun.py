@@ -12,9 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
@@ -25,34 +23,13 @@ from omegaconf import OmegaConf
 
 from digenrl.config.compose import VERSION_BASE, compose_words, config_directory, initialize_config_dir
 from digenrl.config.errors import ConfigError
-from digenrl.config.loading import EXIT_CODE, load, usage, without_flags
-from digenrl.config.sweep_table import result_of, write_tables
+from digenrl.config.help import configuration_help
+from digenrl.config.loading import EXIT_CODE, load, without_flags
+from digenrl.config.sweep_table import Job, result_of, write_tables
 from digenrl.record.redact import redact_text
 
 FLAGS = ("-m", "--multirun")
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass
-class Job:
-    """One run of a sweep."""
-
-    number: int
-    words: tuple[str, ...]
-    """All its overrides."""
-    varied: dict[str, str]
-    """The swept keys with this job's values."""
-    run_dir: Path
-    status: str = "waiting"
-    """waiting | running | completed | stopped | failed | refused."""
-    cause: str | None = None
-    wall_s: float = 0.0
-    summary: dict[str, Any] = field(default_factory=dict)
-    """What the run wrote about itself (`sweep_table.result_of`)."""
-
-    @property
-    def log(self) -> Path:
-        return self.run_dir.with_suffix(".log")
 
 
 def is_multirun(argv: Sequence[str]) -> bool:
@@ -99,7 +76,7 @@ def sweep(argv: Sequence[str], module: str = "digenrl.cli.train", config_name: s
     """
     words, asked = without_flags(argv)
     if "--help" in asked:
-        print(usage(config_name))
+        print(configuration_help(config_name))
         return 0
     try:
         sweep_dir, jobs = expand(words, config_name)

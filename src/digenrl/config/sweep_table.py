@@ -6,11 +6,9 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from digenrl.config.multirun import Job
+from typing import Any
 
 COLUMNS = (
     "status",
@@ -32,6 +30,28 @@ COLUMNS = (
 )
 """Columns after the swept keys: what `result_of` finds, and `ratio`: samples_per_s over the first completed job's."""
 _PLOTTED = ("samples_per_s", "step_s", "heldout_last", "reward_last")
+
+
+@dataclass
+class Job:
+    """One run of a sweep."""
+
+    number: int
+    words: tuple[str, ...]
+    """All its overrides."""
+    varied: dict[str, str]
+    """The swept keys with this job's values."""
+    run_dir: Path
+    status: str = "waiting"
+    """waiting | running | completed | stopped | failed | refused."""
+    cause: str | None = None
+    wall_s: float = 0.0
+    summary: dict[str, Any] = field(default_factory=dict)
+    """What the run wrote about itself (`result_of`)."""
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir.with_suffix(".log")
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:

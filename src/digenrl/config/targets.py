@@ -12,7 +12,6 @@ import ast
 import functools
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,29 +150,22 @@ def _import_origin(module: str, source: Path, item: ast.ImportFrom) -> str:
     return ".".join([*kept, *([item.module] if item.module else [])])
 
 
-@dataclass(frozen=True)
-class _Signature:
-    names: tuple[str, ...]
-    open: bool
-    """It has **kwargs."""
-
-
-def _signature(function: ast.FunctionDef, method: bool) -> _Signature:
+def _parameters(function: ast.FunctionDef, method: bool = False) -> tuple[str, ...] | None:
+    """Names that a function takes; None = any, by **kwargs."""
     arguments = function.args
-    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1 if method else 0 :]
-    keyword = [argument.arg for argument in arguments.kwonlyargs]
-    return _Signature((*positional, *keyword), arguments.kwarg is not None)
+    if arguments.kwarg is not None:
+        return None
+    positional = [*arguments.posonlyargs, *arguments.args][1 if method else 0 :]
+    return tuple(argument.arg for argument in (*positional, *arguments.kwonlyargs))
 
 
 def _arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[str, ...] | None:
     """Names that the constructor (or function) accepts; None = not knowable from its source."""
     if isinstance(definition, ast.FunctionDef):
-        signature = _signature(definition, method=False)
-        return None if signature.open else signature.names
+        return _parameters(definition)
     for item in definition.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            signature = _signature(item, method=True)
-            return None if signature.open else signature.names
+            return _parameters(item, method=True)
     if depth > 4:
         return None
     inherited: list[str] = []

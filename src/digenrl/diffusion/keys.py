@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INITIAL = -1
 """`denoise_step` of the initial noise."""
@@ -39,6 +41,8 @@ def noise(
     seed, step (RL step), uid (prompt), samples (indices within the group) and denoise_step (-1 = initial noise) are the
     key. `stream` separates uses that share these numbers (forward-process methods draw their own noise).
     """
+    import torch  # here, so that the planner asks step selections for their counts without it
+
     rows = [
         generator(seed, stream, int(step), int(uid), int(sample), int(denoise_step)).standard_normal(
             tuple(shape), dtype=np.float32

@@ -10,8 +10,8 @@ from digenrl.schedule.order import (
     stale_groups,
     update_of,
 )
-from digenrl.schedule.spec import ScheduleSpec, Task
-from digenrl.schedule.timesteps import Block, micro_batches_per_update, place, steps_per_forward
+from digenrl.schedule.spec import ScheduleSpec, Task, steps_per_forward
+from digenrl.schedule.timesteps import Block, micro_batches_per_update, place
 
 __all__ = [
     "Block",

@@ -9,14 +9,25 @@ Pure: standard library only.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+
+def steps_per_forward(asked: int | str, trained: int) -> int:
+    """K of `schedule.tsp.batch`: at most the `trained` steps, which is also what "auto" and "all" ask for."""
+    return trained if isinstance(asked, str) else min(asked, trained)
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False, tag=False, ..."""
+    """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False, tag=False, ...
+
+    A new key is a field here and a row of `_KEYS`, a field of `digenrl.config.schema` and a line of
+    configs/schedule/sync.yaml.
+    """
 
     prompts: int
     """P, groups of a logical batch."""
@@ -51,35 +62,37 @@ class ScheduleSpec:
     stale_fraction: float = 0.5
     """With async_steps=1: the first ceil(stale_fraction * P) groups of each batch use the previous version, always."""
 
-    def __post_init__(self) -> None:
-        def require(ok: bool, message: str) -> None:
-            if not ok:
-                raise ValueError(message)
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], trained_steps: int, speeds: Sequence[float] = ()) -> ScheduleSpec:
+        """The schedule of a configuration that `digenrl.config` has checked.
 
-        require(self.prompts >= 1, f"data.prompts_per_batch = {self.prompts}: use at least 1.")
-        require(self.group_size >= 2, f"data.group_size = {self.group_size}: group advantages need at least 2 samples.")
-        require(
-            1 <= self.task_size <= self.group_size and self.group_size % self.task_size == 0,
-            f"schedule.task_size = {self.task_size}: use a divisor of data.group_size = {self.group_size}.",
-        )
-        require(
-            1 <= self.trained_steps <= self.denoise_steps,
-            f"trained steps = {self.trained_steps}: use 1 .. {self.denoise_steps} (sampling.steps).",
-        )
-        require(
-            self.updates_per_batch >= 1 and self.prompts % self.updates_per_batch == 0,
-            f"algorithm.updates_per_batch = {self.updates_per_batch}: use a divisor of "
-            f"data.prompts_per_batch = {self.prompts}.",
-        )
-        require(self.gap >= 0, f"schedule.gap = {self.gap}: use 0 (whole batch) or a number of groups.")
-        require(self.tsp_batch >= 1, f"schedule.tsp.batch = {self.tsp_batch}: use at least 1.")
-        require(self.async_steps in (0, 1), f"schedule.async_steps = {self.async_steps}: use 0 or 1.")
-        require(0.0 <= self.stale_fraction <= 1.0, f"schedule.stale_fraction = {self.stale_fraction}: use 0 .. 1.")
-        require(
-            all(s >= 0 and math.isfinite(s) for s in self.shares) and (not self.shares or sum(self.shares) > 0),
-            f"schedule.shares = {self.shares}: use non-negative numbers, at least one above 0.",
-        )
-        require(not self.measured_shares or min(self.shares, default=0) > 0, "measured shares start above 0.")
+        Args:
+            config: the whole tree.
+            trained_steps: S, what `algorithm.train_steps` counts.
+            speeds: of the trainers; with schedule.shares=measured they are the first shares.
+        """
+        values: dict[str, Any] = {name: _at(config, key) for name, key in _KEYS.items()}
+        asked = values["shares"]
+        shares = {"equal": (), "measured": speeds}[asked] if isinstance(asked, str) else asked
+        values["shares"] = tuple(float(share) for share in shares)
+        values["tsp_batch"] = steps_per_forward(values["tsp_batch"], trained_steps)
+        return cls(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
+
+    def overrides(self) -> list[str]:
+        """The words of a command line that set `schedule.*` to this; shares in units of the least above 0."""
+        words = {key: getattr(self, name) for name, key in _KEYS.items() if key.startswith("schedule.")}
+        slowest = min((share for share in self.shares if share), default=1.0)
+        relative = ",".join(f"{share / slowest:.3g}" for share in self.shares)
+        words["schedule.shares"] = f"[{relative}]" if self.shares else "equal"
+        words["schedule.stale_fraction"] = f"{self.stale_fraction:g}"
+        return [f"{key}={str(value).lower()}" for key, value in words.items()]
+
+    def __post_init__(self) -> None:
+        if self.group_size % self.task_size or self.prompts % self.updates_per_batch:
+            raise ValueError(
+                f"sampling.task_size = {self.task_size} must divide data.group_size = {self.group_size}, and "
+                f"algorithm.updates_per_batch = {self.updates_per_batch} data.prompts_per_batch = {self.prompts}."
+            )
 
     @property
     def tasks_per_group(self) -> int:
@@ -108,6 +121,29 @@ class ScheduleSpec:
     def cells_per_update(self) -> int:
         """The loss denominator: (sample, trained step) cells of one optimizer update over all ranks."""
         return self.groups_per_update * self.group_size * self.trained_steps
+
+
+_KEYS = {
+    "prompts": "data.prompts_per_batch",
+    "group_size": "data.group_size",
+    "task_size": "sampling.task_size",
+    "denoise_steps": "sampling.steps",
+    "updates_per_batch": "algorithm.updates_per_batch",
+    "gap": "schedule.gap",
+    "order": "schedule.order",
+    "tsp_batch": "schedule.tsp.batch",
+    "tsp_shard": "schedule.tsp.shard",
+    "tag": "schedule.tag",
+    "handoff": "schedule.handoff",
+    "shares": "schedule.shares",
+    "async_steps": "schedule.async_steps",
+    "stale_fraction": "schedule.stale_fraction",
+}
+"""Field of ScheduleSpec -> key of the configuration."""
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    return functools.reduce(lambda node, part: node[part], key.split("."), config)
 
 
 @dataclass(frozen=True)

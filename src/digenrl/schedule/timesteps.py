@@ -50,11 +50,6 @@ def apportion(units: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def steps_per_forward(asked: int | str, trained: int) -> int:
-    """K of `schedule.tsp.batch`: at most the `trained` steps, which is also what "auto" and "all" ask for."""
-    return trained if isinstance(asked, str) else min(asked, trained)
-
-
 @lru_cache(maxsize=4096)
 def place(spec: ScheduleSpec, trainers: int, groups: tuple[int, ...]) -> tuple[tuple[tuple[Block, ...], ...], ...]:
     """placement[rank][micro_batch] = blocks; an empty tuple is a micro-batch that only joins collectives."""

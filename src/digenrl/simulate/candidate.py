@@ -19,52 +19,60 @@ from digenrl.simulate.workload import Workload
 
 @dataclass(frozen=True)
 class Candidate:
-    """Choices that the planner compares. "Off" is a value."""
+    """Choices that the planner compares."""
 
     trainers: int
     rollouts: int
+    spec: ScheduleSpec
+    """Its schedule, without shares: `Costing.spec` adds them."""
     sharding: str = "ddp"
     first: str | None = None
     """Pool that trainers come from first; None = the profile's order and roles."""
-    task_size: int = 1
-    tsp_batch: int = 1
     recompute: Recompute | None = None
     """What blocks keep for the backward pass; None = on each trainer the least repetition that fits (auto)."""
     encoders: bool = False
     """Text encoders and VAE stay on the GPUs that generate (model.offload_encoders=false)."""
-    gap: int = 1
-    tsp_shard: bool = True
-    tag: bool = False
-    handoff: bool = False
     shares: bool = False
-    """In proportion to speed."""
-    order: str = "canonical"
-    async_steps: int = 0
-    stale_fraction: float = 0.5
+    """Trainers get parts in proportion to their speed."""
     static_claims: bool = False
+    """schedule.claims=split."""
     shard_group: int | None = None
     """Trainers of an hsdp group; None = those of a node."""
+
+    def but(self, **changes: Any) -> Candidate:
+        """A copy with other values, of its own fields or of its schedule's."""
+        own = {name: changes.pop(name) for name in list(changes) if name in _OWN}
+        return replace(self, **own, spec=replace(self.spec, **changes) if changes else self.spec)
 
     @property
     def name(self) -> str:
         """The schedule in a word."""
+        spec = self.spec
         if self.rollouts == 0:
             return "colocated_split" if self.static_claims else "colocated"
-        if self.async_steps:
-            return "full" if self.tag and self.handoff else "async"
-        words = [word for word, on in (("gap", self.gap), ("tsp", self.tsp_shard), ("tag", self.tag)) if on]
-        return "_".join([*words, *(["handoff"] if self.handoff else [])]) or "sync"
+        if spec.async_steps:
+            return "full" if spec.tag and spec.handoff else "async"
+        words = [word for word, on in (("gap", spec.gap), ("tsp", spec.tsp_shard), ("tag", spec.tag)) if on]
+        return "_".join([*words, *(["handoff"] if spec.handoff else [])]) or "sync"
+
+
+_OWN = frozenset(Candidate.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A workload on a profile: what all candidates share."""
+class Costing:
+    """A workload on a profile, and what every candidate would need there: memory, seconds, the bound."""
 
     work: Workload
     hardware: Hardware
     _chosen: dict[Any, Recompute] = field(default_factory=dict, compare=False, repr=False)
     _speeds: dict[Any, float] = field(default_factory=dict, compare=False, repr=False)
     """Mean TFLOP/s of an allocation's trainers."""
+
+    def candidate(self, trainers: int, rollouts: int, **choices: Any) -> Candidate:
+        """A candidate with these choices: fields of `Candidate` or of `ScheduleSpec`; else fragments of a group, tasks
+        of a sample and sharded steps."""
+        return Candidate(trainers, rollouts, self.work.spec).but(**choices)
 
     @property
     def costs(self) -> Costs:
@@ -93,9 +101,9 @@ class Bench:
         the smallest)."""
         if candidate.recompute is not None:
             return candidate.recompute
-        lends = candidate.rollouts == 0 or candidate.tag
+        lends = candidate.rollouts == 0 or candidate.spec.tag
         blocks = self.blocks_at_once(candidate, pool)
-        size, batch = candidate.task_size, candidate.tsp_batch
+        size, batch = candidate.spec.task_size, candidate.spec.tsp_batch
         key = (pool, self.shards(candidate), size, batch, blocks, lends, candidate.encoders)
         if key not in self._chosen:
             self._chosen[key] = self._fastest(candidate, pool)
@@ -123,7 +131,7 @@ class Bench:
                 choices.append(mixed(more, less, low))
         if not choices:
             return Recompute(inputs=1.0)
-        size, batch = candidate.task_size, candidate.tsp_batch
+        size, batch = candidate.spec.task_size, candidate.spec.tsp_batch
         return min(choices, key=lambda choice: self.costs.cell_seconds(pool, size, batch, choice))
 
     def blocks_at_once(self, candidate: Candidate, pool: Pool) -> int:
@@ -141,11 +149,11 @@ class Bench:
         return trainer_memory(
             self.work,
             self.shards(candidate),
-            candidate.task_size,
-            candidate.tsp_batch * self.blocks_at_once(candidate, pool),
+            candidate.spec.task_size,
+            candidate.spec.tsp_batch * self.blocks_at_once(candidate, pool),
             recompute,
-            generates=candidate.rollouts == 0 or candidate.tag,
-            keeps_copy=candidate.tag and self.work.lora_rank is not None and self.work.updates > 1,
+            generates=candidate.rollouts == 0 or candidate.spec.tag,
+            keeps_copy=candidate.spec.tag and self.work.lora_rank is not None and self.work.updates > 1,
             encoders=candidate.encoders,
         )
 
@@ -157,7 +165,7 @@ class Bench:
                 pool = self.hardware.pool(name)
                 table[name, role] = self.trainer_memory(candidate, self.recompute(candidate, pool), pool)
             else:
-                table[name, role] = rollout_memory(self.work, candidate.task_size, candidate.encoders)
+                table[name, role] = rollout_memory(self.work, candidate.spec.task_size, candidate.encoders)
         return table
 
     def misfits(self, candidate: Candidate) -> list[str]:
@@ -180,37 +188,20 @@ class Bench:
 
     def spec(self, candidate: Candidate) -> ScheduleSpec:
         """The schedule that train would build from the candidate's overrides."""
-        work = self.work
         shares: tuple[float, ...] = ()
         if candidate.shares and candidate.sharding != "fsdp":  # there every forward is one of all trainers
             speeds = {pool.name: 1.0 / self.pool_cell_seconds(pool, candidate) for pool in self.hardware.pools}
             shares = tuple(speeds[pool] for pool, role in self.placed(candidate) if role == "trainer")
-        return ScheduleSpec(
-            prompts=work.prompts,
-            group_size=work.group_size,
-            task_size=candidate.task_size,
-            denoise_steps=work.steps,
-            trained_steps=work.trained_steps,
-            updates_per_batch=work.updates,
-            gap=candidate.gap,
-            order="arrival" if candidate.order == "arrival" else "canonical",
-            tsp_batch=candidate.tsp_batch,
-            tsp_shard=candidate.tsp_shard,
-            tag=candidate.tag,
-            handoff=candidate.handoff,
-            shares=shares,
-            async_steps=candidate.async_steps,
-            stale_fraction=candidate.stale_fraction,
-        )
+        return replace(candidate.spec, shares=shares)
 
     def pool_cell_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """One trained step of a task on a trainer of `pool`."""
         choice = self.recompute(candidate, pool)
-        return self.costs.cell_seconds(pool, candidate.task_size, candidate.tsp_batch, choice)
+        return self.costs.cell_seconds(pool, candidate.spec.task_size, candidate.spec.tsp_batch, choice)
 
     def cluster(self, candidate: Candidate) -> Cluster:
         """Durations of the candidate, for the engine."""
-        costs, work, b = self.costs, self.work, candidate.task_size
+        costs, work, b = self.costs, self.work, candidate.spec.task_size
         placed = self.placed(candidate)
         pools = {name: self.hardware.pool(name) for name, _ in placed}
         trainer_pools = list({name: pools[name] for name, role in placed if role == "trainer"}.values())
@@ -224,7 +215,7 @@ class Bench:
                 group = [pool] if candidate.sharding == "hsdp" else trainer_pools
                 if shards > 1:
                     step = max(step, costs.gather_seconds(group, shards))
-                    hidden = cell * candidate.tsp_batch
+                    hidden = cell * candidate.spec.tsp_batch
                     exposed = max(exposed, costs.sharding_seconds(group, shards) - hidden)
             likes[name, role] = Rank(
                 0,

@@ -64,80 +64,15 @@ class Hardware:
         return next(pool for pool in self.pools if pool.name == name)
 
 
-_FIGURES = ("memory_gib", "tflops", "hbm_tb_s", "intra_gb_s", "inter_gb_s")
-
-
-def parse_hardware(node: Mapping[str, Any], name: str = "hardware") -> Hardware:
-    """A profile's `hardware` node as `Hardware`.
-
-    Raises:
-        ValueError: all problems at once: missing figures (which, and how to get them), bad counts and roles.
-    """
-    problems: list[str] = []
+def parse_hardware(node: Mapping[str, Any]) -> Hardware:
+    """A profile's `hardware` node, which `digenrl.config` has checked, as `Hardware`."""
     pools = []
-    for pool_name, entry in _mapping(node, "pools", name, problems).items():
-        pool, wrong = _pool(str(pool_name), entry, f"{name}.pools.{pool_name}")
-        problems += wrong
-        if pool is not None:
-            pools.append(pool)
-    if not pools and not problems:
-        problems.append(f"{name}.pools is empty: name at least one pool of GPUs.")
-    known = Efficiency.__dataclass_fields__
-    factors = _mapping(node, "efficiency", name, problems)
-    problems += [
-        f"{name}.efficiency.{key}: no such factor; use {', '.join(known)}." for key in factors if key not in known
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
-    efficiency = Efficiency(**{key: float(value) for key, value in factors.items()})
+    for name, entry in node["pools"].items():
+        given = {"count": 1, "role": "auto"} | {key: value for key, value in entry.items() if value is not None}
+        pools.append(Pool(name=str(name), **{"per_node": min(given["count"], 8), **given}))
+    efficiency = Efficiency(**(node.get("efficiency") or {}))
     seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
     return Hardware(tuple(pools), efficiency, seconds)
-
-
-def _mapping(node: Mapping[str, Any], key: str, name: str, problems: list[str]) -> Mapping[str, Any]:
-    """A group of keys of the profile; {} where there is none, or where something else stands."""
-    found = node.get(key)
-    if found is not None and not isinstance(found, Mapping):
-        problems.append(f"{name}.{key} = {found}: must be a group of keys.")
-        return {}
-    return found or {}
-
-
-def _pool(pool_name: str, entry: Any, where: str) -> tuple[Pool | None, list[str]]:
-    """One pool, and everything that is wrong with it; no pool without all of its figures."""
-    if not isinstance(entry, Mapping):
-        return None, [f"{where} = {entry}: must be a group of keys (gpu, count, role, {', '.join(_FIGURES)})."]
-    problems = []
-    if not isinstance(gpu := entry.get("gpu"), str) or not gpu.strip():
-        problems.append(f"{where}.gpu = {gpu}: name the GPU, or cpu.")
-    count, role = entry.get("count", 1), entry.get("role", "auto")
-    per_node = entry.get("per_node")
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        problems.append(f"{where}.count = {count}: use a whole number of at least 1, or remove the pool.")
-        count = 1
-    if role not in ("auto", "trainer", "rollout"):
-        problems.append(f"{where}.role = {role}: use auto, trainer or rollout.")
-    if per_node is not None and (isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1):
-        problems.append(f"{where}.per_node = {per_node}: use a whole number of at least 1.")
-        per_node = None
-    if missing := [key for key in _FIGURES if entry.get(key) is None]:
-        problems.append(
-            f"{where} ({entry.get('gpu', 'unknown GPU')}) lacks {', '.join(missing)}: take them from the GPU's data "
-            "sheet, or run `make profile` on that machine and give hardware.seconds."
-        )
-    figures = {key: entry[key] for key in _FIGURES if key not in missing}
-    if bad := [f"{key} = {value}" for key, value in figures.items() if not _is_figure(value)]:
-        problems.append(f"{where}: {', '.join(bad)}: use figures above 0.")
-    if problems:
-        return None, problems
-    size = min(count, 8) if per_node is None else per_node
-    numbers = {key: float(value) for key, value in figures.items()}
-    return Pool(pool_name, str(gpu), count, str(role), per_node=size, **numbers), []
-
-
-def _is_figure(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0
 
 
 def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:

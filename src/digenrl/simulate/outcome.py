@@ -9,7 +9,7 @@ from typing import Any
 
 from digenrl.recompute import Recompute
 from digenrl.simulate.bound import Bound
-from digenrl.simulate.candidate import Bench, Candidate
+from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.records import Simulated
 from digenrl.simulate.virtual_run import simulate
 
@@ -28,7 +28,7 @@ _EXCESS = {
 class Outcome:
     """A candidate, simulated."""
 
-    bench: Bench
+    costing: Costing
     candidate: Candidate
     result: Simulated
     bound: Bound
@@ -52,7 +52,7 @@ class Outcome:
     @property
     def bubble(self) -> dict[str, float]:
         """Cause -> share of all GPU time spent waiting."""
-        total = self.step_s * self.bench.hardware.gpus * self._steps
+        total = self.step_s * self.costing.hardware.gpus * self._steps
         table: dict[str, float] = {}
         for (_, stage, cause), seconds in self.result.seconds.items():
             if stage == "wait":
@@ -76,11 +76,11 @@ class Outcome:
         """
         limits = {name: s for name, s in self._spent.items() if name not in _EXCESS}
         busy = dict.fromkeys(self.bound.pool_weights, 0)
-        for name, _ in self.bench.placed(self.candidate):
+        for name, _ in self.costing.placed(self.candidate):
             busy[name] += 1
-        unused = ((p.count - busy[p.name]) * self.bound.pool_weights[p.name] for p in self.bench.hardware.pools)
+        unused = ((p.count - busy[p.name]) * self.bound.pool_weights[p.name] for p in self.costing.hardware.pools)
         limits["idle GPUs"] = self.step_s * sum(unused)
-        for stage, units in self.bench.work_units().items():
+        for stage, units in self.costing.work_units().items():
             limits[_EXCESS[stage]] = self._spent.get(stage, 0.0) - units * self.bound.stage_values[stage]
         for cause, seconds in self._training().items():
             limits[cause] = seconds
@@ -91,23 +91,23 @@ class Outcome:
 
     def _training(self) -> dict[str, float]:
         """Recomputation and communication inside the trainers' spans."""
-        bench, candidate = self.bench, self.candidate
-        cluster, spec = bench.cluster(candidate), bench.spec(candidate)
+        costing, candidate = self.costing, self.candidate
+        cluster, spec = costing.cluster(candidate), costing.spec(candidate)
         table = {"recomputation": 0.0, "communication": 0.0}
         for rank in {rank.pool: rank for rank in cluster.trainers}.values():
-            pool = bench.hardware.pool(rank.pool)
+            pool = costing.hardware.pool(rank.pool)
             spent = self.result.seconds.get((rank.pool, "train", ""), 0.0)
             spent *= self.bound.pool_weights[rank.pool] / self._steps
-            plain = bench.costs.cell_seconds(pool, candidate.task_size, candidate.tsp_batch, Recompute())
+            plain = costing.costs.cell_seconds(pool, candidate.spec.task_size, candidate.spec.tsp_batch, Recompute())
             block = rank.cell_seconds * spec.tsp_batch + cluster.micro_batch_seconds
             table["recomputation"] += spent * (rank.cell_seconds - plain) * spec.tsp_batch / block
             table["communication"] += spent * cluster.micro_batch_seconds / block
         return table
 
 
-def evaluate(bench: Bench, candidate: Candidate, bound: Bound, exact: bool = False, trace: bool = False) -> Outcome:
+def evaluate(costing: Costing, candidate: Candidate, bound: Bound, exact: bool = False, trace: bool = False) -> Outcome:
     """Simulate `candidate`. Quick: one on-policy step. Exact: two, and six of asynchronous ones, which overlap."""
-    steps = (2 + 4 * candidate.async_steps) if exact else (1 + 2 * candidate.async_steps)
-    cluster = bench.cluster(candidate)
-    result = simulate(bench.spec(candidate), cluster, steps, trace=trace)
-    return Outcome(bench, candidate, result, bound)
+    steps = (2 + 4 * candidate.spec.async_steps) if exact else (1 + 2 * candidate.spec.async_steps)
+    cluster = costing.cluster(candidate)
+    result = simulate(costing.spec(candidate), cluster, steps, trace=trace)
+    return Outcome(costing, candidate, result, bound)

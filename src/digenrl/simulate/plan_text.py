@@ -12,24 +12,16 @@ from digenrl.simulate.planner import Plan
 
 def overrides(outcome: Outcome) -> list[str]:
     """What to add to `python -m digenrl.cli.train experiment=... hardware=...` to run the candidate."""
-    candidate, hardware = outcome.candidate, outcome.bench.hardware
+    candidate, hardware = outcome.candidate, outcome.costing.hardware
     words = [
         f"allocation.trainers={candidate.trainers}",
         f"allocation.rollouts={candidate.rollouts}",
         f"parallel.sharding={candidate.sharding}",
-        f"sampling.task_size={candidate.task_size}",
+        f"sampling.task_size={candidate.spec.task_size}",
         f"model.gradient_checkpointing={_recompute_word(candidate.recompute)}",
         f"model.offload_encoders={str(not candidate.encoders).lower()}",
         f"schedule.claims={'split' if candidate.static_claims else 'shared'}",
-        f"schedule.gap={candidate.gap}",
-        f"schedule.order={candidate.order}",
-        f"schedule.tsp.batch={candidate.tsp_batch}",
-        f"schedule.tsp.shard={str(candidate.tsp_shard).lower()}",
-        f"schedule.tag={str(candidate.tag).lower()}",
-        f"schedule.handoff={str(candidate.handoff).lower()}",
-        f"schedule.shares={_shares(outcome)}",
-        f"schedule.async_steps={candidate.async_steps}",
-        f"schedule.stale_fraction={candidate.stale_fraction:g}",
+        *outcome.costing.spec(candidate).overrides(),
     ]
     if candidate.first is not None and candidate.rollouts:
         first = hardware.pool(candidate.first)
@@ -49,22 +41,16 @@ def _recompute_word(recompute: Recompute | None) -> str:
     return str(value).lower()
 
 
-def _shares(outcome: Outcome) -> str:
-    """Relative speeds of the trainer ranks, the slowest = 1; or `equal`."""
-    shares = outcome.bench.spec(outcome.candidate).shares
-    return f"[{','.join(f'{share / min(shares):.3g}' for share in shares)}]" if shares else "equal"
-
-
 def row(outcome: Outcome) -> dict[str, Any]:
     """One candidate of plan.json."""
     return {
         "overrides": overrides(outcome),
         "schedule": outcome.candidate.name,
-        "async_steps": outcome.candidate.async_steps,
+        "async_steps": outcome.candidate.spec.async_steps,
         "trainers": outcome.candidate.trainers,
         "rollouts": outcome.candidate.rollouts,
         "step_s": outcome.step_s,
-        "samples_per_s": outcome.bench.work.samples / outcome.step_s,
+        "samples_per_s": outcome.costing.work.samples / outcome.step_s,
         "bound_step_s": outcome.bound_s,
         "efficiency": outcome.efficiency,
         "memory_gib": memory_by_role(outcome),
@@ -77,16 +63,16 @@ def row(outcome: Outcome) -> dict[str, Any]:
 def memory_by_role(outcome: Outcome) -> dict[str, float]:
     """Role -> GiB of its fullest rank."""
     table: dict[str, float] = {}
-    for (_, role), use in outcome.bench.memory(outcome.candidate).items():
+    for (_, role), use in outcome.costing.memory(outcome.candidate).items():
         table[role] = max(table.get(role, 0.0), round(use.gib, 3))
     return table
 
 
 def recomputed(outcome: Outcome) -> dict[str, Recompute]:
     """Pool of trainers -> what their blocks keep for the backward pass."""
-    bench, candidate = outcome.bench, outcome.candidate
-    names = dict.fromkeys(name for name, role in bench.placed(candidate) if role == "trainer")
-    return {name: bench.recompute(candidate, bench.hardware.pool(name)) for name in names}
+    costing, candidate = outcome.costing, outcome.candidate
+    names = dict.fromkeys(name for name, role in costing.placed(candidate) if role == "trainer")
+    return {name: costing.recompute(candidate, costing.hardware.pool(name)) for name in names}
 
 
 def repeats(outcome: Outcome) -> str:
@@ -101,24 +87,24 @@ def repeats(outcome: Outcome) -> str:
 
 def chosen(plan: Plan, asynchronous: bool) -> list[Outcome]:
     """The candidates that the plan may choose from, best first."""
-    return [outcome for outcome in plan.outcomes if asynchronous or outcome.candidate.async_steps == 0]
+    return [outcome for outcome in plan.outcomes if asynchronous or outcome.candidate.spec.async_steps == 0]
 
 
 def as_json(plan: Plan, asked: Outcome | None, asynchronous: bool, rl_steps: int) -> dict[str, Any]:
     """plan.json: the ranked candidates, what the configuration itself `asked` for (`misfits`: why memory forbids it),
     and what a reader needs to recompute the bound."""
-    bench = plan.bench
+    costing = plan.costing
     best = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
     ranked = chosen(plan, asynchronous)
     return {
         "candidates": [row(outcome) for outcome in ranked],
-        "configured": None if asked is None else row(asked) | {"misfits": bench.misfits(asked.candidate)},
+        "configured": None if asked is None else row(asked) | {"misfits": costing.misfits(asked.candidate)},
         "best": {kind: row(outcome) if outcome else None for kind, outcome in best.items()},
-        "pools": {pool.name: pool.count for pool in bench.hardware.pools},
-        "work": bench.work_units(),
-        "seconds_per_unit": bench.seconds_per_unit(),
+        "pools": {pool.name: pool.count for pool in costing.hardware.pools},
+        "work": costing.work_units(),
+        "seconds_per_unit": costing.seconds_per_unit(),
         "bound_step_s": plan.bound_s,
-        "gpu_hours": ranked[0].step_s * rl_steps * bench.hardware.gpus / 3600 if ranked else None,
+        "gpu_hours": ranked[0].step_s * rl_steps * costing.hardware.gpus / 3600 if ranked else None,
         "rl_steps": rl_steps,
         "simulated": plan.simulated,
     }
@@ -135,11 +121,11 @@ def table(plan: Plan, asynchronous: bool, rl_steps: int, show: int) -> list[str]
         gib = f"{memory['trainer']:.1f}/" + (f"{memory['rollout']:.1f}" if "rollout" in memory else "-")
         waits = sorted(outcome.bubble.items(), key=lambda item: -item[1])
         bubble = ", ".join(f"{cause} {100 * share:.1f}%" for cause, share in waits if share >= 0.001)
-        hours = outcome.step_s * rl_steps * outcome.bench.hardware.gpus / 3600
-        rate = outcome.bench.work.samples / outcome.step_s
+        hours = outcome.step_s * rl_steps * outcome.costing.hardware.gpus / 3600
+        rate = outcome.costing.work.samples / outcome.step_s
         line = (
             f"{candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"
-            f"{candidate.task_size:>4}{candidate.tsp_batch:>4}{candidate.gap:>4}"
+            f"{candidate.spec.task_size:>4}{candidate.spec.tsp_batch:>4}{candidate.spec.gap:>4}"
             f"{repeats(outcome):>13}{gib:>13}{outcome.step_s:>10.2f}{rate:>11.3f}"
             f"{outcome.efficiency:>10.3f}{hours:>11.0f}  {bubble or 'none'}{_also(candidate)}"
         )
@@ -153,11 +139,11 @@ def _also(candidate: Candidate) -> str:
     words = {
         f"trainers first from {candidate.first}": candidate.first is not None,
         "encoders stay on the GPU": candidate.encoders,
-        "fragments in order of arrival": candidate.order == "arrival",
-        f"stale {candidate.stale_fraction:g}": candidate.async_steps > 0,
-        "lends": candidate.async_steps > 0 and candidate.tag,
-        "hands over": candidate.async_steps > 0 and candidate.handoff,
-        "steps not sharded": not candidate.tsp_shard and candidate.rollouts > 0,
+        "fragments in order of arrival": candidate.spec.order == "arrival",
+        f"stale {candidate.spec.stale_fraction:g}": candidate.spec.async_steps > 0,
+        "lends": candidate.spec.async_steps > 0 and candidate.spec.tag,
+        "hands over": candidate.spec.async_steps > 0 and candidate.spec.handoff,
+        "steps not sharded": not candidate.spec.tsp_shard and candidate.rollouts > 0,
     }
     return "".join(f"; {word}" for word, on in words.items() if on)
 
@@ -179,7 +165,7 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
         why = (
             f"Disaggregated: {colocated.step_s / winner.step_s:.2f}x the best colocated run ({colocated.step_s:.2f} s)."
         )
-    idle = plan.bench.hardware.gpus - winner.candidate.trainers - winner.candidate.rollouts
+    idle = plan.costing.hardware.gpus - winner.candidate.trainers - winner.candidate.rollouts
     return [
         f"{winner.step_s:.2f} s per step, {100 * winner.efficiency:.1f}% of the bound ({plan.bound_s:.2f} s); "
         f"what separates them: {causes}.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from importlib import resources
 from typing import Any
 
 from digenrl.recompute import ALL, INPUTS
+from digenrl.schedule import ScheduleSpec
 
 ENCODERS = {
     # parameters of the text encoders (reference: torch on the meta device), tokens, VAE of facts.json
@@ -22,9 +22,6 @@ ENCODERS = {
     "sd35_medium": (4_762_310_656 + 123_650_304 + 694_659_840, 256, "flux"),
 }
 """Model -> (parameters, tokens, VAE)."""
-
-EMBEDDED_GUIDANCE = ("flux1_dev", "hunyuan_video")
-"""Families whose guidance_scale is an input of the network: one forward, not two."""
 
 REWARD_FLOPS = {"pickscore": 0.38e12, "clip_score": 0.33e12, "aesthetic": 0.17e12}
 """FLOPs per image of scorers that run on the GPU (2 x parameters x tokens of their ViT). Others run on the CPU."""
@@ -70,15 +67,19 @@ class Workload:
     storage_bytes: int = 2
     """Of one stored latent element."""
 
-    def __post_init__(self) -> None:
-        known = sorted(facts()["models"])
-        if self.model not in known:
-            close = difflib.get_close_matches(self.model, known, 1)
-            raise ValueError(
-                f"model = {self.model}: no sizes in digenrl/simulate/facts.json; "
-                + (f"nearest: {close[0]}; " if close else "")
-                + f"known: {', '.join(known)}. Add it to benchmarks/count_facts.py and run that."
-            )
+    @property
+    def spec(self) -> ScheduleSpec:
+        """The schedule that the planner starts from: tasks of a sample, fragments of a group, sharded steps."""
+        return ScheduleSpec(
+            prompts=self.prompts,
+            group_size=self.group_size,
+            task_size=1,
+            denoise_steps=self.steps,
+            trained_steps=self.trained_steps,
+            updates_per_batch=self.updates,
+            gap=1,
+            tsp_shard=True,
+        )
 
     @property
     def sizes(self) -> Mapping[str, Any]:

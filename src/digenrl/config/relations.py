@@ -1,8 +1,12 @@
-"""Rules that relate several keys. Each is a small function that yields messages; to add one, add it to `_RULES`."""
+"""Rules that relate several keys. Each is a small function that yields messages; to add one, add it to `_RULES`.
+
+They are read twice: with the configuration as written, and when `auto` has become numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 Tree = Mapping[str, Any]
@@ -13,11 +17,11 @@ class _Needs(Exception):
 
 
 class _View:
-    """The values of a tree that passed their own rule."""
+    """The values of a tree in which nothing was wrong so far."""
 
-    def __init__(self, tree: Tree, broken: set[str]) -> None:
+    def __init__(self, tree: Tree, broken: Collection[str]) -> None:
         self._tree = tree
-        self._broken = broken
+        self._broken = {part for key in broken for part in accumulate(key.split("."), "{}.{}".format)}
 
     def __call__(self, key: str) -> Any:
         node: Any = self._tree
@@ -28,27 +32,16 @@ class _View:
         return node
 
 
-def cross_problems(tree: Tree, broken: set[str]) -> list[str]:
+def relation_problems(tree: Tree, broken: Collection[str] = ()) -> list[str]:
     """What is wrong between keys; rules that read a key of `broken` stay silent."""
     view = _View(tree, broken)
     problems: list[str] = []
     for rule in _RULES:
         try:
-            problems += list(rule(view))
+            problems += rule(view)
         except _Needs:
             continue
     return problems
-
-
-def pool_counts(pools: Any) -> dict[str, tuple[int, str]]:
-    """Pool name -> (number of devices, role: trainer | rollout | auto) of a hardware profile's `pools`."""
-    if not isinstance(pools, Mapping):
-        return {}
-    return {
-        str(name): (pool.get("count", 1), str(pool.get("role", "auto")))
-        for name, pool in pools.items()
-        if isinstance(pool, Mapping) and isinstance(pool.get("count", 1), int)
-    }
 
 
 def _divisors(number: int) -> str:
@@ -150,14 +143,11 @@ def _recomputation(get: _View) -> Iterator[str]:
 
 
 def _rank_counts(get: _View) -> Iterator[str]:
-    pools = pool_counts(get("hardware.pools"))
+    pools = {name: (pool.get("count", 1), pool.get("role", "auto")) for name, pool in get("hardware.pools").items()}
     trainers, rollouts = get("allocation.trainers"), get("allocation.rollouts")
-    if not pools:
-        return
     devices = sum(count for count, _ in pools.values())
     summary = ", ".join(f"{name}: {count} ({role})" for name, (count, role) in pools.items())
-    asked = [number for number in (trainers, rollouts) if isinstance(number, int)]
-    needed = sum(asked) + (2 - len(asked) if rollouts != 0 else 1 - (len(asked) - 1))
+    needed = sum(number if isinstance(number, int) else 1 for number in (trainers, rollouts))
     if needed > devices:
         yield (
             f"allocation.trainers = {trainers} and allocation.rollouts = {rollouts}: need {needed} ranks, but the "
@@ -173,16 +163,6 @@ def _rank_counts(get: _View) -> Iterator[str]:
             )
 
 
-def _trained_steps(get: _View) -> Iterator[str]:
-    steps, total = get("algorithm.train_steps"), get("sampling.steps")
-    if not isinstance(steps, Mapping):
-        return
-    for name in ("count", "size", "window"):
-        value = steps.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= total:
-            yield f"algorithm.train_steps.{name} = {value}: must lie within sampling.steps; allowed: 1 .. {total}."
-
-
 _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _task_size,
     _updates,
@@ -194,5 +174,4 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _split_claims,
     _recomputation,
     _rank_counts,
-    _trained_steps,
 )

@@ -1,0 +1,151 @@
+"""Between a settled configuration and its ranks, for `train`: what is said first, how ranks start, what ends a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+
+from digenrl import run
+from digenrl.cluster.attach import Place, attach, check_allocation
+from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.world import Session, World
+from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
+from digenrl.display import Display, final_table
+from digenrl.emulate import durations
+from digenrl.preflight import memory_lines
+from digenrl.record.run_dir import LAUNCH, append_event
+from digenrl.report.build import close, finish
+from digenrl.simulate.hardware import numbering, parse_hardware
+from digenrl.strategy.checkpoint_io import newest_valid
+
+
+def ranks(composed: Composed) -> int:
+    """Ranks of a settled run."""
+    return sum(_counts(composed))
+
+
+def _announce(composed: Composed, run_dir: Path) -> None:
+    """Record the launch, and say what is going to run."""
+    trainers, rollouts = _counts(composed)
+    world = {"trainer": trainers, "rollout": rollouts}
+    append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides)})
+    lines = _described(composed.config, trainers, rollouts, run_dir, _newest(composed, run_dir))
+    print("\n".join([*composed.notes, *lines, *memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
+
+
+def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
+    """The lines that precede a run: what runs where, with what schedule."""
+    data, schedule = config.data, config.schedule
+    samples = data.prompts_per_batch * data.group_size
+    ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}"
+    lines = [
+        f"run       {run_dir}",
+        f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
+        f"{'GPU' if torch.cuda.is_available() else 'CPU'}",
+        f"step      {data.prompts_per_batch} prompts x {data.group_size} samples = {samples} samples, "
+        f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
+        f"{config.max_rl_steps} RL steps",
+        f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} "
+        f"tag={schedule.tag} handoff={schedule.handoff} shares={schedule.shares} async_steps={schedule.async_steps}",
+    ]
+    return lines + ([f"resume    {checkpoint}"] if checkpoint else [])
+
+
+def fork(composed: Composed) -> tuple[Path, Outcome]:
+    """Start every rank on this machine, and show the run until the last one is gone; returns as `join`.
+
+    Raises:
+        CheckpointError: a resumed run has no whole checkpoint.
+    """
+    settings, (trainers, rollouts) = composed.config, _counts(composed)
+    run_dir = prepare_run_dir_or_exit(composed)
+    _announce(composed, run_dir)
+    display: Display | None = None
+
+    def tick(states: Callable[[], dict[int, str]]) -> None:
+        nonlocal display  # made with the first tick, when all ranks are forked
+        display = display or Display(run_dir, settings.max_rl_steps, states)
+        display.poll()
+
+    def end() -> None:
+        if display is not None:
+            display.close()
+
+    def orphaned(cause: str) -> None:
+        close(run_dir, "failed", cause)
+        print(run_dir, flush=True)
+        _say_end(run_dir, "failed", cause)
+
+    most = settings.allocation.max_lost_rollouts
+    if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
+        most = 0
+    plan = Launch(
+        partial(run.fit, settings, _newest(composed, run_dir), durations(composed, trainers, rollouts)),
+        trainers,
+        rollouts,
+        run_dir,
+        max_lost=None if most == "auto" else most,
+        on_tick=tick,
+        on_end=end,
+        on_orphaned=orphaned,
+    )
+    try:
+        return run_dir, launch(plan)
+    except OSError as error:  # no free port
+        return run_dir, Outcome("failed", str(error), 1)
+
+
+def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
+    """Be the rank that torchrun or SLURM started; returns the run directory and how the run ended.
+
+    Raises:
+        ValueError: the allocation does not fit the processes that were started, or they share no directory.
+    """
+    trainers, rollouts = _counts(composed)
+
+    def prepare() -> Path:
+        run_dir = prepare_run_dir_or_exit(composed)
+        _announce(composed, run_dir)
+        return run_dir
+
+    def rank_main(world: World, session: Session) -> None:
+        sleeps = durations(composed, trainers, rollouts)
+        run.fit(composed.config, _newest(composed, session.run_dir), sleeps, world, session)
+
+    check_allocation(place, trainers, rollouts)
+    numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)
+    return attach(place, numbers, trainers, prepare, rank_main)
+
+
+def report(run_dir: Path, outcome: Outcome) -> None:
+    """Write summary, trace, pictures and report, and show the end of the run."""
+    cause = None if outcome.cause is None else redact_text(outcome.cause)
+    summary = finish(run_dir, outcome.status, cause)
+    Console(stderr=True).print(final_table(summary))
+    for loss in summary["lost"]:
+        print(f"went on without a rank: {loss}", file=sys.stderr)
+    if outcome.status != "completed":
+        _say_end(run_dir, outcome.status, cause)
+
+
+def _counts(composed: Composed) -> tuple[int, int]:
+    """(trainers, rollouts) of a settled run."""
+    return composed.config.allocation.trainers, composed.config.allocation.rollouts
+
+
+def _newest(composed: Composed, run_dir: Path) -> Path | None:
+    """The checkpoint that a resumed run continues from."""
+    return newest_valid(run_dir / "checkpoints") if composed.resumed else None
+
+
+def _say_end(run_dir: Path, status: str, cause: str | None) -> None:
+    """Say why a run ended early, and the way on where there is one."""
+    print(f"{status}: {cause}", file=sys.stderr, flush=True)
+    if any((run_dir / "checkpoints").glob("step-*")):
+        print(f"to continue: make resume RUN={run_dir}", file=sys.stderr, flush=True)

@@ -1,0 +1,111 @@
+"""What `--help` prints, and the command line of commands that have a few keys of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
+
+from digenrl.config.compose import composed, config_directory, group_options
+from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.schema import SCHEMAS, Train
+from digenrl.config.validation import Key, keys_of, problems_by_key, shown
+from digenrl.record.redact import redact_text
+
+HELP = ("-h", "--help")
+RunDirectory = Annotated[Path, WithJsonSchema({"phrase": "path of a run directory"})]
+Folder = Annotated[Path, WithJsonSchema({"phrase": "path of a directory"})]
+Own = TypeVar("Own", bound="Arguments")
+
+
+class Arguments(BaseModel):
+    """The keys of a command, read from key=value words."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def read_arguments(schema: type[Own], words: Sequence[str], others: bool = False) -> tuple[Own, list[str]]:
+    """The command's own keys, and the other key=value words.
+
+    Args:
+        others: further keys are allowed: they are those of a configuration.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    own = keys_of(schema)
+    pairs = [word.partition("=") for word in words]
+    known = listing(own)
+    problems = [f"{redact_text(word)}: settings are key=value; keys: {known}." for word in words if "=" not in word]
+    given = {key: value for key, is_pair, value in pairs if is_pair and (key in own or not others)}
+    rest = [word for word, (key, is_pair, _) in zip(words, pairs, strict=True) if is_pair and key not in own]
+
+    def unknown(key: str, value: Any) -> str:
+        close = nearest(key, own)
+        hint = f"nearest: {close}" if close else f"keys: {known}"
+        return f"{key} = {redact_text(str(value))}: no such key; {hint}."
+
+    problems += problems_by_key(schema, given, unknown).values()
+    if problems:
+        raise ConfigError(problems)
+    return schema.model_validate(given), rest if others else []
+
+
+def wants_help(words: Sequence[str]) -> bool:
+    """Whether a command line asks for help."""
+    return any(word in HELP for word in words)
+
+
+def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str:
+    """The page of a command with keys of its own: its docstring, and the keys."""
+    lines = [(text or "").strip()]
+    if schema is not None:
+        keys = keys_of(schema)
+        defaults = {key: "required" if its.required else shown(its.default) for key, its in keys.items()}
+        lines += ["\nkeys (key=value):", *_key_lines(keys, defaults)]
+    return "\n".join(lines)
+
+
+def configuration_help(config_name: str, text: str | None = None) -> str:
+    """The page of a command that composes configs/<config_name>.yaml: the groups with their options, and the keys with
+    the values that they have when nothing else is said."""
+    directory = config_directory()
+    keys, defaults = keys_of(SCHEMAS[config_name]), _defaults(config_name)
+    whole = issubclass(SCHEMAS[config_name], Train)
+    groups = {name: names for name, names in group_options(directory).items() if whole or name == "reward"}
+    return "\n".join(
+        [
+            (text or f"python -m digenrl.cli.{config_name} [group=option ...] [key=value ...]").strip(),
+            "\ngroups (group=option):",
+            *(f"  {name:<24}{listing(names)}" for name, names in groups.items()),
+            "\nkeys (key=value; +key=value adds one, ~key removes one), with the value where nothing is said:",
+            *_key_lines(keys, defaults),
+        ]
+    )
+
+
+def _key_lines(keys: Mapping[str, Key], defaults: Mapping[str, str]) -> list[str]:
+    lines = []
+    for key, its in keys.items():
+        lines.append(f"  {f'{key} = {defaults[key]}' if key in defaults else key:<42}  {its.allowed}")
+        lines += [f"      {its.meaning}"] if its.meaning else []
+    return lines
+
+
+def _defaults(config_name: str) -> dict[str, str]:
+    """Key -> the value that it has where nothing is said, for the keys that have one."""
+    try:
+        tree = composed(config_name, [])
+    except ConfigError:  # a group has no default: what the primary file itself says
+        primary = OmegaConf.load(config_directory() / f"{config_name}.yaml")
+        assert isinstance(primary, DictConfig)
+        tree = primary
+    found = {}
+    for key in keys_of(SCHEMAS[config_name]):
+        node = OmegaConf.select(tree, key, default=tree, throw_on_missing=False)
+        if node is not tree and not OmegaConf.is_dict(node) and not OmegaConf.is_missing(tree, key):
+            found[key] = shown(node)
+    return found

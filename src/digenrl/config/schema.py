@@ -1,0 +1,367 @@
+"""Every key of a configuration: its type, its range and one line of meaning. To add a key, add a field.
+
+A node with `_target_` (model, algorithm, reward, ...) is open: its constructor says what else it takes (`targets`).
+Defaults are in configs/*.yaml, and nowhere else: a field without a default must be in every configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+
+
+class Closed(BaseModel):
+    """A group of keys that takes no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Open(Closed):
+    """A group of keys that takes others too, unchecked here."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def _component(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "_target_" not in node:
+        raise ValueError("has no _target_")
+    if node.get("_partial_") is not True:
+        raise ValueError("lacks _partial_=true")
+    return node
+
+
+def _at_most_all(shares: dict[str, float]) -> dict[str, float]:
+    if sum(shares.values()) > 1.0 + 1e-9:
+        raise ValueError("sums to more than 1")
+    return shares
+
+
+AtLeast0 = Annotated[int, Field(ge=0)]
+AtLeast1 = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Steps = Annotated[int, Field(ge=1, le=1000)]
+Auto = Literal["auto"]
+ABSENT: Any = None
+"""Default of a key that a configuration need not have; it is never read."""
+_Text = StringConstraints(pattern=r"\S")
+Text = Annotated[str, _Text, WithJsonSchema({"phrase": "text"})]
+Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory"})]
+File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file"})]
+PromptFile = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a .txt or .jsonl prompt file"})]
+Package = Annotated[str, _Text, WithJsonSchema({"phrase": "package name"})]
+Component = Annotated[
+    dict[str, Any],
+    AfterValidator(_component),
+    WithJsonSchema({"phrase": "a group of keys with _target_ and _partial_=true"}),
+]
+Kept = Annotated[
+    dict[Literal["products", "attention", "inputs"], Share],
+    AfterValidator(_at_most_all),
+    WithJsonSchema({"phrase": "{products|attention|inputs: share of the blocks}"}),
+]
+Recomputation = bool | Share | Literal["auto", "products", "attention"] | Kept
+ByTrainer = Annotated[
+    list[Recomputation], Field(min_length=1), WithJsonSchema({"phrase": "a list of these, one for each trainer"})
+]
+Seconds = Annotated[
+    dict[str, dict[str, Positive]], WithJsonSchema({"phrase": "{stage: {pool: seconds}}, as `make profile` writes it"})
+]
+
+
+class Allocation(Closed):
+    """allocation.*"""
+
+    trainers: AtLeast1 | Auto = Field(description="ranks that train; auto: what the hardware profile's pools say")
+    rollouts: AtLeast0 | Auto = Field(description="ranks that only generate; 0: every rank generates and trains")
+    max_lost_rollouts: AtLeast0 | Auto = Field(
+        description="rollout ranks that may die while the run goes on; auto: all but the last"
+    )
+
+
+class Parallel(Closed):
+    """parallel.*"""
+
+    sharding: Literal["ddp", "hsdp", "fsdp"] = Field(
+        description="ddp: replicas; hsdp: weights sharded inside a node; fsdp: over all trainers"
+    )
+    shard_group: AtLeast1 | Auto = Field(
+        description="hsdp: trainers that hold one copy of the weights; auto: those of a node"
+    )
+
+
+class Data(Closed):
+    """data.*"""
+
+    prompts: PromptFile = Field(description="training prompts; a path, or the name of a file of digenrl/prompts")
+    heldout: PromptFile | None = Field(description="prompts of the evaluation; null: the training prompts")
+    prompts_per_batch: int = Field(ge=1, le=65536, description="groups of an RL step, each of one prompt")
+    group_size: int = Field(ge=2, le=4096, description="samples of a group")
+
+
+class Tsp(Closed):
+    """schedule.tsp.*"""
+
+    batch: AtLeast1 | Literal["auto", "all"] = Field(
+        description="trained steps of a sample in one forward; auto: what memory allows"
+    )
+    shard: bool = Field(description="spread the trained steps of a sample over the trainers")
+
+
+class Schedule(Closed):
+    """schedule.*"""
+
+    gap: AtLeast0 = Field(description="groups of a fragment, trained as soon as they are complete; 0: the whole batch")
+    claims: Literal["shared", "split"] = Field(
+        description="shared: faster ranks take more tasks; split: equal parts, fixed beforehand"
+    )
+    order: Literal["canonical", "arrival"] = Field(
+        description="fragments are trained in the order of their groups, or as they are complete"
+    )
+    tsp: Tsp
+    tag: bool = Field(description="waiting trainers may generate, where that is predicted to shorten the step")
+    handoff: bool = Field(description="a task may be suspended at a denoising step and finished on another rank")
+    shares: Literal["equal", "measured"] | Annotated[list[Amount], Field(min_length=1)] = Field(
+        description="each trainer's part of the training: its relative speed"
+    )
+    async_steps: int = Field(ge=0, le=1, description="1: some groups of a batch use weights one version old")
+    stale_fraction: Share = Field(description="share of a batch's groups that do so; read with async_steps=1")
+
+
+class Evaluated(Closed):
+    """sampling.eval.*"""
+
+    steps: Steps | None = Field(ABSENT, description="denoising steps of an evaluation; null: sampling.steps")
+
+
+class Sampling(Closed):
+    """sampling.*"""
+
+    steps: Steps = Field(description="denoising steps of a sample")
+    guidance_scale: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        description="of classifier-free or embedded guidance; null: none"
+    )
+    height: int = Field(ge=1, le=8192, description="pixels")
+    width: int = Field(ge=1, le=8192, description="pixels")
+    frames: int = Field(ge=1, le=1024, description="of a video; 1: images")
+    storage_dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field(
+        description="of latents on their way to the trainers"
+    )
+    task_size: int = Field(ge=1, le=4096, description="samples that a rank generates at once; divides data.group_size")
+    same_noise: bool = Field(description="the samples of a group share their initial noise")
+    eval: Evaluated
+
+
+class Optimizer(Open):
+    """algorithm.optimizer.*"""
+
+    lr: Positive = Field(ABSENT, description="learning rate")
+    weight_decay: Amount = Field(ABSENT, description="weight decay")
+
+
+class Sde(Open):
+    """algorithm.sde.*"""
+
+    noise_level: Amount = Field(ABSENT, description="strength of the noise of Flow-SDE and CPS")
+    eta: Amount = Field(ABSENT, description="strength of the noise of DanceGRPO's SDE")
+
+
+class Advantage(Open):
+    """algorithm.advantage.*"""
+
+    std: Literal["group", "batch", "none", "max_group"] = Field(
+        ABSENT, description="whose standard deviation divides the advantages"
+    )
+
+
+class Algorithm(Open):
+    """algorithm.*"""
+
+    clip_range: Annotated[float, Field(gt=0, lt=1)] | Annotated[list[Amount], Field(min_length=2)] = Field(
+        ABSENT, description="how far a ratio may leave 1; a list: below, above"
+    )
+    kl_weight: Amount = Field(ABSENT, description="weight of the KL divergence from the reference model; 0: none")
+    updates_per_batch: AtLeast1 = Field(ABSENT, description="optimizer updates of an RL step")
+    max_grad_norm: Positive | None = Field(ABSENT, description="gradients are clipped to this norm; null: never")
+    optimizer: Optimizer = Field(ABSENT)
+    sde: Sde = Field(ABSENT)
+    advantage: Advantage = Field(ABSENT)
+
+
+class Reward(Open):
+    """reward.*"""
+
+    placement: Literal["inline", "thread", "process", "http"] = Field(ABSENT, description="where scorers run")
+    max_missing_share: Share = Field(ABSENT, description="of a reward's samples; beyond it the run saves and stops")
+    min_missing_samples: AtLeast1 = Field(ABSENT, description="samples of a rank before that share counts")
+    pending: AtLeast1 = Field(ABSENT, description="tasks that may wait for scores before generation waits too")
+    max_batch: AtLeast0 = Field(ABSENT, description="samples of waiting tasks scored together; 0: each task alone")
+    cache_size: AtLeast0 = Field(ABSENT, description="scores kept by content; 0: off")
+
+
+class Lora(Open):
+    """model.lora.*"""
+
+    rank: int = Field(ABSENT, ge=1, le=4096, description="rank of the adapters")
+    alpha: Positive = Field(ABSENT, description="scale of the adapters: alpha / rank")
+
+
+class Model(Open):
+    """model.*"""
+
+    gradient_checkpointing: Recomputation | ByTrainer = Field(
+        ABSENT, description="which blocks are computed again in the backward pass; auto: what memory asks for"
+    )
+    lora: Lora | None = Field(ABSENT)
+
+
+class Pool(Closed):
+    """hardware.pools.NAME.*"""
+
+    gpu: Annotated[str, _Text, WithJsonSchema({"phrase": "name of the GPU, or cpu"})] = Field(description="e.g. H200")
+    count: AtLeast1 = Field(1, description="GPUs of the pool")
+    role: Literal["auto", "trainer", "rollout"] = Field("auto", description="what they do; auto: the planner decides")
+    memory_gib: Positive = Field(description="GiB of one GPU, as its data sheet says")
+    tflops: Positive = Field(description="peak dense bf16 TFLOP/s of one GPU, as its data sheet says")
+    hbm_tb_s: Positive = Field(description="TB/s of its memory, as its data sheet says")
+    intra_gb_s: Positive = Field(description="GB/s between two GPUs of a node, per direction")
+    inter_gb_s: Positive = Field(description="GB/s of a node's network link, per direction, shared by its GPUs")
+    per_node: AtLeast1 | None = Field(ABSENT, description="GPUs of a node; null: 8, or all of a smaller pool")
+
+
+class Efficiency(Closed):
+    """hardware.efficiency.*: the defaults are those of digenrl.simulate.hardware.Efficiency."""
+
+    generate: Positive = Field(ABSENT, description="share of the peak that a saturated forward reaches")
+    train: Positive = Field(ABSENT, description="share of the peak of forward and backward")
+    decode: Positive = Field(ABSENT, description="share of the peak of the VAE")
+    score: Positive = Field(ABSENT, description="share of the peak of the scorers")
+    encode: Positive = Field(ABSENT, description="share of the peak of the text encoders")
+    network: Positive = Field(ABSENT, description="share of the nominal bandwidth")
+    saturation_tokens: Amount = Field(ABSENT, description="n tokens reach n / (n + this x TFLOP/s) of the shares")
+    launch_seconds: Amount = Field(ABSENT, description="overhead of a transformer block")
+    host_gb_s: Positive = Field(ABSENT, description="GB/s between processor and GPU")
+
+
+class Hardware(Closed):
+    """hardware.*"""
+
+    build: Literal["tiny", "real"] = Field(description="tiny: small random builds of the same model classes")
+    emulate: bool = Field(description="sleep as long as the cost model says, in place of the networks")
+    time_scale: Positive = Field(description="of emulated durations")
+    pools: dict[str, Pool] = Field(min_length=1, description="pools of equal GPUs by name")
+    efficiency: Efficiency | None = Field(ABSENT)
+    seconds: Seconds | None = Field(ABSENT, description="measured seconds per unit; they replace computed ones")
+    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny builds, by model class")
+
+
+class Train(Closed):
+    """A run: configs/train.yaml and its groups."""
+
+    experiment_name: Text = Field(description="name of the run's directory and of its reports")
+    seed: int = Field(ge=0, le=2**63 - 1, description="of every random choice")
+    max_rl_steps: AtLeast1 = Field(description="RL steps of the run")
+    resume: Directory | None = Field(description="directory of the run to continue")
+    output_root: Directory = Field(description="where run directories are made")
+    allow_targets: list[Package] = Field(
+        description="further packages that `_target_` may name; counts on the command line only"
+    )
+    allocation: Allocation
+    parallel: Parallel
+    strategy: Component = Field(description="DisaggregatedStrategy, or a subclass with other hooks")
+    data: Data
+    schedule: Schedule
+    sampling: Sampling
+    algorithm: Algorithm
+    reward: Reward
+    model: Model
+    hardware: Hardware
+    trainer: dict[str, Any] = Field(description="arguments of Lightning's Trainer")
+    logger: dict[str, Any] | None = Field(ABSENT, description="Lightning loggers by name; null: none")
+    callbacks: dict[str, Any] | None = Field(ABSENT, description="Lightning callbacks by name")
+
+
+class PlanOptions(Closed):
+    """plan.*"""
+
+    asynchronous: bool = Field(alias="async", description="may choose asynchrony where schedule.async_steps is 0")
+    show: AtLeast1 = Field(description="candidates printed")
+    plot: bool = Field(description="draw the winner's step as plots/gantt.png")
+
+
+class Plan(Train):
+    """A plan: the keys of a run, and `plan`."""
+
+    plan: PlanOptions
+
+
+class Build(Closed):
+    """hardware.*"""
+
+    build: Literal["tiny", "real"] = Field(description="tiny: small random weights of the scorers' classes")
+
+
+class Score(Closed):
+    """Scoring a folder: configs/score.yaml."""
+
+    images: Directory = Field(description="its pictures and videos are taken in order of name")
+    prompts: PromptFile = Field(description="one prompt a line, in the order of the files")
+    output: File = Field(description="where the scores are written, as JSON")
+    heldout: bool = Field(description="also the mixture's held-out rewards")
+    batch: AtLeast1 = Field(description="files read and scored together, if of equal size")
+    max_frames: AtLeast1 = Field(description="of a video; longer ones are cut")
+    hardware: Build
+    reward: dict[str, Any] = Field(description="the scorers: an option of the group")
+
+
+class Limits(Closed):
+    """limits.*"""
+
+    max_body_bytes: AtLeast1 = Field(description="of a request")
+    max_samples: AtLeast1 = Field(description="of a request")
+    max_pixels: AtLeast1 = Field(description="frames x height x width of a sample")
+    max_pending: AtLeast1 = Field(description="requests that may wait")
+    body_s: Positive = Field(description="seconds in which a request must have arrived")
+    score_s: Positive = Field(description="seconds that scoring may take")
+    retry_after_s: Positive = Field(description="seconds after which a refused client may ask again")
+
+
+class ServeReward(Closed):
+    """A reward over HTTP: configs/serve_reward.yaml."""
+
+    name: Text | None = Field(description="which reward of the mixture; null: its only one")
+    host: Text = Field(description="address; anything but loopback needs a token")
+    port: int = Field(ge=0, le=65535, description="0: a free one, which is printed")
+    token_env: Text = Field(description="environment variable that holds the token")
+    token_file: File = Field(description="where a new token is written, off loopback without that variable")
+    limits: Limits
+    hardware: Build
+    reward: dict[str, Any] = Field(description="the scorers: an option of the group")
+
+
+SCHEMAS: dict[str, type[Closed]] = {"train": Train, "plan": Plan, "score": Score, "serve_reward": ServeReward}
+"""Primary file of configs/ -> what it may hold."""
+
+DERIVED_TRAINER_KEYS: dict[str, str] = {
+    "max_epochs": "set max_rl_steps (one Lightning epoch is one RL step)",
+    "max_steps": "set max_rl_steps",
+    "accumulate_grad_batches": "it follows from schedule.* and algorithm.updates_per_batch",
+    "devices": "set allocation.trainers and allocation.rollouts",
+    "num_nodes": "set the hardware profile",
+    "strategy": "set parallel.sharding",
+    "logger": "set the group logger",
+    "callbacks": "set the group callbacks",
+    "gradient_clip_val": "set algorithm.max_grad_norm",
+    "default_root_dir": "set output_root",
+    "fast_dev_run": "set max_rl_steps=1",
+    "limit_train_batches": "an RL step is one Lightning epoch, and all of it is trained; set data.prompts_per_batch",
+    "overfit_batches": "an RL step is one Lightning epoch, and all of it is trained; set data.prompts_per_batch",
+    "max_time": "ranks would stop one by one; set max_rl_steps, or send SIGTERM, and resume",
+    "reload_dataloaders_every_n_epochs": "the trajectories of the next RL step may already be here; prompts are data.*",
+    "barebones": "reports are made from what it turns off; set logger=none",
+}
+"""Trainer arguments that the rest of the configuration decides, or that would break an RL step -> what to set in their
+place."""

@@ -1,0 +1,198 @@
+"""A schema read aloud: what each key may hold in a phrase, and pydantic's errors as messages in our words."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from digenrl.record.redact import redact_text
+
+ANY_NAME = "NAME"
+"""Stands for the names that a user chooses, as in `hardware.pools.NAME.count`."""
+_COMPLAINTS = {
+    "greater_than": "is too small",
+    "greater_than_equal": "is too small",
+    "less_than": "is too large",
+    "less_than_equal": "is too large",
+    "finite_number": "is not finite",
+    "string_pattern_mismatch": "is empty",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a schema says about one key."""
+
+    allowed: str
+    meaning: str
+    required: bool
+    """Every configuration holds it."""
+    default: Any = None
+
+
+Tree = Mapping[str, "Key | Tree"]
+"""Name -> what a schema says about the key, or the keys inside."""
+
+
+@functools.cache
+def _tree_of(schema: type[BaseModel]) -> Tree:
+    root = schema.model_json_schema(by_alias=True)
+    return _group(root, root.get("$defs", {}), True)
+
+
+def _group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -> Tree:
+    """The keys of a group; `groups` are the named ones of a JSON schema."""
+    found: dict[str, Key | Tree] = {}
+    for name, entry in node["properties"].items():
+        needed = required and name in node.get("required", ())
+        named = entry.get("additionalProperties")
+        inner = next((variant["$ref"] for variant in entry.get("anyOf", [entry]) if "$ref" in variant), None)
+        if inner is not None:
+            found[name] = _group(groups[inner.rpartition("/")[2]], groups, needed)
+        elif isinstance(named, Mapping) and "$ref" in named:
+            found[name] = {ANY_NAME: _group(groups[named["$ref"].rpartition("/")[2]], groups, False)}
+        else:
+            found[name] = Key(_phrase(entry), entry.get("description", ""), needed, entry.get("default"))
+    return found
+
+
+@functools.cache
+def keys_of(schema: type[BaseModel]) -> Mapping[str, Key]:
+    """Dotted key -> what it may hold, for every leaf of a schema, in its order."""
+    return dict(_leaves(_tree_of(schema), ""))
+
+
+def _leaves(tree: Tree, path: str) -> Iterator[tuple[str, Key]]:
+    for name, node in tree.items():
+        if isinstance(node, Key):
+            yield path + name, node
+        else:
+            yield from _leaves(node, f"{path}{name}.")
+
+
+def _phrase(node: Mapping[str, Any], between: str = " | ") -> str:
+    """The values that a node of a JSON schema allows, in words."""
+    if "phrase" in node:
+        return str(node["phrase"])
+    if "anyOf" in node:
+        return " or ".join(_phrase(variant, " or ") for variant in node["anyOf"])
+    if "const" in node or "enum" in node:
+        return between.join(node.get("enum", [node.get("const")]))
+    kind = node.get("type")
+    if kind == "array":
+        return f"list of ({_phrase(node['items'])})"
+    if kind in ("integer", "number"):
+        words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+        limits = [f"{sign} {_number(node[word])}" for word, sign in words.items() if word in node]
+        return " ".join(["whole number" if kind == "integer" else "number", " and ".join(limits)]).strip()
+    return {"boolean": "true or false", "null": "null", "string": "text"}.get(str(kind), "a group of keys")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def _kind_of(value: Any) -> str:
+    """What sort of value it is, in words."""
+    if value is None:
+        return "null"
+    if isinstance(value, (bool, str, Mapping, list)):
+        names = {bool: "true/false", str: "text", list: "a list"}
+        return names.get(type(value), "a group of keys")
+    return "a whole number" if isinstance(value, int) else "a number"
+
+
+def shown(value: Any) -> str:
+    """A value as YAML writes it, cut, without secrets."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return redact_text(text if len(text) <= 200 else f"{text[:200]}...")
+
+
+def problems_by_key(
+    schema: type[BaseModel], tree: Any, unknown: Callable[[str, Any], str], strict: bool | None = None
+) -> dict[str, str]:
+    """Key -> message for everything in `tree` that the schema does not allow.
+
+    Args:
+        unknown: the message for a key that does not exist, from the key and its value.
+        strict: False reads numbers and flags from text too.
+    """
+    try:
+        schema.model_validate(tree, strict=strict)
+    except ValidationError as error:
+        found: dict[str, list[_Located]] = {}
+        for one in error.errors(include_url=False):
+            located = _located(_tree_of(schema), one)
+            found.setdefault(located.key, []).append(located)
+        return {key: _message(tree, min(errors, key=_distance), unknown) for key, errors in found.items()}
+    return {}
+
+
+@dataclass(frozen=True)
+class _Located:
+    """One of pydantic's errors, and the key that it is about."""
+
+    key: str
+    said: Key | Tree | None
+    """By the schema about the key; None: there is no such key."""
+    in_item: bool
+    """Of the key's list."""
+    error: Mapping[str, Any]
+
+
+def _located(node: Key | Tree | None, error: Mapping[str, Any]) -> _Located:
+    path: list[str] = []
+    where = list(error["loc"])
+    while where and isinstance(node, Mapping):
+        path.append(str(where.pop(0)))
+        node = node.get(path[-1], node.get(ANY_NAME))
+    return _Located(".".join(path), node, any(isinstance(part, int) for part in where), error)
+
+
+def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -> str:
+    key, said, error = located.key, located.said, located.error
+    if error["type"] == "extra_forbidden":
+        return unknown(key, error["input"])
+    if isinstance(said, Mapping):
+        must = "must hold " + ("groups of keys by name" if ANY_NAME in said else f"the keys {', '.join(sorted(said))}")
+        return (
+            f"{key}: missing; it {must}." if error["type"] == "missing" else f"{key} = {shown(error['input'])}: {must}."
+        )
+    assert said is not None
+    if error["type"] == "missing":
+        return f"{key}: missing; allowed: {said.allowed}{f' ({said.meaning})' if said.meaning else ''}."
+    wrong = _complaint(error)
+    if located.in_item:
+        wrong = f"holds {error['input']!r}, which {wrong}"
+    value = functools.reduce(lambda node, part: node[part], key.split("."), tree)
+    return f"{key} = {shown(value)}: {wrong}; allowed: {said.allowed}."
+
+
+def _distance(located: _Located) -> int:
+    """Of the types that a key may have, the one nearest to the value speaks: the right type first, a word last."""
+    kind = located.error["type"]
+    if located.error["loc"][-1] == "[key]":  # the name of a mapping's entry
+        return 0
+    return 2 if kind == "literal_error" else int(kind.endswith("_type"))
+
+
+def _complaint(error: Mapping[str, Any]) -> str:
+    kind, value = error["type"], error["input"]
+    if kind in _COMPLAINTS:
+        return _COMPLAINTS[kind]
+    if error["loc"][-1] == "[key]":
+        return f"names {value}"
+    if kind == "too_short":
+        return f"has {len(value)} items"
+    if kind == "value_error":
+        return str(error["ctx"]["error"])
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is not finite"
+    if isinstance(value, float) and kind in ("int_type", "int_from_float"):
+        return "is not a whole number"
+    return "is none of the choices" if kind == "literal_error" and isinstance(value, str) else f"is {_kind_of(value)}"

@@ -1,0 +1,42 @@
+"""`--help` of every command: its keys with type, default, range and meaning, at once and without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from digenrl import cli
+
+COMMANDS = {
+    "train": ("schedule.gap = 1", "whole number >= 0", "groups of a fragment", "experiment "),
+    "plan": ("plan.show = 10", "whole number >= 1", "candidates printed", "schedule.gap = 1"),
+    "profile": ("pool = null", "pool of the profile", "schedule.gap = 1"),
+    "report": ("run = required", "path of a run directory"),
+    "evaluate": ("step = last", "base | last", "or also the last checkpoint"),
+    "export": ("weights = evaluated", "evaluated | trained | average", "moving average"),
+    "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),
+    "serve_reward": ("port = 8700", "whole number >= 0 and <= 65535", "limits.max_pending = 4"),
+    "tiny": ("[FAMILY ...]",),
+    "setup": ("self-check",),
+    "pretrain": ("lr = 0.002", "number > 0", "learning rate"),
+}
+NO_COMMANDS = {"__init__", "start"}
+
+
+def test_no_command_is_left_out() -> None:
+    assert {path.stem for path in Path(cli.__file__).parent.glob("*.py")} - NO_COMMANDS == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_lists_the_keys_without_torch(name: str) -> None:
+    code = (
+        f"import runpy, sys\nsys.argv = ['{name}', '--help']\ntry:\n    runpy.run_module('digenrl.cli.{name}', "
+        "run_name='__main__', alter_sys=True)\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "False\n")
+    for part in (f"digenrl.cli.{name}", *COMMANDS[name]):
+        assert part in done.stdout
