@@ -1,4 +1,4 @@
-"""Circuit breaker and retry delays: pure, the caller brings the clock and the random number.
+"""Circuit breaker: pure, the caller brings the clock.
 
 A breaker is closed (calls pass), open (refused until `open_s` have passed) or half-open (one probe passes; its success
 closes the breaker, its failure opens it again).
@@ -43,11 +43,3 @@ class Breaker:
         if self.probing or self.failures >= self.max_failures:
             self.opened_at = now
         self.probing = False
-
-
-def backoff_s(attempt: int, base_s: float, cap_s: float, random: float) -> float:
-    """Delay before retry `attempt` (0-based): "full jitter", random x min(cap, base x 2^attempt), random in [0, 1).
-
-    Source: AWS Architecture Blog, "Exponential Backoff And Jitter".
-    """
-    return random * min(cap_s, base_s * 2.0 ** min(attempt, 30))

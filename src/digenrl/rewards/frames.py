@@ -62,7 +62,7 @@ class WirePrompt(_Strict):
 
 
 class ScoreRequest(_Strict):
-    """Produced by the client and `ProcessScorer`; consumed by the service and the scorer's process."""
+    """Produced by the client; consumed by the service."""
 
     protocol: _Protocol
     request_id: str = Field(min_length=1, max_length=64)
