@@ -1,7 +1,7 @@
 """What every algorithm's LightningModule shares: scaling of the loss, safe updates, metrics, averages, checkpoints.
 
 A Lightning epoch is one RL step. The module knows no rank: it returns a *sum* over its cells divided by the update's
-denominator, and reduces metrics with Lightning's `all_gather` alone.
+denominator, and reduces metrics with torchmetrics (`meters`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class PolicyModule(pl.LightningModule):
             cells += block.samples * len(block.steps) if live else 0
             self._count_rewards(block, advantages, batch, live)
         loss = total / batch.denominator
-        self._meters.mean("loss", loss, cells / batch.denominator)
+        self._meters.update("loss", loss, cells / batch.denominator)
         self._suspect = self._worse(batch, loss.detach())
         return loss
 
@@ -139,14 +139,14 @@ class PolicyModule(pl.LightningModule):
             present = ~row.isnan() if live else torch.zeros_like(row, dtype=torch.bool)
             row = torch.where(present, row, torch.zeros_like(row)).double()
             count = float(present.sum()) * cells_per_sample
-            self._meters.mean(name, row.sum() * cells_per_sample, count)
+            self._meters.update(name, row.sum() * cells_per_sample, count)
             if name == "reward":
-                self._meters.mean("reward_square", row.square().sum() * cells_per_sample, count)
+                self._meters.update("reward_square", row.square().sum() * cells_per_sample, count)
         constant = advantages.zero_variance[block.group].double()
-        self._meters.mean(
+        self._meters.update(
             "zero_variance_groups", constant * block.samples * cells_per_sample, block.samples * cells_per_sample
         )
-        self._meters.mean("groups", torch.full_like(constant, float(advantages.total.shape[0])) * live, float(live))
+        self._meters.update("groups", torch.full_like(constant, float(advantages.total.shape[0])) * live, float(live))
 
     def _worse(self, batch: TrainBatch, loss: Tensor) -> tuple[TrainBatch, Tensor]:
         """The first non-finite micro-batch of the update, else the latest one."""
@@ -187,12 +187,12 @@ class PolicyModule(pl.LightningModule):
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(torch.isfinite(norm))
-        self._meters.mean("update_skipped", torch.tensor(float(not finite), device=self.device), 1.0)
+        self._meters.update("update_skipped", torch.tensor(float(not finite), device=self.device), 1.0)
         if not finite:
             self._skip(optimizer, float(norm))
             return
         self._skips_in_a_row = 0
-        self._meters.mean("grad_norm", norm, 1.0)
+        self._meters.update("grad_norm", norm, 1.0)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
 
@@ -249,7 +249,7 @@ class PolicyModule(pl.LightningModule):
             self._log_step()
 
     def _log_step(self) -> None:
-        found = self._meters.collect(lambda packed: torch.as_tensor(self.all_gather(packed)))
+        found = self._meters.collect()
         square = found.pop("reward_square", None)
         if square is not None:
             found["reward_std"] = (square - found["reward"].square()).clamp(min=0).sqrt()

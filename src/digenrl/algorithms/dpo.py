@@ -84,8 +84,8 @@ class DPO(PolicyModule):
         margin = (reference - error).detach()
         right = (margin[: self.pairs] > margin[self.pairs :]) & informative[:, None]
         count = float(informative.sum()) * live
-        self._meters.mean("preference_accuracy", right.sum() * live, count * right.shape[1])
-        self._meters.mean("informative_pairs", informative.sum() * live, self.pairs * live)
+        self._meters.update("preference_accuracy", right.sum() * live, count * right.shape[1])
+        self._meters.update("informative_pairs", informative.sum() * live, self.pairs * live)
         return losses * (block.samples / self.pairs)
 
     def _reference_weights(self) -> AbstractContextManager[None]:

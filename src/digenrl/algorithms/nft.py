@@ -115,9 +115,9 @@ class NFT(PolicyModule):
         if reference is not None:
             kl = mean_dims((new - reference) ** 2)
             losses = losses + self.kl_weight * kl
-            self._meters.mean("kl", kl.sum() * live, kl.numel() * live)
+            self._meters.update("kl", kl.sum() * live, kl.numel() * live)
         drift = mean_dims((new.detach() - old) ** 2)
-        self._meters.mean("velocity_drift", drift.sum() * live, drift.numel() * live)
+        self._meters.update("velocity_drift", drift.sum() * live, drift.numel() * live)
         return losses
 
     def after_update(self, batch: TrainBatch, changed: bool) -> None:
