@@ -22,14 +22,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from torch import Tensor
 
 from digenrl.rewards import frames
 from digenrl.rewards.protocol import Identity, RewardUnavailable, Scorer, check_media, check_scores, identity_of
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+except ImportError as error:
+    raise ImportError("a reward service needs starlette and uvicorn: pip install 'digenrl[serve]'") from error
 
 log = logging.getLogger(__name__)
 _CLOSING = frozenset({400, 401, 408, 413, 422})
@@ -240,8 +245,6 @@ def serve(service: RewardService, host: str, port: int, announce: Callable[[str]
         ValueError: no token off loopback.
         OSError: the address cannot be bound.
     """
-    import uvicorn
-
     if not is_loopback(host) and service._token is None:
         raise ValueError(f"{host} can be reached from outside: a reward service needs a token there.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
