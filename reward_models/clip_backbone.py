@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from digenrl.rewards.protocol import as_rgb, resolve_device, sample_frames
 from digenrl.types import Prompt
-from reward_models.digests import module_digest
-from reward_models.tiny_checkpoints import checkpoint, make_clip
+from reward_models.weights import checkpoint, make_clip, module_digest
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

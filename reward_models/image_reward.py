@@ -20,8 +20,7 @@ from digenrl.rewards.protocol import resolve_device, sample_frames
 from digenrl.types import Prompt
 from reward_models.aesthetic import AestheticHead
 from reward_models.clip_backbone import CHUNK, clip_pixels
-from reward_models.digests import module_digest
-from reward_models.tiny_checkpoints import checkpoint, read_state
+from reward_models.weights import checkpoint, module_digest, read_state
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 MAX_TOKENS = 35

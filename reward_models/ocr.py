@@ -25,7 +25,7 @@ from torch import Tensor
 
 from digenrl.rewards.protocol import as_rgb, sample_frames
 from digenrl.types import Prompt
-from reward_models.digests import files_digest
+from reward_models.weights import files_digest
 
 try:
     import rapidocr

@@ -13,7 +13,7 @@ from reward_models.aesthetic import Aesthetic, AestheticHead
 from reward_models.clip_backbone import ClipBackbone, clip_pixels
 from reward_models.clip_score import ClipScore
 from reward_models.pickscore import PickScore
-from reward_models.tiny_checkpoints import make_clip
+from reward_models.weights import make_clip
 
 PROMPTS = [Prompt("a red fox"), Prompt("Zürich 東京 🦊"), Prompt("x" * 400)]
 MEDIA = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))

@@ -77,8 +77,7 @@ def load_component(component: type[Any], path: str, subfolder: str, dtype: torch
             f"{path}/{subfolder} lacks {len(absent)} tensors or has them in another shape (first: {absent[0]}): "
             f"half a checkpoint, or another architecture; fetch it again with `hf download {path}`"
         )
-    loaded: nn.Module = model.eval()
-    return loaded
+    return model.eval()
 
 
 def scheduler_config(path: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from digenrl.rewards.picture_statistics import laplacian, luma
+from digenrl.rewards.protocol import laplacian, luma
 
 COLLAPSED_SHARE = 0.9
 BLUR_SHARE = 0.5
