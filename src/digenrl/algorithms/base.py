@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage, Advantages
-from digenrl.algorithms.copies import Ema
+from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.dump import not_finite
 from digenrl.algorithms.meters import Meters
 from digenrl.diffusion.sde import Kernel
@@ -70,6 +70,8 @@ class PolicyModule(pl.LightningModule):
         before."""
         self.dump_batch: Callable[[TrainBatch, str], None] | None = None
         """Called with the latest suspicious micro-batch and the reason when an update is skipped."""
+        self.copies: dict[str, ParameterCopy] = {}
+        """Further weights that the algorithm keeps, by their names in a checkpoint."""
         self.skipped_updates = 0
         self.strict_loading = False
         self._optimizer = optimizer
@@ -270,12 +272,13 @@ class PolicyModule(pl.LightningModule):
         return {name: value for name, value in state.items() if name in trained}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Beside the weights: the average and the run's first ratio."""
+        """Beside the weights: the run's first ratio, the average and the algorithm's copies."""
         checkpoint["algorithm"] = {
             "first_ratio_max_dev": self.first_ratio_max_dev,
             "skipped_updates": self.skipped_updates,
             "ema_steps": 0 if self.ema is None else self.ema.steps,
             "ema": {} if self.ema is None else self.ema.copy.state_dict(),
+            **{name: copy.state_dict() for name, copy in self.copies.items()},
         }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
@@ -289,6 +292,8 @@ class PolicyModule(pl.LightningModule):
         if self.ema is not None:
             self.ema.steps = saved["ema_steps"]
             self.ema.copy.load_state_dict(saved["ema"])
+        for name, copy in self.copies.items():
+            copy.load_state_dict(saved[name])
 
 
 @contextmanager

@@ -55,7 +55,6 @@ class DiffusersPolicy(Policy):
     """`_class_name` values of model_index.json that this adapter reads; the first one encodes prompts."""
     transformer_class: ClassVar[type[Any]]
     vae_class: ClassVar[type[Any]]
-    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     spatial_stride: ClassVar[int] = 16
     """Pixels per token: 8 of the VAE times 2 of the patch."""
     temporal_stride: ClassVar[int | None] = None
@@ -227,13 +226,6 @@ class DiffusersPolicy(Policy):
         if not grid.isfinite().all():
             raise ValueError(f"sampling.steps={steps}: {self.family}'s sigma grid needs at least 2 steps")
         return grid
-
-    def wrap_units(self) -> list[nn.Module]:
-        """Transformer blocks of the trained network and, where there is one, of the reference copy."""
-        networks = (
-            [self.transformer] if self.reference_transformer is None else [self.transformer, self.reference_transformer]
-        )
-        return [block for network in networks for name in self.block_lists for block in getattr(network, name)]
 
     def default_negative(self) -> str | None:
         """`negative_prompt` of the model config."""

@@ -200,7 +200,7 @@ def encode_response(request: ScoreRequest, scores: Tensor, identity: Identity) -
     document = {
         "protocol": 1,
         "request_id": request.request_id,
-        "identity": {"model_id": identity.model_id, "weights_digest": identity.weights_digest},
+        "identity": vars(identity),
         "scores": items,
     }
     return json.dumps(document, allow_nan=False)

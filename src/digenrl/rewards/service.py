@@ -101,16 +101,8 @@ class RewardService:
         return JSONResponse({"status": "ok"})
 
     async def _describe(self, request: Request) -> Response:
-        description = frames.ServiceDescription(
-            protocol=1,
-            identity=frames.WireIdentity(model_id=self.identity.model_id, weights_digest=self.identity.weights_digest),
-            limits=frames.WireLimits(
-                max_body_bytes=self.limits.max_body_bytes,
-                max_samples=self.limits.max_samples,
-                max_pixels=self.limits.max_pixels,
-            ),
-        )
-        return Response(description.model_dump_json(), media_type="application/json")
+        limits = {name: getattr(self.limits, name) for name in frames.WireLimits.model_fields}
+        return JSONResponse({"protocol": 1, "identity": vars(self.identity), "limits": limits})
 
     async def _score(self, request: Request) -> Response:
         if self._pending >= self.limits.max_pending:
