@@ -66,16 +66,9 @@ class ClientOptions:
     """On the wire: float32 is exact; uint8 is a quarter of the bytes and rounds to 1/255."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "deadline_s",
-            "attempt_s",
-            "max_attempts",
-            "breaker_failures",
-            "max_response_bytes",
-            "max_malformed",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be positive, every wait is bounded.")
+        for name, value in vars(self).items():
+            if name != "dtype" and not value > 0:
+                raise ValueError(f"{name} is {value}: it must be positive, every wait is bounded.")
         if self.dtype not in frames.WIRE_DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(frames.WIRE_DTYPES)}.")
 
@@ -192,8 +185,6 @@ class RewardClient:
         return _Endpoint(str(parsed).rstrip("/"), breaker)
 
     async def _score(self, media: Tensor, prompts: Sequence[Prompt], deadline: float) -> _Outcome:
-        if self._http is None:
-            self._http = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)
         outcome = _Outcome(torch.full((len(prompts),), math.nan))
         try:
             if not any(endpoint.limits for endpoint in self._endpoints):
@@ -282,12 +273,10 @@ class RewardClient:
     def _choose(self, now: float) -> tuple[_Endpoint, float]:
         """The endpoint that may be called soonest (in turn among equals), and the seconds until then."""
         self._turn += 1
-        order = (
-            self._endpoints[self._turn % len(self._endpoints) :] + self._endpoints[: self._turn % len(self._endpoints)]
-        )
+        first = self._turn % len(self._endpoints)
+        order = self._endpoints[first:] + self._endpoints[:first]
         waits = [max(endpoint.breaker.wait_s(now), endpoint.not_before - now, 0.0) for endpoint in order]
-        best = min(range(len(order)), key=waits.__getitem__)
-        return order[best], waits[best]
+        return order[waits.index(min(waits))], min(waits)
 
     async def _ask(self, endpoint: _Endpoint, request: tuple[bytes, str, int] | None) -> Tensor | None:
         if endpoint.limits is None:
