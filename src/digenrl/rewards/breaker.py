@@ -1,4 +1,4 @@
-"""Circuit breaker: pure, the caller brings the clock.
+"""When a service may be asked again: circuit breaker (pure, the caller brings the clock) and Retry-After.
 
 A breaker is closed (calls pass), open (refused until `open_s` have passed) or half-open (one probe passes; its success
 closes the breaker, its failure opens it again).
@@ -6,6 +6,9 @@ closes the breaker, its failure opens it again).
 
 from __future__ import annotations
 
+import email.utils
+import math
+import time
 from dataclasses import dataclass
 
 
@@ -43,3 +46,17 @@ class Breaker:
         if self.probing or self.failures >= self.max_failures:
             self.opened_at = now
         self.probing = False
+
+
+def retry_after_s(value: str | None) -> float | None:
+    """Seconds of a Retry-After header (number or HTTP date); None where it is absent or neither."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None

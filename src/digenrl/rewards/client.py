@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.utils
 import json
 import logging
 import math
@@ -32,15 +31,13 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from torch import Tensor
 
 from digenrl.rewards import frames
-from digenrl.rewards.breaker import Breaker
+from digenrl.rewards.breaker import Breaker, retry_after_s
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.types import Prompt
 
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _RETRIED = frozenset({408, 429, 500, 502, 503, 504})
-_CAUSE_BYTES = 1024
-"""How much of a refusal's body is read for its cause."""
 _JSON_ALLOWANCE = 2048
 """Bytes of JSON reserved per sample, beside its prompt, when a batch is cut to the service's body limit."""
 
@@ -143,7 +140,7 @@ class RewardClient:
         self._backoff = wait_random_exponential(self.options.backoff_s, self.options.backoff_max_s)
         self._lock = threading.Lock()
         self._loop = _LoopThread()
-        self._http: httpx.AsyncClient | None = None
+        self._http = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)
 
     def score(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [B] fp32, NaN = the service said that it has none.
@@ -172,7 +169,6 @@ class RewardClient:
     def close(self) -> None:
         """Closes connections and the client's thread. Idempotent."""
         self._loop.close(self._http)
-        self._http = None
 
     def _endpoint(self, url: str) -> _Endpoint:
         parsed = httpx.URL(url)
@@ -295,15 +291,13 @@ class RewardClient:
     async def _exchange(self, endpoint: _Endpoint, method: str, path: str, body: bytes | None = None) -> bytes:
         """Body of a 200 answer, at most `max_response_bytes`. Raises _Retry, _Malformed, RewardError, httpx errors."""
         url = endpoint.url + path
-        if self._http is None:
-            self._http = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         async with self._http.stream(method, url, content=body, headers=headers) as response:
             if response.status_code in _RETRIED:
                 cause = f"HTTP {response.status_code}{await self._cause(response)}"
-                after_s = _retry_after_s(response.headers.get("Retry-After"))
+                after_s = retry_after_s(response.headers.get("Retry-After"))
                 raise _Retry(endpoint, cause, response.status_code, after_s)
             if response.status_code != 200:
                 raise RewardError(_refusal(method, url, response))
@@ -318,7 +312,7 @@ class RewardClient:
 
     async def _cause(self, response: httpx.Response) -> str:
         """What a service says about its refusal, as ": ...", without the token; "" where it says nothing."""
-        async for raw in response.aiter_raw(_CAUSE_BYTES):
+        async for raw in response.aiter_raw(1024):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 cause = " ".join(str(json.loads(raw)["error"]).split())
                 return f": {cause.replace(self._token, '[token]') if self._token else cause}"
@@ -378,34 +372,19 @@ class _LoopThread:
         finally:
             future.cancel()
 
-    def close(self, client: httpx.AsyncClient | None) -> None:
+    def close(self, client: httpx.AsyncClient) -> None:
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is None:
             return
-        if client is not None:
-            with contextlib.suppress(TimeoutError, httpx.HTTPError):
-                asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(5.0)
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(5.0)
         loop.call_soon_threadsafe(loop.stop)
 
 
 def _run_and_close(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
-
-
-def _retry_after_s(value: str | None) -> float | None:
-    """Seconds of a Retry-After header (number or HTTP date); None where it is absent or neither."""
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def _refusal(method: str, url: str, response: httpx.Response) -> str:
