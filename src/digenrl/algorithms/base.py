@@ -171,10 +171,7 @@ class PolicyModule(pl.LightningModule):
         return self
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip to `max_grad_norm`; a non-finite gradient becomes an exact no-op: no gradient, no decay, no optimizer
         state.

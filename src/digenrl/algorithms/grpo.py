@@ -168,10 +168,7 @@ class GRPO(PolicyModule):
             logger.info("max |ratio-1| before the first optimizer step must be at most %g", self._bound())
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Before the run's first optimizer step, also hold the ratios of all ranks to the bound."""
         if self.first_ratio_max_dev is None and self._ratio_peak is not None:

@@ -100,10 +100,7 @@ def qwen() -> tuple[Any, dict[str, int]]:
     vocabulary, merges = _train_byte_level(QWEN_SPECIAL)
     vocabulary |= {special: len(vocabulary) + index for index, special in enumerate(QWEN_SPECIAL)}
     tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=merges,
-        additional_special_tokens=list(QWEN_SPECIAL[1:]),
-        model_max_length=2048,
+        vocab=vocabulary, merges=merges, additional_special_tokens=list(QWEN_SPECIAL[1:]), model_max_length=2048
     )
     return tokenizer, vocabulary
 

@@ -23,10 +23,7 @@ class WanPolicy(DiffusersPolicy):
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return self.network(
-            hidden_states=latents,
-            timestep=sigmas * 1000,
-            encoder_hidden_states=condition["text"],
-            return_dict=False,
+            hidden_states=latents, timestep=sigmas * 1000, encoder_hidden_states=condition["text"], return_dict=False
         )[0]
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:

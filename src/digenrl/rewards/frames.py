@@ -197,12 +197,7 @@ def encode_response(request: ScoreRequest, scores: Tensor, identity: Identity) -
         {"id": id_, "missing": "the scorer gave no score"} if math.isnan(score) else {"id": id_, "score": score}
         for id_, score in zip(request.ids, scores.tolist(), strict=True)
     ]
-    document = {
-        "protocol": 1,
-        "request_id": request.request_id,
-        "identity": vars(identity),
-        "scores": items,
-    }
+    document = {"protocol": 1, "request_id": request.request_id, "identity": vars(identity), "scores": items}
     return json.dumps(document, allow_nan=False)
 
 

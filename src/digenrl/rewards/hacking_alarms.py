@@ -109,10 +109,7 @@ def grid(before: Tensor, after: Tensor) -> Alarm | None:
     if new < GRID_RATIO * max(old, 1.0 / GRID_RATIO):
         return None
     return Alarm(
-        "grid",
-        new,
-        GRID_RATIO * old,
-        f"A regular pattern stands out {new:.1f}-fold (at first {old:.1f}): grid.",
+        "grid", new, GRID_RATIO * old, f"A regular pattern stands out {new:.1f}-fold (at first {old:.1f}): grid."
     )
 
 

@@ -28,9 +28,7 @@ class Bound:
 
 
 def solve_bound(
-    pools: Mapping[str, int],
-    work: Mapping[str, float],
-    seconds_per_unit: Mapping[str, Mapping[str, float | None]],
+    pools: Mapping[str, int], work: Mapping[str, float], seconds_per_unit: Mapping[str, Mapping[str, float | None]]
 ) -> Bound:
     """The optimum and its prices.
 
