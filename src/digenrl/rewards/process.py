@@ -163,7 +163,7 @@ class _Reporting:
             self._scorer = build_scorer(node)
             identity = identity_of(self._scorer)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         self.model_id, self.weights_digest = identity.model_id, identity.weights_digest
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -172,9 +172,10 @@ class _Reporting:
         except RewardUnavailable:
             raise
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: Exception) -> NoReturn:
+    def fail(self, error: Exception) -> NoReturn:
+        """Tells the parent and ends the process."""
         self.tell({"error": f"{type(error).__name__}: {error}"})
         os._exit(1)
 
@@ -196,9 +197,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a scorer prints belongs to the run's log
     scorer = _Reporting(asked["node"], answers)
-
-    from digenrl.rewards.service import Limits, RewardService, serve
-
+    try:
+        from digenrl.rewards.service import Limits, RewardService, serve
+    except ImportError as error:
+        scorer.fail(error)
     limits = Limits(_UNBOUNDED, max_samples=1 << 20, max_pixels=_UNBOUNDED, body_s=_UNBOUNDED, score_s=_UNBOUNDED)
     service = RewardService(scorer, limits, asked["token"])
     serve(service, "127.0.0.1", 0, lambda url: scorer.tell({"url": url}))
