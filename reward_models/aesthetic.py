@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from digenrl.types import Prompt
 from reward_models.clip_backbone import ClipBackbone
-from reward_models.digests import module_digest
-from reward_models.tiny_checkpoints import checkpoint, read_state
+from reward_models.weights import checkpoint, module_digest, read_state
 
 _HEAD_FILE = "head.safetensors"
 

@@ -1,8 +1,9 @@
-"""CLIP image and text embeddings, shared by the scorers that sit on a CLIP (`clip_score`, `pickscore`, `aesthetic`)."""
+"""CLIP image and text embeddings, shared by the scorers that sit on a CLIP (`clip_score`, `pickscore`, `hpsv2`,
+`aesthetic`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -12,8 +13,7 @@ from torch.nn import functional
 
 from digenrl.rewards.protocol import as_rgb, resolve_device, sample_frames
 from digenrl.types import Prompt
-from reward_models.digests import module_digest
-from reward_models.tiny_checkpoints import checkpoint, make_clip
+from reward_models.weights import checkpoint, make_clip, module_digest
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -92,7 +92,7 @@ class ClipBackbone:
 
 
 class CosineScorer:
-    """What `clip_score` and `pickscore` share: the cosine of picture and prompt under a CLIP, and the identity.
+    """The cosine of picture and prompt under a CLIP.
 
     Args:
         path: a CLIP checkpoint with its tokenizer, directory or hub id; the tiny build needs none.
@@ -103,6 +103,7 @@ class CosineScorer:
     """
 
     name: ClassVar[str]
+    backbone: ClassVar[Callable[..., ClipBackbone]] = ClipBackbone
 
     def __init__(
         self,
@@ -112,11 +113,11 @@ class CosineScorer:
         device: str = "auto",
         dtype: str = "float32",
     ) -> None:
-        self.clip, self._frames = ClipBackbone(path, build, device, dtype), frames
+        self.clip, self._frames = type(self).backbone(path, build, device, dtype), frames
         self.model_id = f"{self.name}({self.clip.name}, frames={frames})"
         self.weights_digest = self.clip.digest
 
-    def cosines(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[B] in [-1, 1]; a video gives the mean of its sampled frames."""
         texts = self.clip.texts([prompt.text for prompt in prompts])
         return (self.clip.frames(media, self._frames) * texts[:, None]).sum(-1).mean(1)

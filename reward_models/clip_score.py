@@ -5,11 +5,6 @@ The cosine is not clipped at 0, so that a bad picture still has a ranking; a typ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
-from digenrl.types import Prompt
 from reward_models.clip_backbone import CosineScorer
 
 
@@ -17,7 +12,3 @@ class ClipScore(CosineScorer):
     """Cosine in [-1, 1]; arguments in `CosineScorer`."""
 
     name = "clip_score"
-
-    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] cosines."""
-        return self.cosines(media, prompts)

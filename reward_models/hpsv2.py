@@ -17,11 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from digenrl.rewards.protocol import resolve_device, sample_frames
-from digenrl.types import Prompt
-from reward_models.clip_backbone import CHUNK, clip_pixels
-from reward_models.digests import module_digest
-from reward_models.tiny_checkpoints import checkpoint, read_state
+from digenrl.rewards.protocol import resolve_device
+from reward_models.clip_backbone import ClipBackbone, CosineScorer, clip_pixels
+from reward_models.weights import checkpoint, module_digest, read_state
 
 _REAL = "ViT-H-14"
 _TINY_FILE = "hps.safetensors"
@@ -29,48 +27,40 @@ _TINY_VISION = {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "p
 _TINY_TEXT = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
 
 
-class HPSv2:
-    """Cosine in [-1, 1]; a video scores the mean of its sampled frames.
+class OpenClip(ClipBackbone):
+    """The open_clip model of an HPS checkpoint, with the interface of `ClipBackbone`."""
 
-    Args:
-        path: checkpoint of the real build, `.pt` or `.safetensors`.
-        build: "real" or "tiny".
-        frames: frames sampled from a video.
-        device: "auto", or as torch reads it.
-        dtype: of the model.
-    """
-
-    def __init__(
-        self,
-        path: str | None = None,
-        build: str = "real",
-        frames: int = 4,
-        device: str = "auto",
-        dtype: str = "float32",
-    ) -> None:
-        self.device, self.dtype, self.frames = resolve_device(device), getattr(torch, dtype), frames
+    def __init__(self, path: str | None, build: str, device: str = "auto", dtype: str = "float32") -> None:
+        self.device, self.dtype = resolve_device(device), getattr(torch, dtype)
         self.tokenizer = open_clip.SimpleTokenizer()
         with checkpoint(path, build, _write_tiny) as source:
             model = _architecture(build)
             file = Path(source) / _TINY_FILE if build == "tiny" else Path(source)
             model.load_state_dict(read_state(file, "give `path` the downloaded HPS_v2.1_compressed.pt"))
         self.model = model.to(self.device, self.dtype).eval().requires_grad_(False)
-        self.image_size = int(self.model.visual.image_size[0])
-        self.model_id = f"hpsv2({Path(path).name if path and build == 'real' else 'tiny'}, frames={frames})"
-        self.weights_digest = module_digest(self.model)
+        self.name = Path(path).name if path and build == "real" else "tiny"
+        self.digest = module_digest(self.model)
+
+    @property
+    def image_size(self) -> int:
+        """Side of the square picture that the model reads."""
+        return int(self.model.visual.image_size[0])
 
     @torch.no_grad()
-    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] cosines."""
-        tokens = self.tokenizer([prompt.text for prompt in prompts]).to(self.device)
-        texts = functional.normalize(self.model.encode_text(tokens).float(), dim=-1)
-        sampled = sample_frames(media, self.frames)
-        pictures = torch.cat([self._embed(chunk) for chunk in sampled.flatten(0, 1).split(CHUNK)])
-        return (pictures.unflatten(0, sampled.shape[:2]) * texts[:, None]).sum(-1).mean(1)
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """Unit embeddings [N, D] fp32."""
+        return functional.normalize(self.model.encode_text(self.tokenizer(list(texts)).to(self.device)).float(), dim=-1)
 
-    def _embed(self, pictures: Tensor) -> Tensor:
+    def _embed_images(self, pictures: Tensor) -> Tensor:
         pixels = clip_pixels(pictures.to(self.device), self.image_size).to(self.dtype)
         return functional.normalize(self.model.encode_image(pixels).float(), dim=-1)
+
+
+class HPSv2(CosineScorer):
+    """Cosine in [-1, 1]; arguments in `CosineScorer`. `path` of the real build is a `.pt` or `.safetensors` file."""
+
+    name = "hpsv2"
+    backbone = OpenClip
 
 
 def _architecture(build: str) -> Any:

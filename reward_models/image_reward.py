@@ -20,8 +20,7 @@ from digenrl.rewards.protocol import resolve_device, sample_frames
 from digenrl.types import Prompt
 from reward_models.aesthetic import AestheticHead
 from reward_models.clip_backbone import CHUNK, clip_pixels
-from reward_models.digests import module_digest
-from reward_models.tiny_checkpoints import checkpoint, read_state
+from reward_models.weights import checkpoint, module_digest, read_state
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 MAX_TOKENS = 35
@@ -137,27 +136,18 @@ class ImageReward:
 
 def renamed(published: dict[str, Tensor]) -> dict[str, Tensor]:
     """The published checkpoint under the names of `ImageRewardModel`; ValueError for a tensor of another model."""
-    return {_ours(name): tensor for name, tensor in published.items() if not name.startswith(_UNUSED)}
+    return {_rename(name): tensor for name, tensor in published.items() if not name.startswith(_UNUSED)}
 
 
-def _ours(name: str) -> str:
-    for published, here in RENAMED:
-        if name.startswith(published):
-            name = here + name.removeprefix(published)
-            for old, new in INSIDE if here == "vision.encoder.layers." else ():
-                name = name.replace(old, new)
+def _rename(name: str, way: int = 1) -> str:
+    """The name here of a published tensor; with `way` -1 the inverse, for the tiny checkpoint."""
+    for old, new in (pair[::way] for pair in RENAMED):
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+            for before, after in (pair[::way] for pair in INSIDE) if "vision.encoder.layers." in (old, new) else ():
+                name = name.replace(before, after)
             return name
     raise ValueError(f"{name} is no tensor of ImageReward: give `path` the file ImageReward.pt of THUDM/ImageReward.")
-
-
-def _published(name: str) -> str:
-    """The inverse of `_ours`, for the tiny checkpoint."""
-    for published, here in RENAMED:
-        if name.startswith(here):
-            for old, new in INSIDE if here == "vision.encoder.layers." else ():
-                name = name.replace(new, old)
-            return published + name.removeprefix(here)
-    raise ValueError(f"{name} has no published name")
 
 
 def _tiny_vocabulary() -> dict[str, int]:
@@ -168,5 +158,5 @@ def _tiny_vocabulary() -> dict[str, int]:
 
 def _write_tiny(folder: Path) -> None:
     state = ImageRewardModel("tiny").state_dict()
-    save_file({_published(name): tensor.contiguous() for name, tensor in state.items()}, folder / _FILE)
+    save_file({_rename(name, -1): tensor.contiguous() for name, tensor in state.items()}, folder / _FILE)
     BertTokenizer(vocab=_tiny_vocabulary()).save_pretrained(folder / _TOKENIZER)

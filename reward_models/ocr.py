@@ -21,12 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from digenrl.rewards.protocol import as_rgb, sample_frames
 from digenrl.types import Prompt
-from reward_models.digests import files_digest
+from reward_models.weights import files_digest
+
+try:
+    import rapidocr
+    from rapidfuzz.distance import Levenshtein
+except ImportError as error:
+    raise ImportError("the ocr reward needs rapidocr and rapidfuzz: pip install 'digenrl[ocr]'") from error
 
 LINE_HEIGHT = 64
 """A picture at most this high and at least twice as wide is one line of text: detection is skipped."""
@@ -141,8 +146,6 @@ def match(lines: Sequence[str], target: str) -> float:
 
 
 def _build_engine(detection_side: int, device: str) -> Any:
-    from rapidocr import RapidOCR
-
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}: the OCR reader runs on cpu or cuda.")
     if device == "cuda":
@@ -150,7 +153,7 @@ def _build_engine(detection_side: int, device: str) -> Any:
 
         if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
             raise ValueError("device=cuda needs onnxruntime-gpu, this one has no CUDA provider: use device=cpu.")
-    return RapidOCR(
+    return rapidocr.RapidOCR(
         params={
             "Global.log_level": "critical",
             "Global.width_height_ratio": -1,  # detect in wide pictures too: `read` tells lines by shape
@@ -165,6 +168,4 @@ def _build_engine(detection_side: int, device: str) -> Any:
 
 
 def _bundled_weights_digest() -> str:
-    import rapidocr
-
     return files_digest(sorted((Path(rapidocr.__file__).parent / "models").glob("*.onnx")))

@@ -23,4 +23,4 @@ class PickScore(CosineScorer):
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[B] scores."""
-        return self.clip.logit_scale * self.cosines(media, prompts) / _SCALE
+        return self.clip.logit_scale * super().__call__(media, prompts) / _SCALE

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from digenrl.rewards.picture_statistics import laplacian, luma
+from digenrl.rewards.protocol import laplacian, luma
 from digenrl.types import Prompt
 
 TERMS = ("sharpness", "exposure", "smoothness", "motion")

@@ -1,3 +1,3 @@
 """digenrl: reinforcement-learning post-training of visual diffusion and flow models on unequal GPUs."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

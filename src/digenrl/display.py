@@ -24,7 +24,7 @@ from rich.text import Text
 
 from digenrl.record.run_dir import EVENTS, METRICS, Row
 from digenrl.report.learning_alarms import alarms
-from digenrl.report.read_run import JsonlTail, is_number
+from digenrl.report.read_run import JsonlTail, append_step, is_number
 from digenrl.report.tables import DASH, duration, facts, number
 
 LINE_EVERY_S = 10.0
@@ -145,11 +145,8 @@ class Display:
     def _read(self) -> None:
         for row in self._metrics.read():
             kept = {"step": self._steps, "eval": self._evals}.get(str(row.get("kind")))
-            if kept is None or not is_number(row.get("rl_step")):
-                continue
-            while kept and kept[-1]["rl_step"] >= row["rl_step"]:
-                kept.pop()  # a resumed run repeats the steps after its checkpoint
-            kept.append(row)
+            if kept is not None and is_number(row.get("rl_step")):
+                append_step(kept, row)
         for event in self._events.read():
             if event.get("kind") not in _QUIET:
                 self._last_event = event

@@ -158,11 +158,11 @@ def test_clip_fraction_after_one_step() -> None:
         module = grpo(policy, clip_range=clip, updates_per_batch=2)
         optimizer = module.configure_optimizers()
         for update in range(2):
-            module._meters.collect(lambda packed: packed)
+            module._meters.collect()
             optimizer.zero_grad()
             module.training_step(batch(blocks, update=update), update).backward()
             optimizer.step()
-        found[clip] = {name: float(value) for name, value in module._meters.collect(lambda packed: packed).items()}
+        found[clip] = {name: float(value) for name, value in module._meters.collect().items()}
     assert found[1e-5]["clip_fraction"] > 0.5
     assert found[0.9]["clip_fraction"] == 0.0
     assert found[0.9]["ratio_max_dev"] > 1e-5
@@ -304,7 +304,7 @@ def test_stale_cells_are_counted_apart() -> None:
     with torch.no_grad():
         policy.transformer[2].bias.add_(0.02)
     module.training_step(batch(blocks, version=1), 0)
-    found = module._meters.collect(lambda packed: packed)
+    found = module._meters.collect()
     assert float(found["ratio_max_dev/stale_1"]) > 0
     assert "ratio_max_dev/stale_0" not in found
 

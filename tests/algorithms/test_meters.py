@@ -11,35 +11,36 @@ from digenrl.algorithms.meters import Meters
 def test_mean_over_unequal_micro_batches_is_the_mean_over_cells() -> None:
     meters, values = Meters(), torch.arange(10.0)
     for part in (values[:7], values[7:9], values[9:]):
-        meters.mean("x", part.sum(), len(part))
+        meters.update("x", part.sum(), len(part))
         meters.peak("high", part.max(), len(part))
-    found = meters.collect(lambda packed: packed)
+    found = meters.collect()
     assert float(found["x"]) == 4.5
     assert float(found["high"]) == 9.0
-    assert meters.collect(lambda packed: packed) == {}
+    assert meters.collect() == {}
     naive = torch.stack([values[:7].mean(), values[7:9].mean(), values[9:].mean()]).mean()
     assert float(naive) != 4.5  # what a mean of means would report
 
 
 def test_ranks_with_unequal_counts_agree_on_the_mean() -> None:
     """A rank without cells uses the same names with count 0."""
-    ranks, packed = [Meters(), Meters()], []
-    ranks[0].mean("x", torch.tensor(6.0), 3)
-    ranks[1].mean("x", torch.tensor(0.0), 0)
-    ranks[0].peak("high", torch.tensor(0.25), 3)
-    ranks[1].peak("high", torch.tensor(9.0), 0)  # masked: it belongs to a block of weight 0
-    for rank in ranks:
-        rank.mean("nobody", torch.tensor(0.0), 0)
-        rank.peak("none", torch.tensor(1.0), 0)
+    sent: list[list[Tensor]] = []
 
-    def remember(value: Tensor) -> Tensor:
-        packed.append(value)
-        return value
+    def exchange(mine: Tensor, group: object) -> list[Tensor]:
+        """Stands for the network: keeps what a rank sends, and answers with what both have sent in that place."""
+        sent[-1].append(mine)
+        return [rank[len(sent[-1]) - 1] for rank in sent]
 
-    probes = [Meters(), Meters()]
-    for probe, rank in zip(probes, ranks, strict=True):
-        probe.__dict__.update(rank.__dict__)
-        probe.collect(remember)
-    for rank in ranks:
-        found = rank.collect(lambda _: torch.stack(packed))
-        assert {name: float(value) for name, value in found.items()} == {"x": 2.0, "high": 0.25}
+    def rank(has_cells: bool) -> dict[str, float]:
+        meters = Meters(dist_sync_fn=exchange, distributed_available_fn=lambda: True)
+        meters.update("x", torch.tensor(6.0 if has_cells else 0.0), 3 if has_cells else 0)
+        meters.peak("high", torch.tensor(0.25 if has_cells else 9.0), 3 if has_cells else 0)  # 9.0: a masked block's
+        meters.update("nobody", torch.tensor(0.0), 0)
+        meters.peak("none", torch.tensor(1.0), 0)
+        sent.append([])
+        return {name: float(value) for name, value in meters.collect().items()}
+
+    rank(has_cells=True)
+    assert rank(has_cells=False) == {"x": 2.0, "high": 0.25}
+    sent.clear()
+    rank(has_cells=False)
+    assert rank(has_cells=True) == {"x": 2.0, "high": 0.25}

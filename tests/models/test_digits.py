@@ -13,7 +13,8 @@ from torch import Tensor
 from digenrl.diffusion import denoise, keys
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
-from digenrl.models.digits import BASE_FILE, DigitsPolicy, pack, text_features, unpack
+from digenrl.models.digits import BASE_FILE, DigitsPolicy, pack, text_features
+from digenrl.models.latents import unpack
 from digenrl.types import CellBlock, Prompt
 from reward_models.digit_judge import WORDS, DigitJudge, DigitStatistics
 
@@ -49,7 +50,7 @@ def test_a_token_is_a_two_by_two_patch() -> None:
     assert latents.shape == (1, 16, 4)
     assert latents[0, 0].tolist() == [0.0, 1.0, 8.0, 9.0]
     assert latents[0, 5].tolist() == [18.0, 19.0, 26.0, 27.0]
-    assert torch.equal(unpack(latents), images)
+    assert torch.equal(unpack(latents, 8, 8), images)
 
 
 def test_text_features_are_frozen_and_tell_words_apart() -> None:

@@ -13,7 +13,7 @@ from reward_models.aesthetic import Aesthetic, AestheticHead
 from reward_models.clip_backbone import ClipBackbone, clip_pixels
 from reward_models.clip_score import ClipScore
 from reward_models.pickscore import PickScore
-from reward_models.tiny_checkpoints import make_clip
+from reward_models.weights import make_clip
 
 pytestmark = pytest.mark.heavy
 

@@ -1,4 +1,4 @@
-"""The digit judges: honest on the half they never saw, and blind to what the statistics measure."""
+"""The digit judges: right on the half they never saw, and blind to what the statistics measure."""
 
 from __future__ import annotations
 

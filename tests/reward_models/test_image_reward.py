@@ -33,7 +33,7 @@ def test_padding_does_not_count_and_the_score_is_normalised():
 
 def test_the_published_names_are_renamed_and_nothing_else_is_accepted(tmp_path):
     names = set(ImageRewardModel("tiny").state_dict())
-    published = {image_reward._published(name) for name in names}
+    published = {image_reward._rename(name, -1) for name in names}
     for expected in (
         "blip.visual_encoder.blocks.1.attn.qkv.weight",
         "blip.visual_encoder.blocks.0.norm2.bias",
@@ -44,7 +44,7 @@ def test_the_published_names_are_renamed_and_nothing_else_is_accepted(tmp_path):
         "mlp.layers.0.weight",
     ):
         assert expected in published
-    assert {image_reward._ours(name) for name in published} == names
+    assert {image_reward._rename(name) for name in published} == names
     with pytest.raises(ValueError, match=r"vae\.x is no tensor of ImageReward"):
         image_reward.renamed({"vae.x": torch.zeros(1)})
     with pytest.raises(ValueError, match="needs `path`"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import struct
 import threading
@@ -15,6 +17,7 @@ import torch
 import uvicorn
 
 from digenrl.rewards import frames
+from digenrl.rewards.protocol import RewardUnavailable
 from digenrl.rewards.service import Limits, RewardService
 
 
@@ -27,6 +30,20 @@ class Brightness:
     def __call__(self, media, prompts):
         mean = media.flatten(1).mean(1)
         return torch.where(mean == 0, torch.nan, mean)
+
+
+class Moody:
+    """Scores 1, unless a prompt's text asks for trouble."""
+
+    def __call__(self, media, prompts):
+        for prompt in prompts:
+            if prompt.text == "away":
+                raise RewardUnavailable("the judge is away")
+            if prompt.text == "broken":
+                raise KeyError("no such weight")
+            if prompt.text == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(len(prompts))
 
 
 @contextmanager
@@ -125,4 +142,4 @@ def scripted(*script: Action) -> Iterator[ThreadingHTTPServer]:
         thread.join(5)
 
 
-__all__ = ["Brightness", "Limits", "edited", "good", "running", "scripted", "status"]
+__all__ = ["Brightness", "Limits", "Moody", "edited", "good", "running", "scripted", "status"]

@@ -78,7 +78,7 @@ def test_a_passing_fault_is_retried(fault):
         assert len(server.posts) == calls
 
 
-LASTING = {
+PERSISTENT = {
     "always 500": (status(500), 3),
     "always 429": (status(429), 3),
     "always slow": (slow, 3),
@@ -87,9 +87,9 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize("fault", LASTING)
-def test_a_lasting_fault_is_missing_within_the_deadline(fault):
-    action, calls = LASTING[fault]
+@pytest.mark.parametrize("fault", PERSISTENT)
+def test_a_persistent_fault_is_missing_within_the_deadline(fault):
+    action, calls = PERSISTENT[fault]
     options = ClientOptions(deadline_s=3.0, attempt_s=0.3, max_attempts=3, backoff_s=0.01)
     with scripted(action) as server:
         began = time.monotonic()

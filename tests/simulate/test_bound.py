@@ -7,20 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from digenrl.simulate.bound import bound_seconds
+from digenrl.simulate.bound import solve_bound
 
 
 def test_one_speed_is_total_work_over_total_speed() -> None:
     seconds = {"generate": {"fast": 1.0, "slow": 4.0}, "train": {"fast": 2.0, "slow": 8.0}}
-    bound = bound_seconds({"fast": 2, "slow": 4}, {"generate": 10.0, "train": 5.0}, seconds)
+    bound = solve_bound({"fast": 2, "slow": 4}, {"generate": 10.0, "train": 5.0}, seconds).seconds
     assert bound == pytest.approx((10 * 1.0 + 5 * 2.0) / (2 + 4 / 4))
 
 
 def test_work_goes_where_it_is_relatively_cheap_and_possible() -> None:
     seconds = {"generate": {"a": 1.0, "b": 1.0}, "train": {"a": 1.0, "b": None}}
-    assert bound_seconds({"a": 1, "b": 1}, {"generate": 4.0, "train": 6.0}, seconds) == pytest.approx(6.0)
+    assert solve_bound({"a": 1, "b": 1}, {"generate": 4.0, "train": 6.0}, seconds).seconds == pytest.approx(6.0)
     with pytest.raises(ValueError, match="no pool of b can do train"):
-        bound_seconds({"b": 1}, {"generate": 1.0, "train": 1.0}, {k: {"b": v["b"]} for k, v in seconds.items()})
+        solve_bound({"b": 1}, {"generate": 1.0, "train": 1.0}, {k: {"b": v["b"]} for k, v in seconds.items()})
 
 
 @settings(max_examples=60, deadline=None)
@@ -35,4 +35,4 @@ def test_equals_a_reference_solver(data: st.DataObject, pools: int, stages: int)
     upper = [[seconds[i][j] if j == pool else 0.0 for i, j in columns] + [-float(counts[pool])] for pool in counts]
     cost = [0.0] * len(columns) + [1.0]
     expected = linprog(cost, A_ub=upper, b_ub=[0.0] * pools, A_eq=equal, b_eq=list(work.values())).fun
-    assert bound_seconds(counts, work, seconds) == pytest.approx(expected, rel=1e-6)
+    assert solve_bound(counts, work, seconds).seconds == pytest.approx(expected, rel=1e-9)

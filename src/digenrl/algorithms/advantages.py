@@ -90,7 +90,8 @@ class Advantage:
             parts = [weights[name] * self._normalise(value) for name, value in scored.items()]
             values = torch.stack(parts).sum(dim=0)
             if self.renormalise:
-                values = _batch_normalise(torch.where(total.isnan(), total, values), self.unbiased, self.eps)
+                values, spread = _batch_centred(torch.where(total.isnan(), total, values), self.unbiased)
+                values = values / (spread + self.eps)
         if self.best_and_worst is not None:
             values = _select(values, total, self.best_and_worst)
         if self.clip is not None:
@@ -116,19 +117,16 @@ class Advantage:
             return centred / (group_std + self.eps)
         if self.std == "max_group":
             return centred / (group_std.max() + self.eps)
-        total_count = present.sum()
-        overall = filled.sum() / total_count.clamp(min=1)
-        spread = torch.where(present, rewards - overall, torch.zeros_like(rewards))
-        return centred / ((spread.square().sum() / _freedom(total_count, self.unbiased)).sqrt() + self.eps)
+        return centred / (_batch_centred(rewards, self.unbiased)[1] + self.eps)
 
 
-def _batch_normalise(values: Tensor, unbiased: bool, eps: float) -> Tensor:
-    """(x - mean) / (std + eps) over all present entries of [P, G]."""
+def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
+    """(values [P, G] less the mean of all present ones, their deviation); 0 where missing."""
     present = ~values.isnan()
     count = present.sum()
     mean = torch.where(present, values, torch.zeros_like(values)).sum() / count.clamp(min=1)
     centred = torch.where(present, values - mean, torch.zeros_like(values))
-    return centred / ((centred.square().sum() / _freedom(count, unbiased)).sqrt() + eps)
+    return centred, (centred.square().sum() / _freedom(count, unbiased)).sqrt()
 
 
 def _select(values: Tensor, total: Tensor, k: int) -> Tensor:

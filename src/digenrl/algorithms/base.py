@@ -1,7 +1,7 @@
 """What every algorithm's LightningModule shares: scaling of the loss, safe updates, metrics, averages, checkpoints.
 
 A Lightning epoch is one RL step. The module knows no rank: it returns a *sum* over its cells divided by the update's
-denominator, and reduces metrics with Lightning's `all_gather` alone.
+denominator, and reduces metrics with torchmetrics (`meters`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage, Advantages
-from digenrl.algorithms.copies import Ema
+from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.dump import not_finite
 from digenrl.algorithms.meters import Meters
 from digenrl.diffusion.sde import Kernel
@@ -70,6 +70,8 @@ class PolicyModule(pl.LightningModule):
         before."""
         self.dump_batch: Callable[[TrainBatch, str], None] | None = None
         """Called with the latest suspicious micro-batch and the reason when an update is skipped."""
+        self.copies: dict[str, ParameterCopy] = {}
+        """Further weights that the algorithm keeps, by their names in a checkpoint."""
         self.skipped_updates = 0
         self.strict_loading = False
         self._optimizer = optimizer
@@ -125,7 +127,7 @@ class PolicyModule(pl.LightningModule):
             cells += block.samples * len(block.steps) if live else 0
             self._count_rewards(block, advantages, batch, live)
         loss = total / batch.denominator
-        self._meters.mean("loss", loss, cells / batch.denominator)
+        self._meters.update("loss", loss, cells / batch.denominator)
         self._suspect = self._worse(batch, loss.detach())
         return loss
 
@@ -139,14 +141,14 @@ class PolicyModule(pl.LightningModule):
             present = ~row.isnan() if live else torch.zeros_like(row, dtype=torch.bool)
             row = torch.where(present, row, torch.zeros_like(row)).double()
             count = float(present.sum()) * cells_per_sample
-            self._meters.mean(name, row.sum() * cells_per_sample, count)
+            self._meters.update(name, row.sum() * cells_per_sample, count)
             if name == "reward":
-                self._meters.mean("reward_square", row.square().sum() * cells_per_sample, count)
+                self._meters.update("reward_square", row.square().sum() * cells_per_sample, count)
         constant = advantages.zero_variance[block.group].double()
-        self._meters.mean(
+        self._meters.update(
             "zero_variance_groups", constant * block.samples * cells_per_sample, block.samples * cells_per_sample
         )
-        self._meters.mean("groups", torch.full_like(constant, float(advantages.total.shape[0])) * live, float(live))
+        self._meters.update("groups", torch.full_like(constant, float(advantages.total.shape[0])) * live, float(live))
 
     def _worse(self, batch: TrainBatch, loss: Tensor) -> tuple[TrainBatch, Tensor]:
         """The first non-finite micro-batch of the update, else the latest one."""
@@ -169,10 +171,7 @@ class PolicyModule(pl.LightningModule):
         return self
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip to `max_grad_norm`; a non-finite gradient becomes an exact no-op: no gradient, no decay, no optimizer
         state.
@@ -187,12 +186,12 @@ class PolicyModule(pl.LightningModule):
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(torch.isfinite(norm))
-        self._meters.mean("update_skipped", torch.tensor(float(not finite), device=self.device), 1.0)
+        self._meters.update("update_skipped", torch.tensor(float(not finite), device=self.device), 1.0)
         if not finite:
             self._skip(optimizer, float(norm))
             return
         self._skips_in_a_row = 0
-        self._meters.mean("grad_norm", norm, 1.0)
+        self._meters.update("grad_norm", norm, 1.0)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
 
@@ -249,7 +248,7 @@ class PolicyModule(pl.LightningModule):
             self._log_step()
 
     def _log_step(self) -> None:
-        found = self._meters.collect(lambda packed: torch.as_tensor(self.all_gather(packed)))
+        found = self._meters.collect()
         square = found.pop("reward_square", None)
         if square is not None:
             found["reward_std"] = (square - found["reward"].square()).clamp(min=0).sqrt()
@@ -270,12 +269,13 @@ class PolicyModule(pl.LightningModule):
         return {name: value for name, value in state.items() if name in trained}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Beside the weights: the average and the run's first ratio."""
+        """Beside the weights: the run's first ratio, the average and the algorithm's copies."""
         checkpoint["algorithm"] = {
             "first_ratio_max_dev": self.first_ratio_max_dev,
             "skipped_updates": self.skipped_updates,
             "ema_steps": 0 if self.ema is None else self.ema.steps,
             "ema": {} if self.ema is None else self.ema.copy.state_dict(),
+            **{name: copy.state_dict() for name, copy in self.copies.items()},
         }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
@@ -289,6 +289,8 @@ class PolicyModule(pl.LightningModule):
         if self.ema is not None:
             self.ema.steps = saved["ema_steps"]
             self.ema.copy.load_state_dict(saved["ema"])
+        for name, copy in self.copies.items():
+            copy.load_state_dict(saved[name])
 
 
 @contextmanager

@@ -5,9 +5,8 @@ Wallace et al. 2023, arXiv 2311.12908; online form of yifan123/flow_grpo train_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -60,7 +59,7 @@ class DPO(PolicyModule):
                 f"reference_every={reference_every}"
             )
         self.seed, self.beta, self.pairs, self.reference_every = seed, beta, pairs, reference_every
-        self._reference = ParameterCopy()
+        self._reference = self.copies["reference"] = ParameterCopy()  # empty while it is the base model
 
     def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
         """[pairs, K], scaled by b/pairs: the sum weighs as much as b x K cells."""
@@ -84,8 +83,8 @@ class DPO(PolicyModule):
         margin = (reference - error).detach()
         right = (margin[: self.pairs] > margin[self.pairs :]) & informative[:, None]
         count = float(informative.sum()) * live
-        self._meters.mean("preference_accuracy", right.sum() * live, count * right.shape[1])
-        self._meters.mean("informative_pairs", informative.sum() * live, self.pairs * live)
+        self._meters.update("preference_accuracy", right.sum() * live, count * right.shape[1])
+        self._meters.update("informative_pairs", informative.sum() * live, self.pairs * live)
         return losses * (block.samples / self.pairs)
 
     def _reference_weights(self) -> AbstractContextManager[None]:
@@ -99,13 +98,3 @@ class DPO(PolicyModule):
         last = batch.update == self.updates_per_batch - 1
         if last and self.reference_every is not None and (batch.version + 1) % self.reference_every == 0:
             self._reference.follow(self.policy.trained_parameters(), 0.0)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Beside the base's: the reference, once it differs from the base model."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["algorithm"]["reference"] = self._reference.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """The inverse."""
-        super().on_load_checkpoint(checkpoint)
-        self._reference.load_state_dict(checkpoint["algorithm"]["reference"])

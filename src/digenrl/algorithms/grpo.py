@@ -123,7 +123,7 @@ class GRPO(PolicyModule):
         if reference is not None:
             kl = self._kl(new, reference)
             losses = losses + self.kl_weight * kl
-            self._meters.mean("kl", kl.sum() * live, kl.numel() * live)
+            self._meters.update("kl", kl.sum() * live, kl.numel() * live)
         self._count_ratios(cells.ratio.detach(), staleness, live)
         return losses
 
@@ -151,12 +151,12 @@ class GRPO(PolicyModule):
         deviation = (ratio - 1.0).abs().amax()
         low, high = self.clip
         clipped = ((ratio < 1.0 - low) | (ratio > 1.0 + high)).sum() * live
-        self._meters.mean("clip_fraction", clipped, ratio.numel() * live)
+        self._meters.update("clip_fraction", clipped, ratio.numel() * live)
         self._meters.peak("ratio_max_dev", deviation, float(live))
         for age in (0, 1):
             here = live and staleness == age
-            self._meters.mean(f"clip_fraction/stale_{age}", clipped * here, ratio.numel() * here)
-            self._meters.mean(f"ratio/stale_{age}", ratio.sum() * here, ratio.numel() * here)
+            self._meters.update(f"clip_fraction/stale_{age}", clipped * here, ratio.numel() * here)
+            self._meters.update(f"ratio/stale_{age}", ratio.sum() * here, ratio.numel() * here)
             self._meters.peak(f"ratio_max_dev/stale_{age}", deviation, float(here))
         if self.first_ratio_max_dev is None:
             deviation = deviation * live
@@ -168,10 +168,7 @@ class GRPO(PolicyModule):
             logger.info("max |ratio-1| before the first optimizer step must be at most %g", self._bound())
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Before the run's first optimizer step, also hold the ratios of all ranks to the bound."""
         if self.first_ratio_max_dev is None and self._ratio_peak is not None:

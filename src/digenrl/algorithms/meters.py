@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 NOTHING = -1.0
 """Below every peak."""
 
 
-class Meters:
-    """Sums with their counts, and peaks, until `collect` reduces them over all ranks with one gather.
+class Meters(Metric):
+    """Sums with their counts, and peaks, until `collect`. Every rank must use the same names, without cells too.
 
-    Every rank must use the same names; a rank without cells uses them with count 0.
+    One torchmetrics object for all names: a metric per name would cost some sixty collectives in every RL step.
     """
 
-    def __init__(self) -> None:
+    full_state_update = False
+    sums: Tensor
+    """[names, 2]: (total, count)."""
+    peaks: Tensor
+    """[names]."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_state("sums", torch.zeros(0, 2, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("peaks", torch.zeros(0, dtype=torch.float64), dist_reduce_fx="max")
         self._sums: dict[str, tuple[Tensor, float]] = {}
         self._peaks: dict[str, Tensor] = {}
 
-    def mean(self, name: str, total: Tensor, count: float) -> None:
+    def update(self, name: str, total: Tensor, count: float) -> None:
         """Add `total`, a sum over `count` things; the metric is the quotient of both sums over the RL step."""
         known, counted = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (total.detach().double() + known, count + counted)
@@ -31,25 +41,25 @@ class Meters:
         known = self._peaks.get(name, torch.full_like(value, NOTHING, dtype=torch.float64))
         self._peaks[name] = torch.maximum(known, value.detach().double()) if count > 0 else known
 
-    def collect(self, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """name -> fp32 scalar over all ranks, equal on all of them; names nobody counted are left out. Empties the
-        meters.
+    def compute(self) -> dict[str, Tensor]:
+        """name -> fp32 scalar; names nobody counted are left out."""
+        means = zip(sorted(self._sums), *self.sums.unbind(1), strict=True)
+        found = {name: (total / count).float() for name, total, count in means if count > 0}
+        peaks = zip(sorted(self._peaks), self.peaks, strict=True)
+        return found | {name: value.float() for name, value in peaks if value > NOTHING}
 
-        gather: tensor [n] -> [ranks, n], or [n] for one rank (Lightning's `all_gather`).
-        """
-        sums, peaks = sorted(self._sums), sorted(self._peaks)
-        if not sums and not peaks:
+    def collect(self) -> dict[str, Tensor]:
+        """`compute` over all ranks, equal on all of them. Empties the meters."""
+        if not self._sums:
             return {}
-        values = [self._sums[name][0] for name in sums] + [self._peaks[name] for name in peaks]
-        counts = torch.tensor([self._sums[name][1] for name in sums], dtype=torch.float64, device=values[0].device)
-        packed = torch.cat([counts, torch.stack(values)])
-        rows = gather(packed).reshape(-1, packed.numel())
-        n = len(sums)
-        counted, totals = rows[:, :n].sum(dim=0), rows[:, n : 2 * n].sum(dim=0)
-        found = {
-            name: (total / count).float() for name, total, count in zip(sums, totals, counted, strict=True) if count > 0
-        }
-        highest = rows[:, 2 * n :].amax(dim=0)
-        found |= {name: value.float() for name, value in zip(peaks, highest, strict=True) if value > NOTHING}
-        self._sums, self._peaks = {}, {}
+        totals = torch.stack([self._sums[name][0] for name in sorted(self._sums)])
+        self.sums = torch.stack([totals, totals.new_tensor([self._sums[name][1] for name in sorted(self._sums)])], 1)
+        self.peaks = torch.stack([totals.new_zeros(()), *(self._peaks[name] for name in sorted(self._peaks))])[1:]
+        found: dict[str, Tensor] = self.compute()
+        self.reset()
         return found
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self._sums, self._peaks = {}, {}

@@ -6,10 +6,9 @@ solver; only the clean latent is stored. See `objectives.nft_loss`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -82,7 +81,7 @@ class NFT(PolicyModule):
             )
         self.old_policy, self.seed = old_policy, seed
         self.beta, self.max_advantage, self.kl_weight = beta, max_advantage, kl_weight
-        self._old = ParameterCopy()
+        self._old = self.copies["old_policy"] = ParameterCopy()
 
     def rollout_parameters(self) -> dict[str, Tensor]:
         """The old policy's."""
@@ -115,9 +114,9 @@ class NFT(PolicyModule):
         if reference is not None:
             kl = mean_dims((new - reference) ** 2)
             losses = losses + self.kl_weight * kl
-            self._meters.mean("kl", kl.sum() * live, kl.numel() * live)
+            self._meters.update("kl", kl.sum() * live, kl.numel() * live)
         drift = mean_dims((new.detach() - old) ** 2)
-        self._meters.mean("velocity_drift", drift.sum() * live, drift.numel() * live)
+        self._meters.update("velocity_drift", drift.sum() * live, drift.numel() * live)
         return losses
 
     def after_update(self, batch: TrainBatch, changed: bool) -> None:
@@ -126,13 +125,3 @@ class NFT(PolicyModule):
         last = batch.update == self.updates_per_batch - 1
         if last and (batch.version + 1) % self.old_policy.every == 0:
             self._old.follow(self.policy.trained_parameters(), self.old_policy.decay(batch.version))
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Beside the base's: the old policy."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["algorithm"]["old_policy"] = self._old.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """The inverse."""
-        super().on_load_checkpoint(checkpoint)
-        self._old.load_state_dict(checkpoint["algorithm"]["old_policy"])

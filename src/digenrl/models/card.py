@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from digenrl.models.diffusers_export import LORA_FILE, PIPELINES
 
 NUMBERS = (
@@ -40,80 +42,22 @@ def write_card(
         shutil.copyfile(path, folder / path.name)
     summary = run / "summary.json"
     numbers = json.loads(summary.read_text()) if summary.exists() else {}
-    rows = [f"| {key} | {_number(numbers[key])} |" for key in NUMBERS if numbers.get(key) is not None]
-    model, lora = config["model"], config["model"].get("lora")
-    base = model.get("path")
-    lines = [
-        "---",
-        "library_name: diffusers",
-        *([f"base_model: {base}"] if base else []),
-        f"tags: [{', '.join(['reinforcement-learning', 'digenrl', *(['lora'] if lora else [])])}]",
-        "---",
-        "",
-        f"# {config['experiment_name']}",
-        "",
-        f"{_origin(base, model.get('build'))}, post-trained by reinforcement learning with digenrl "
-        f"({_adapter(lora)}; {weights} weights). The licence is the base model's.",
-        "",
-        "## Use",
-        "",
-        "```python",
-        *_usage(base, transformer_class, lora is not None),
-        "```",
-        "",
-        *(["## Numbers of the run", "", "| figure | value |", "|---|---|", *rows, ""] if rows else []),
-        "Rewards can be hacked: read the held-out figures and look at the pictures before you trust a rise.",
-        "",
-        *[f"![{path.stem}]({path.name})" for path in shown],
-        *[f"- [{path.name}]({path.name})" for path in samples],
-        "",
-        "## Settings",
-        "",
-        "```json",
-        json.dumps({key: config[key] for key in ("algorithm", "sampling", "data", "reward", "seed")}, indent=2),
-        "```",
-        "",
-    ]
+    settings = {key: config[key] for key in ("algorithm", "sampling", "data", "reward", "seed")}
+    templates = Environment(loader=PackageLoader("digenrl.models", ""), trim_blocks=True, undefined=StrictUndefined)
+    text = templates.get_template("card.md.j2").render(
+        config=config,
+        base=config["model"].get("path"),  # None: an embedded model, whose base weights only digenrl has
+        build=config["model"].get("build"),
+        lora=config["model"].get("lora"),
+        lora_file=LORA_FILE,
+        numbers={key: numbers[key] for key in NUMBERS if numbers.get(key) is not None},
+        pictures=shown,
+        pipeline=PIPELINES[transformer_class],
+        samples=samples,
+        settings=json.dumps(settings, indent=2),
+        transformer=transformer_class,
+        weights=weights,
+    )
     card = folder / "README.md"
-    card.write_text("\n".join(lines))
+    card.write_text(text + "\n")
     return card
-
-
-def _origin(base: str | None, build: str | None) -> str:
-    if build == "tiny":
-        return f"The tiny random build of {base}'s classes (not the real model)"
-    return str(base) if base else "The project's embedded model"
-
-
-def _adapter(lora: Mapping[str, Any] | None) -> str:
-    return "all weights" if lora is None else f"LoRA rank {lora['rank']}, alpha {lora['alpha']}"
-
-
-def _usage(base: str | None, transformer_class: str, lora: bool) -> list[str]:
-    pipeline, source = PIPELINES[transformer_class], base
-    if base is None:  # an embedded model, whose base weights only digenrl has
-        adapter = 'policy.transformer.load_lora_adapter("PATH/OF/THIS/FOLDER", prefix="transformer")'
-        whole = f'policy.transformer = {transformer_class}.from_pretrained("PATH/OF/THIS/FOLDER/transformer")'
-        loading = adapter if lora else whole
-        return ["# policy: the model of config.yaml, built by digenrl with lora=None", loading]
-    if lora:
-        return [
-            "import torch",
-            f"from diffusers import {pipeline}",
-            "",
-            f'pipeline = {pipeline}.from_pretrained("{source}", torch_dtype=torch.bfloat16).to("cuda")',
-            f'pipeline.load_lora_weights("PATH/OF/THIS/FOLDER", weight_name="{LORA_FILE}")',
-        ]
-    return [
-        "import torch",
-        f"from diffusers import {pipeline}, {transformer_class}",
-        "",
-        f'transformer = {transformer_class}.from_pretrained("PATH/OF/THIS/FOLDER", subfolder="transformer",',
-        "                                            torch_dtype=torch.bfloat16)",
-        f'pipeline = {pipeline}.from_pretrained("{source}", transformer=transformer,',
-        "                                       torch_dtype=torch.bfloat16)",
-    ]
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -27,6 +27,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from digenrl.diffusion.sigmas import static_grid
+from digenrl.models.latents import pack as pack
+from digenrl.models.latents import unpack
 from digenrl.models.policy import Policy, RecomputeConfig
 
 BASE_FILE = Path(__file__).with_name("digits_base.safetensors")
@@ -53,20 +55,6 @@ def build_transformer() -> FluxTransformer2DModel:
         guidance_embeds=False,
         axes_dims_rope=(4, 6, 6),
     )
-
-
-def pack(images: Tensor) -> Tensor:
-    """Images [B, 1, 8, 8] in [-1, 1] -> latents [B, 16, 4]: one token per 2x2 patch, row by row."""
-    rows = SIDE // PATCH
-    patches = images.view(-1, rows, PATCH, rows, PATCH).permute(0, 1, 3, 2, 4)
-    return patches.reshape(-1, TOKENS, CHANNELS)
-
-
-def unpack(latents: Tensor) -> Tensor:
-    """Latents [B, 16, 4] -> images [B, 1, 8, 8] in [-1, 1]; the inverse of `pack`."""
-    rows = SIDE // PATCH
-    patches = latents.view(-1, rows, rows, PATCH, PATCH).permute(0, 1, 3, 2, 4)
-    return patches.reshape(-1, 1, SIDE, SIDE)
 
 
 @lru_cache(maxsize=4096)
@@ -119,6 +107,7 @@ class DigitsPolicy(Policy):
     """
 
     family = "digits"
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
 
     def __init__(
         self,
@@ -179,19 +168,11 @@ class DigitsPolicy(Policy):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, 16, 4] -> images [B, 1, 8, 8] fp32 in [0, 1]."""
-        return (unpack(latents.float()) / 2 + 0.5).clamp(0.0, 1.0)
+        return (unpack(latents.float(), SIDE, SIDE) / 2 + 0.5).clamp(0.0, 1.0)
 
     def sigma_grid(self, steps: int) -> Tensor:
         """[steps + 1] fp32 from 1 to 0 with the static shift."""
         return static_grid(steps, self.shift)
-
-    def wrap_units(self) -> list[nn.Module]:
-        """The transformer blocks (of the reference copy too)."""
-        units: list[nn.Module] = []
-        for network in (self.transformer, self.reference_transformer):
-            if network is not None:
-                units += [*network.transformer_blocks, *network.single_transformer_blocks]  # type: ignore[misc]
-        return units
 
     @staticmethod
     def _base_weights(path: Path, transformer: nn.Module) -> dict[str, Tensor]:

@@ -66,6 +66,7 @@ class EmulatedPolicy(Policy):
     """
 
     family = "emulated"
+    block_lists = ()
 
     def __init__(self, durations: Durations, adapter: bool = False) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -95,6 +96,3 @@ class EmulatedPolicy(Policy):
 
     def sigma_grid(self, steps: int) -> Tensor:
         return torch.linspace(1.0, 0.0, steps + 1)
-
-    def wrap_units(self) -> list[nn.Module]:
-        return []

@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor
 
-from digenrl.models.latents import CHANNELS, unpack
+from digenrl.models.latents import unpack
 from digenrl.models.pipeline import DiffusersPolicy
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -24,13 +24,14 @@ class FluxPolicy(DiffusersPolicy):
     vae_class = AutoencoderKL
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     embedded_guidance = True
+    packed = True
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         guidance = None
         if self.transformer.config.guidance_embeds:  # type: ignore[union-attr]
             guidance = torch.full_like(sigmas, self.guidance_scale)
         text = condition["text"]
-        output: Tensor = self.network(
+        return self.network(
             hidden_states=latents,
             timestep=sigmas,  # the network multiplies by 1000
             guidance=guidance,
@@ -40,7 +41,6 @@ class FluxPolicy(DiffusersPolicy):
             img_ids=self._positions().to(text.device, text.dtype),
             return_dict=False,
         )[0]
-        return output
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """T5 states [1, max_sequence_length, d] and the pooled CLIP vector [1, d]."""
@@ -53,27 +53,19 @@ class FluxPolicy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         images = unpack(latents, *self.image_grid()) / vae.config.scaling_factor + vae.config.shift_factor
-        decoded: Tensor = vae.decode(images, return_dict=False)[0]
-        return decoded
+        return vae.decode(images, return_dict=False)[0]
 
     @classmethod
     def lora_names(cls, config: Any, preset: str) -> list[str]:
         """Double blocks: 8 attention layers (and 4 of the feed-forward networks); single blocks: query, key, value."""
         layers = [f"attn.{name}" for name in ATTENTION] + (list(FEED_FORWARD) if preset == "attention_ff" else [])
-        double = [f"transformer_blocks.{i}.{layer}" for i in range(config.num_layers) for layer in layers]
-        single = [
-            f"single_transformer_blocks.{i}.attn.{name}"
-            for i in range(config.num_single_layers)
-            for name in ("to_q", "to_k", "to_v")
-        ]
-        return double + single
+        singles = ("attn.to_q", "attn.to_k", "attn.to_v")
+        return cls.layer_names("transformer_blocks", config.num_layers, layers) + cls.layer_names(
+            "single_transformer_blocks", config.num_single_layers, singles
+        )
 
     def _positions(self) -> Tensor:
         """Rotary positions [N, 3] of the packed tokens: (0, row, column)."""
         rows, columns = self.height // 16, self.width // 16
         grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(rows * columns, 2)
         return torch.nn.functional.pad(grid, (1, 0))
-
-    @classmethod
-    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
-        return ((height // 16) * (width // 16), CHANNELS * 4)

@@ -9,7 +9,6 @@ from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 from torch import Tensor
 
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
-from digenrl.models.latents import CHANNELS
 from digenrl.models.pipeline import DiffusersPolicy
 
 TEMPLATE_TOKENS = 95
@@ -29,7 +28,7 @@ class HunyuanVideoPolicy(DiffusersPolicy):
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         guidance = torch.full_like(sigmas, self.guidance_scale).to(self.dtype) * 1000.0
-        output: Tensor = self.network(
+        return self.network(
             hidden_states=latents,
             timestep=sigmas * 1000,
             encoder_hidden_states=condition["text"],
@@ -38,7 +37,6 @@ class HunyuanVideoPolicy(DiffusersPolicy):
             guidance=guidance,  # the caller multiplies, unlike FLUX
             return_dict=False,
         )[0]
-        return output
 
     def pipeline_components(self) -> dict[str, Any]:
         """The tokenizer comes from AutoTokenizer: the LlamaTokenizerFast that the published model_index names makes
@@ -58,20 +56,13 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         return {"text": embeddings, "pooled": pooled, "mask": mask}
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        video: Tensor = vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
-        return video
+        return vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
 
     def check_encoders(self, pipeline: Any) -> None:
         """The template before the prompt must be exactly the 95 tokens that the pipeline crops."""
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
-        prefix = DEFAULT_PROMPT_TEMPLATE["template"].split("{}")[0]
-        tokens = len(pipeline.tokenizer(prefix).input_ids)
-        if tokens != TEMPLATE_TOKENS:
-            raise ValueError(
-                f"the tokenizer of {self.path} makes {tokens} tokens of HunyuanVideo's template, the pipeline crops "
-                f"{TEMPLATE_TOKENS}: parts of the prompt would be lost; use the tokenizer that ships with the model"
-            )
+        self.require_template(pipeline.tokenizer, DEFAULT_PROMPT_TEMPLATE["template"], TEMPLATE_TOKENS)
 
     @classmethod
     def lora_names(cls, config: Any, preset: str) -> list[str]:
@@ -80,12 +71,6 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         full = preset == "attention_ff"
         layers = [f"attn.{name}" for name in ATTENTION] + (list(FEED_FORWARD) if full else [])
         singles = ["attn.to_q", "attn.to_k", "attn.to_v"] + (["proj_mlp"] if full else [])
-        double = [f"transformer_blocks.{i}.{layer}" for i in range(config.num_layers) for layer in layers]
-        single = [
-            f"single_transformer_blocks.{i}.{layer}" for i in range(config.num_single_layers) for layer in singles
-        ]
-        return double + single
-
-    @classmethod
-    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
-        return (CHANNELS, (frames - 1) // 4 + 1, height // 8, width // 8)
+        return cls.layer_names("transformer_blocks", config.num_layers, layers) + cls.layer_names(
+            "single_transformer_blocks", config.num_single_layers, singles
+        )

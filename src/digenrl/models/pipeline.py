@@ -55,11 +55,12 @@ class DiffusersPolicy(Policy):
     """`_class_name` values of model_index.json that this adapter reads; the first one encodes prompts."""
     transformer_class: ClassVar[type[Any]]
     vae_class: ClassVar[type[Any]]
-    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     spatial_stride: ClassVar[int] = 16
     """Pixels per token: 8 of the VAE times 2 of the patch."""
     temporal_stride: ClassVar[int | None] = None
     """Frames per latent frame after the first; None = images."""
+    packed: ClassVar[bool] = False
+    """Whether latents are tokens [N, 4C] of 2x2 patches."""
     embedded_guidance: ClassVar[bool] = False
     unread: ClassVar[frozenset[str]] = frozenset()
     """Modules of the last block (of the first list) that only its unread text output depends on, or that are absent.
@@ -226,18 +227,30 @@ class DiffusersPolicy(Policy):
             raise ValueError(f"sampling.steps={steps}: {self.family}'s sigma grid needs at least 2 steps")
         return grid
 
-    def wrap_units(self) -> list[nn.Module]:
-        """Transformer blocks of the trained network and, where there is one, of the reference copy."""
-        networks = (
-            [self.transformer] if self.reference_transformer is None else [self.transformer, self.reference_transformer]
-        )
-        return [block for network in networks for name in self.block_lists for block in getattr(network, name)]
-
     def default_negative(self) -> str | None:
         """`negative_prompt` of the model config."""
         return self.negative_prompt
 
     # ---- helpers of the families
+
+    @classmethod
+    def layer_names(cls, blocks: str, count: int, layers: Sequence[str]) -> list[str]:
+        """Full names of `layers` in each of `count` blocks; in the last one without `unread`."""
+        return [
+            f"{blocks}.{i}.{layer}"
+            for i in range(count)
+            for layer in layers
+            if i < count - 1 or layer not in cls.unread
+        ]
+
+    def require_template(self, tokenizer: Any, template: str, expected: int) -> None:
+        """Raise ValueError unless what stands before the prompt in `template` has the tokens that the pipeline cuts."""
+        tokens = len(tokenizer(template.split("{}")[0]).input_ids)
+        if tokens != expected:
+            raise ValueError(
+                f"the tokenizer of {self.path} makes {tokens} tokens of {self.family}'s prompt template, the pipeline "
+                f"cuts {expected}: parts of the prompt would be lost; use the tokenizer that ships with the model"
+            )
 
     def report_long_prompt(self, tokenizer: Any, text: str, limit: int) -> None:
         """Say once per encoder that a prompt is longer than the `limit` tokens it takes."""
@@ -323,5 +336,8 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """[C, h, w] of images; videos and packed families override."""
-        return (latents.CHANNELS, height // 8, width // 8)
+        """[C, h, w], [C, f, h, w] of videos, or [N, 4C] of packed latents."""
+        if cls.packed:
+            return ((height // 16) * (width // 16), latents.CHANNELS * 4)
+        video = () if cls.temporal_stride is None else ((frames - 1) // cls.temporal_stride + 1,)
+        return (latents.CHANNELS, *video, height // 8, width // 8)

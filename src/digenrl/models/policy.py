@@ -49,6 +49,8 @@ class Policy(nn.Module, ABC):
     """A frozen or trained velocity network with its text encoders and decoder (see the module docstring)."""
 
     family: ClassVar[str]
+    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
+    """The transformer's lists of blocks."""
     transformer: nn.Module
     latent_shape: tuple[int, ...]
     """*L of one sample at the configured height, width and frames."""
@@ -121,9 +123,10 @@ class Policy(nn.Module, ABC):
     def sigma_grid(self, steps: int) -> Tensor:
         """[steps + 1] fp32 on CPU, from about 1 down to 0, with the family's own shift."""
 
-    @abstractmethod
     def wrap_units(self) -> list[nn.Module]:
-        """Blocks that FSDP wraps one by one (of the reference copy too, when there is one)."""
+        """Blocks that FSDP wraps one by one, of the trained network and, where there is one, of the reference copy."""
+        networks = [net for net in (self.transformer, self.reference_transformer) if net is not None]
+        return [block for network in networks for name in self.block_lists for block in getattr(network, name)]
 
     def default_negative(self) -> str | None:
         """Text of the unconditional branch when a prompt brings none; None = there is no default."""

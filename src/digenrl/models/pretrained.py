@@ -46,11 +46,7 @@ def model_index(path: str) -> dict[str, Any]:
     """The checkpoint's model_index.json; raises CheckpointError with the remedy when it cannot be read."""
     from diffusers import DiffusionPipeline
 
-    try:
-        index: dict[str, Any] = DiffusionPipeline.load_config(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(missing_message(path, "model_index.json", _first_line(error))) from error
-    return index
+    return _load_config(DiffusionPipeline, path, "model_index.json")
 
 
 def require_family(path: str, pipelines: tuple[str, ...], family: str) -> None:
@@ -77,21 +73,21 @@ def load_component(component: type[Any], path: str, subfolder: str, dtype: torch
             f"{path}/{subfolder} lacks {len(absent)} tensors or has them in another shape (first: {absent[0]}): "
             f"half a checkpoint, or another architecture; fetch it again with `hf download {path}`"
         )
-    loaded: nn.Module = model.eval()
-    return loaded
+    return model.eval()
 
 
 def scheduler_config(path: str) -> dict[str, Any]:
     """The checkpoint's scheduler/scheduler_config.json."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
+    return _load_config(FlowMatchEulerDiscreteScheduler, path, "scheduler/scheduler_config.json", subfolder="scheduler")
+
+
+def _load_config(owner: Any, path: str, file: str, **where: str) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = FlowMatchEulerDiscreteScheduler.load_config(
-            path, subfolder="scheduler", local_files_only=True
-        )
+        return owner.load_config(path, local_files_only=True, **where)
     except (OSError, ValueError) as error:
-        raise CheckpointError(missing_message(path, "scheduler/scheduler_config.json", _first_line(error))) from error
-    return config
+        raise CheckpointError(missing_message(path, file, _first_line(error))) from error
 
 
 def require_shards(path: str, subfolder: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.models.flux import ATTENTION
-from digenrl.models.latents import CHANNELS, denormalise, unpack
+from digenrl.models.latents import denormalise, unpack
 from digenrl.models.pipeline import DiffusersPolicy
 
 TEMPLATE_TOKENS = 34
@@ -25,12 +25,13 @@ class QwenImagePolicy(DiffusersPolicy):
     pipelines = ("QwenImagePipeline",)
     transformer_class = QwenImageTransformer2DModel
     vae_class = AutoencoderKLQwenImage
+    packed = True
     unread = frozenset(
         {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2"}
     )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        output: Tensor = self.network(
+        return self.network(
             hidden_states=latents,
             timestep=sigmas,  # the network multiplies by 1000
             encoder_hidden_states=condition["text"],
@@ -38,7 +39,6 @@ class QwenImagePolicy(DiffusersPolicy):
             img_shapes=[[(1, self.height // 16, self.width // 16)]] * latents.shape[0],
             return_dict=False,
         )[0]
-        return output
 
     def guide(self, conditional: Tensor, unconditional: Tensor) -> Tensor:
         """Guidance rescaled, token by token, to the conditional velocity's norm (diffusers QwenImagePipeline)."""
@@ -59,31 +59,14 @@ class QwenImagePolicy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         images = denormalise(unpack(latents, *self.image_grid()).unsqueeze(2), vae.config)
-        decoded: Tensor = vae.decode(images, return_dict=False)[0][:, :, 0]
-        return decoded
+        return vae.decode(images, return_dict=False)[0][:, :, 0]
 
     def check_encoders(self, pipeline: Any) -> None:
         """The template before the prompt must be exactly the 34 tokens that the pipeline drops."""
-        prefix = pipeline.prompt_template_encode.split("{}")[0]
-        tokens = len(pipeline.tokenizer(prefix).input_ids)
-        if tokens != TEMPLATE_TOKENS:
-            raise ValueError(
-                f"the tokenizer of {self.path} makes {tokens} tokens of Qwen-Image's template, the pipeline drops "
-                f"{TEMPLATE_TOKENS}: parts of the prompt would be lost; use the tokenizer that ships with the model"
-            )
+        self.require_template(pipeline.tokenizer, pipeline.prompt_template_encode, TEMPLATE_TOKENS)
 
     @classmethod
     def lora_names(cls, config: Any, preset: str) -> list[str]:
         """8 attention layers a block (and 4 of the two feed-forward networks), less the last block's text output."""
         layers = [f"attn.{name}" for name in ATTENTION] + (list(FEED_FORWARD) if preset == "attention_ff" else [])
-        last = config.num_layers - 1
-        return [
-            f"transformer_blocks.{block}.{layer}"
-            for block in range(config.num_layers)
-            for layer in layers
-            if block < last or layer not in cls.unread
-        ]
-
-    @classmethod
-    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
-        return ((height // 16) * (width // 16), CHANNELS * 4)
+        return cls.layer_names("transformer_blocks", config.num_layers, layers)

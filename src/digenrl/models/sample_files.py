@@ -46,8 +46,10 @@ def image_grid(images: Tensor | np.ndarray, columns: int | None = None, gap: int
 
 def write_mp4(path: Path | str, video: Tensor | np.ndarray, fps: int = FRAMES_PER_SECOND) -> None:
     """One video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along."""
-    import imageio.v3 as imageio
-
+    try:
+        import imageio.v3 as imageio
+    except ImportError as error:
+        raise ImportError("writing videos needs imageio: pip install 'digenrl[video]'") from error
     # yuv420p, which every player shows, needs even sides: the last row or column is repeated where one is odd.
     frames = to_uint8(video)
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")

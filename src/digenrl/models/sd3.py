@@ -23,14 +23,13 @@ class SD3Policy(DiffusersPolicy):
     )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        output: Tensor = self.network(
+        return self.network(
             hidden_states=latents,
             timestep=sigmas * 1000,
             encoder_hidden_states=condition["text"],
             pooled_projections=condition["pooled"],
             return_dict=False,
         )[0]
-        return output
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """CLIP and T5 states [1, 77 + max_sequence_length, d] and the pooled CLIP vectors [1, d]."""
@@ -48,8 +47,7 @@ class SD3Policy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         images = latents / vae.config.scaling_factor + vae.config.shift_factor
-        decoded: Tensor = vae.decode(images, return_dict=False)[0]
-        return decoded
+        return vae.decode(images, return_dict=False)[0]
 
     @classmethod
     def lora_names(cls, config: Any, preset: str) -> list[str]:
@@ -58,10 +56,4 @@ class SD3Policy(DiffusersPolicy):
         The second attention of SD3.5's dual blocks (attn2) stays frozen, as in Flow-GRPO's target list.
         """
         layers = [f"attn.{name}" for name in ATTENTION] + (list(FEED_FORWARD) if preset == "attention_ff" else [])
-        last = config.num_layers - 1
-        return [
-            f"transformer_blocks.{block}.{layer}"
-            for block in range(config.num_layers)
-            for layer in layers
-            if block < last or layer not in cls.unread
-        ]
+        return cls.layer_names("transformer_blocks", config.num_layers, layers)

@@ -11,20 +11,26 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from digenrl.models import tiny_tokenizers as tokenizers
 from digenrl.models.pretrained import hide_progress_bars
 
 WIDTH = 32
-"""Width of every text encoder; SD3's T5 is twice as wide, because its two CLIPs are concatenated."""
+"""Width of every text encoder but SD3's T5."""
 TEXT_LENGTH = 64
 """Tokens that a tiny build's main encoder takes: 512 would cost six times the image's."""
+_PARTS_FILE = Path(__file__).with_suffix(".yaml")
+BUILDERS: dict[str, dict[str, Any]] = yaml.safe_load(_PARTS_FILE.read_text())
+"""Family -> the parts that its tiny pipeline is built of."""
 
 
 def cache_root() -> Path:
@@ -66,7 +72,7 @@ def build(family: str, folder: Path, seed: int = 0) -> None:
     hide_progress_bars()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipeline = BUILDERS[family]()
+        pipeline = _pipeline(family)
         for parameter in pipeline.transformer.parameters():
             # Some families initialise modulations and output layers to zero, which would hide every signal.
             if parameter.ndim > 1 and not parameter.detach().any():
@@ -75,30 +81,51 @@ def build(family: str, folder: Path, seed: int = 0) -> None:
 
 
 def _digest() -> str:
-    parts = [Path(__file__).read_bytes(), Path(tokenizers.__file__).read_bytes()]
+    parts = [path.read_bytes() for path in (Path(__file__), Path(tokenizers.__file__), _PARTS_FILE)]
     parts += [f"{name}=={version(name)}".encode() for name in ("diffusers", "transformers", "tokenizers", "torch")]
     return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
 
 
-def _clip_config(tokenizer: Any) -> Any:
-    from transformers import CLIPTextConfig
+def _pipeline(family: str) -> Any:
+    """The family's pipeline with its parts."""
+    import diffusers
 
-    return CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        projection_dim=WIDTH,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    parts: dict[str, Any] = {}
+    for name, part in BUILDERS[family].items():
+        if name.startswith("text_encoder"):
+            tokenizer, parts[name] = ENCODERS[part]()
+            parts[name.replace("text_encoder", "tokenizer")] = tokenizer
+        elif name != "pipeline":
+            parts[name] = getattr(diffusers, part["class"])(**{key: part[key] for key in part if key != "class"})
+    return getattr(diffusers, BUILDERS[family]["pipeline"])(**parts)
 
 
-def _t5(tokenizer: Any, width: int = WIDTH, multilingual: bool = False) -> Any:
+def _sizes(tokenizer: Any, layers: int) -> dict[str, Any]:
+    """What the small CLIP and LLaMA have in common."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": WIDTH,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": layers,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _clip(projected: bool = False) -> tuple[Any, Any]:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    tokenizer = tokenizers.clip()
+    model = CLIPTextModelWithProjection if projected else CLIPTextModel
+    return tokenizer, model(CLIPTextConfig(**_sizes(tokenizer, 2), projection_dim=WIDTH))
+
+
+def _t5(width: int = WIDTH, multilingual: bool = False) -> tuple[Any, Any]:
     from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
+    tokenizer = tokenizers.t5()
     config_class, model_class = (UMT5Config, UMT5EncoderModel) if multilingual else (T5Config, T5EncoderModel)
     config = config_class(
         vocab_size=len(tokenizer),
@@ -113,238 +140,60 @@ def _t5(tokenizer: Any, width: int = WIDTH, multilingual: bool = False) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         decoder_start_token_id=tokenizer.pad_token_id,
     )
-    return model_class(config).eval()
+    return tokenizer, model_class(config)
 
 
-def _image_vae(shift: float, scale: float) -> Any:
-    from diffusers import AutoencoderKL
+def _llama() -> tuple[Any, Any]:
+    from transformers import LlamaConfig, LlamaModel
 
-    return AutoencoderKL(
-        in_channels=3,
-        out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8, 8, 16, 16),
-        layers_per_block=1,
-        latent_channels=16,
-        norm_num_groups=4,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        shift_factor=shift,
-        scaling_factor=scale,
-    ).eval()
+    tokenizer = tokenizers.llama3()
+    return tokenizer, LlamaModel(LlamaConfig(**_sizes(tokenizer, 4), num_key_value_heads=2))
 
 
-def _wan() -> Any:
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-
-    tokenizer = tokenizers.t5()
-    return WanPipeline(
-        tokenizer=tokenizer,
-        text_encoder=_t5(tokenizer, multilingual=True),
-        vae=AutoencoderKLWan(
-            base_dim=4,
-            z_dim=16,
-            dim_mult=[1, 2, 2, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-        ).eval(),
-        transformer=WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            text_dim=WIDTH,
-            freq_dim=32,
-            ffn_dim=64,
-            num_layers=2,
-        ),
-        # The scheduler of the Wan2.1 repositories (480p).
-        scheduler=UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
-        ),
-    )
-
-
-def _hunyuan_video() -> Any:
-    from diffusers import (
-        AutoencoderKLHunyuanVideo,
-        FlowMatchEulerDiscreteScheduler,
-        HunyuanVideoPipeline,
-        HunyuanVideoTransformer3DModel,
-    )
-    from transformers import CLIPTextModel, LlamaConfig, LlamaModel
-
-    tokenizer, clip_tokenizer = tokenizers.llama3(), tokenizers.clip()
-    llama = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=4,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return HunyuanVideoPipeline(
-        tokenizer=tokenizer,
-        text_encoder=LlamaModel(llama).eval(),
-        tokenizer_2=clip_tokenizer,
-        text_encoder_2=CLIPTextModel(_clip_config(clip_tokenizer)).eval(),
-        vae=AutoencoderKLHunyuanVideo(
-            latent_channels=16,
-            block_out_channels=(8, 8, 8, 8),
-            layers_per_block=1,
-            norm_num_groups=4,
-        ).eval(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
-        transformer=HunyuanVideoTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=1,
-            num_single_layers=1,
-            num_refiner_layers=1,
-            text_embed_dim=WIDTH,
-            pooled_projection_dim=WIDTH,
-            rope_axes_dim=(4, 6, 6),
-        ),
-    )
-
-
-def _flux() -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-    from transformers import CLIPTextModel
-
-    clip_tokenizer, t5_tokenizer = tokenizers.clip(), tokenizers.t5()
-    return FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            shift=3.0,
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=1.15,
-            base_image_seq_len=256,
-            max_image_seq_len=4096,
-        ),
-        vae=_image_vae(0.1159, 0.3611),
-        text_encoder=CLIPTextModel(_clip_config(clip_tokenizer)).eval(),
-        tokenizer=clip_tokenizer,
-        text_encoder_2=_t5(t5_tokenizer),
-        tokenizer_2=t5_tokenizer,
-        transformer=FluxTransformer2DModel(
-            in_channels=64,
-            num_layers=1,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=WIDTH,
-            pooled_projection_dim=WIDTH,
-            guidance_embeds=True,
-            axes_dims_rope=(4, 6, 6),
-        ),
-    )
-
-
-def _qwen_image() -> Any:
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImagePipeline,
-        QwenImageTransformer2DModel,
-    )
+def _qwen() -> tuple[Any, Any]:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     tokenizer, ids = tokenizers.qwen()
+    text = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": len(tokenizer),
+        "rope_theta": 1e6,
+        "rope_scaling": {"mrope_section": [2, 3, 3], "rope_type": "default", "type": "default"},
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": WIDTH,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": WIDTH,
+        "fullatt_block_indexes": [0],
+    }
     config = Qwen2_5_VLConfig(
-        text_config={
-            "hidden_size": WIDTH,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "vocab_size": len(tokenizer),
-            "rope_theta": 1e6,
-            "rope_scaling": {"mrope_section": [2, 3, 3], "rope_type": "default", "type": "default"},
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
-            "pad_token_id": ids["<|endoftext|>"],
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": WIDTH,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": WIDTH,
-            "fullatt_block_indexes": [0],
-        },
+        text_config=text,
+        vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
         vision_token_id=ids["<|vision_pad|>"],
     )
-    return QwenImagePipeline(
-        # The scheduler of Qwen/Qwen-Image: shift_terminal and the long max_image_seq_len are the model's own.
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=0.9,
-            base_image_seq_len=256,
-            max_image_seq_len=8192,
-            shift_terminal=0.02,
-        ),
-        vae=AutoencoderKLQwenImage(
-            base_dim=4,
-            z_dim=16,
-            dim_mult=[1, 2, 2, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-        ).eval(),
-        text_encoder=Qwen2_5_VLForConditionalGeneration(config).eval(),
-        tokenizer=tokenizer,
-        transformer=QwenImageTransformer2DModel(
-            in_channels=64,
-            out_channels=16,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=WIDTH,
-            axes_dims_rope=(4, 6, 6),
-        ),
-    )
+    return tokenizer, Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _sd3() -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-    from transformers import CLIPTextModelWithProjection
-
-    first, second, t5_tokenizer = tokenizers.clip(), tokenizers.clip(), tokenizers.t5()
-    return StableDiffusion3Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=_image_vae(0.0609, 1.5305),
-        text_encoder=CLIPTextModelWithProjection(_clip_config(first)).eval(),
-        tokenizer=first,
-        text_encoder_2=CLIPTextModelWithProjection(_clip_config(second)).eval(),
-        tokenizer_2=second,
-        text_encoder_3=_t5(t5_tokenizer, width=2 * WIDTH),
-        tokenizer_3=t5_tokenizer,
-        transformer=SD3Transformer2DModel(
-            sample_size=32,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=2 * WIDTH,
-            caption_projection_dim=32,
-            pooled_projection_dim=2 * WIDTH,
-            pos_embed_max_size=32,
-            dual_attention_layers=(0,),
-            qk_norm="rms_norm",
-        ),
-    )
-
-
-BUILDERS = {
-    "wan": _wan,
-    "hunyuan_video": _hunyuan_video,
-    "flux": _flux,
-    "qwen_image": _qwen_image,
-    "sd3": _sd3,
+ENCODERS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "clip": _clip,
+    "clip_projected": partial(_clip, projected=True),
+    "t5": _t5,
+    "wide_t5": partial(_t5, width=2 * WIDTH),
+    "umt5": partial(_t5, multilingual=True),
+    "llama": _llama,
+    "qwen": _qwen,
 }
+"""Name in tiny_builds.yaml -> (tokenizer, text encoder)."""

@@ -26,24 +26,10 @@ SENTENCES = (
 )
 TEMPLATE_REPEATS = 50
 MERGES = 600
-QWEN_SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-LLAMA_SPECIAL = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<pad>",
-)
+_QWEN = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
+_LLAMA = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id")
+QWEN_SPECIAL = tuple(f"<|{name}|>" for name in _QWEN)
+LLAMA_SPECIAL = (*(f"<|{name}|>" for name in _LLAMA), "<pad>")
 CLIP_SPLIT = (
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"  # openai/CLIP
 )
@@ -100,10 +86,7 @@ def qwen() -> tuple[Any, dict[str, int]]:
     vocabulary, merges = _train_byte_level(QWEN_SPECIAL)
     vocabulary |= {special: len(vocabulary) + index for index, special in enumerate(QWEN_SPECIAL)}
     tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=merges,
-        additional_special_tokens=list(QWEN_SPECIAL[1:]),
-        model_max_length=2048,
+        vocab=vocabulary, merges=merges, additional_special_tokens=list(QWEN_SPECIAL[1:]), model_max_length=2048
     )
     return tokenizer, vocabulary
 

@@ -7,7 +7,7 @@ from typing import Any
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 
-from digenrl.models.latents import CHANNELS, denormalise
+from digenrl.models.latents import denormalise
 from digenrl.models.pipeline import DiffusersPolicy
 
 
@@ -22,13 +22,9 @@ class WanPolicy(DiffusersPolicy):
     temporal_stride = 4
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        output: Tensor = self.network(
-            hidden_states=latents,
-            timestep=sigmas * 1000,
-            encoder_hidden_states=condition["text"],
-            return_dict=False,
+        return self.network(
+            hidden_states=latents, timestep=sigmas * 1000, encoder_hidden_states=condition["text"], return_dict=False
         )[0]
-        return output
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """UMT5 states [1, max_sequence_length, d], zero after the prompt; Wan attends to the zeros, so no mask."""
@@ -39,8 +35,7 @@ class WanPolicy(DiffusersPolicy):
         return {"text": embeddings}
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        video: Tensor = vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
-        return video
+        return vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
 
     @classmethod
     def lora_names(cls, config: Any, preset: str) -> list[str]:
@@ -48,8 +43,4 @@ class WanPolicy(DiffusersPolicy):
         layers = [f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")]
         if preset == "attention_ff":
             layers += ["ffn.net.0.proj", "ffn.net.2"]
-        return [f"blocks.{block}.{layer}" for block in range(config.num_layers) for layer in layers]
-
-    @classmethod
-    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
-        return (CHANNELS, (frames - 1) // 4 + 1, height // 8, width // 8)
+        return cls.layer_names("blocks", config.num_layers, layers)

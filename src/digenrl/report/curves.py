@@ -35,6 +35,13 @@ def draw_line(axes: Axes, steps: Sequence[int], values: Sequence[float], label: 
     axes.plot(steps, smoothed(values, max(3, len(values) // 12) | 1), color=colour, label=label)
 
 
+def draw_level(axes: Axes, level: float, note: str, colour: str) -> None:
+    """A dashed line across, with `note` above its right end."""
+    axes.axhline(level, color=colour, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.annotate(note, (0.99, level), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                  textcoords="offset points", ha="right", fontsize=8, color=colour)  # fmt: skip
+
+
 def finish_axes(axes: Axes, title: str, ylabel: str = "", xlabel: str = "RL step") -> None:
     """Title, labels, whole-numbered steps, a little room at the sides."""
     axes.set_title(title)
@@ -139,17 +146,7 @@ def diversity(run: Run) -> Figure | None:
     ):
         steps, values = run.column(key, "eval")
         level, note = (1.0, "real data") if key == "diversity_ratio" else (values[0], "base model")
-        axes.axhline(level, color=FAINT, linewidth=1.0, linestyle=(0, (4, 3)))
-        axes.annotate(
-            note,
-            (0.99, level),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-            color=FAINT,
-        )
+        draw_level(axes, level, note, FAINT)
         axes.plot(steps, values, color=colour, marker="o", markersize=4)
         finish_axes(axes, title, label)
         axes.margins(y=0.18)
@@ -164,17 +161,7 @@ def staleness(run: Run) -> Figure | None:
     figure = Figure(figsize=(WIDTH, 1.9), layout="constrained")
     axes = figure.subplots()
     axes.bar(steps, values, width=0.8, color=BLUE)
-    axes.axhline(1.0, color=VERMILION, linewidth=1.0, linestyle=(0, (4, 3)))
-    axes.annotate(
-        "allowed at most",
-        (0.99, 1.0),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-        color=VERMILION,
-    )
+    draw_level(axes, 1.0, "allowed at most", VERMILION)
     finish_axes(axes, "Staleness of consumed weights", "versions")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
     axes.set_ylim(0, max(1.35, max(values) * 1.2))

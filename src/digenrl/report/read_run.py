@@ -182,13 +182,17 @@ def _latest(metrics: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     for row in metrics:
         if row.get("kind") not in ("step", "eval") or not is_number(row.get("rl_step")):
             continue
-        same = steps if row["kind"] == "step" else evals
-        while same and same[-1]["rl_step"] >= row["rl_step"]:
-            same.pop()
-        same.append(row)
+        append_step(steps if row["kind"] == "step" else evals, row)
         while evals and evals[-1]["rl_step"] > row["rl_step"]:
             evals.pop()
     return tuple(steps), tuple(evals)
+
+
+def append_step(rows: list[Row], row: Row) -> None:
+    """Append a metric line in place of those that a resumed run repeats: of its rl_step and later ones."""
+    while rows and rows[-1]["rl_step"] >= row["rl_step"]:
+        rows.pop()
+    rows.append(row)
 
 
 def _attempt_offsets(events: Sequence[Row]) -> list[float]:

@@ -8,15 +8,8 @@ from typing import Any
 
 import matplotlib as mpl
 
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#56B4E9",
-    "#F0E442",
-)
+BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
+VERMILION, PURPLE, SKY = "#D55E00", "#CC79A7", "#56B4E9"
 INK, FAINT, GRID = "#222222", "#8A8F98", "#E4E6EA"
 CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 

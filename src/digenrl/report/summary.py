@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
@@ -44,8 +44,8 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "staleness_max": max((int(value) for value in run.column("staleness_max")[1]), default=None),
         "bubble": {role: dict(sorted(causes.items())) for role, causes in sorted(bubbles(run.spans).items())},
         "predicted_step_s": _median(run, "predicted_step_s"),
-        "dropped": dropped(run),
-        "missing": missing(run),
+        "dropped": samples_by(run, "dropped", "reason"),
+        "missing": samples_by(run, "missing", "reward"),
         "alarms": suspicions(run),
         "restarts": max(0, len(run.attempts()) - 1) + len(run.events_of(LOST)),
         "lost": [str(event.get("cause")) for event in run.events_of(LOST)],
@@ -96,20 +96,11 @@ def wall_seconds(run: Run) -> float | None:
     return total
 
 
-def dropped(run: Run) -> dict[str, int]:
-    """reason -> samples dropped."""
-    counts: dict[str, int] = defaultdict(int)
-    for event in run.events_of("dropped"):
-        count = event.get("samples")
-        counts[str(event.get("reason"))] += int(count) if is_number(count) else 1
-    return dict(sorted(counts.items()))
-
-
-def missing(run: Run) -> dict[str, int]:
-    """reward -> samples that it could not score, evaluations included."""
-    counts: dict[str, int] = defaultdict(int)
-    for event in run.events_of("missing"):
-        counts[str(event.get("reward"))] += int(event["samples"]) if is_number(event.get("samples")) else 1
+def samples_by(run: Run, kind: str, key: str) -> dict[str, int]:
+    """Samples that the events of `kind` count, by their `key`; an event without a count counts as one sample."""
+    counts: Counter[str] = Counter()
+    for event in run.events_of(kind):
+        counts[str(event.get(key))] += int(event["samples"]) if is_number(event.get("samples")) else 1
     return dict(sorted(counts.items()))
 
 

@@ -90,11 +90,16 @@ def draw_gantt(axes: Axes, spans: Sequence[Span], start: float, end: float) -> N
     axes.grid(axis="y", visible=False)
 
 
-def draw_legend(figure: Figure, spans: Sequence[Span]) -> None:
-    """Work first, then bubbles, in the order of the palette, below the axes."""
+def palette_of(spans: Sequence[Span]) -> dict[str, str]:
+    """Label -> colour of what `spans` hold: work first, then bubbles."""
     present = {label_of(span): colour_of(span) for span in spans}
     order = [*STAGE_COLOURS, *(f"wait: {cause.replace('_', ' ')}" for cause in CAUSE_COLOURS)]
-    handles = [Patch(facecolor=present[name], label=name) for name in order if name in present]
+    return {name: present[name] for name in order if name in present}
+
+
+def draw_legend(figure: Figure, spans: Sequence[Span]) -> None:
+    """The palette, below the axes."""
+    handles = [Patch(facecolor=colour, label=name) for name, colour in palette_of(spans).items()]
     figure.legend(handles=handles, loc="outside lower left", ncols=6, handlelength=1.1, columnspacing=1.4)
 
 
@@ -129,31 +134,19 @@ def time_by_rank(run: Run) -> Figure | None:
     totals: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         totals[span.role, span.rank][label_of(span)] += span.seconds
-    present = {label_of(span): colour_of(span) for span in spans}
-    order = [*STAGE_COLOURS, *(f"wait: {cause.replace('_', ' ')}" for cause in CAUSE_COLOURS)]
     rows = sorted(totals, key=lambda key: (key[0] != "trainer", key[1]))
     figure = Figure(figsize=(WIDTH * 1.35, 1.5 + 0.34 * min(len(rows), 30)), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(rows)
-    for name in (name for name in order if name in present):
+    for name, colour in palette_of(spans).items():
         widths = [totals[key].get(name, 0.0) for key in rows]
-        axes.barh(
-            range(len(rows)), widths, left=left, height=0.72, color=present[name], edgecolor="white", linewidth=0.3
-        )
+        axes.barh(range(len(rows)), widths, left=left, height=0.72, color=colour, edgecolor="white", linewidth=0.3)
         left = [base + width for base, width in zip(left, widths, strict=True)]
     present_s = wall_seconds(run)
     for row, key in enumerate(rows):
         waited = sum(seconds for name, seconds in totals[key].items() if name.startswith("wait"))
         share = 100 * waited / present_s if present_s else 0.0
-        axes.annotate(
-            f"{share:.0f} % idle",
-            (left[row], row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            color=FAINT,
-        )
+        axes.text(left[row], row, f"  {share:.0f} % idle", va="center", fontsize=8, color=FAINT)
     axes.set_yticks(range(len(rows)), [f"{role} {rank}" for role, rank in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.margins(x=0.09)

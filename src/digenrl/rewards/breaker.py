@@ -1,4 +1,4 @@
-"""Circuit breaker and retry delays: pure, the caller brings the clock and the random number.
+"""When a service may be asked again: circuit breaker (pure, the caller brings the clock) and Retry-After.
 
 A breaker is closed (calls pass), open (refused until `open_s` have passed) or half-open (one probe passes; its success
 closes the breaker, its failure opens it again).
@@ -6,6 +6,9 @@ closes the breaker, its failure opens it again).
 
 from __future__ import annotations
 
+import email.utils
+import math
+import time
 from dataclasses import dataclass
 
 
@@ -45,9 +48,15 @@ class Breaker:
         self.probing = False
 
 
-def backoff_s(attempt: int, base_s: float, cap_s: float, random: float) -> float:
-    """Delay before retry `attempt` (0-based): "full jitter", random x min(cap, base x 2^attempt), random in [0, 1).
-
-    Source: AWS Architecture Blog, "Exponential Backoff And Jitter".
-    """
-    return random * min(cap_s, base_s * 2.0 ** min(attempt, 30))
+def retry_after_s(value: str | None) -> float | None:
+    """Seconds of a Retry-After header (number or HTTP date); None where it is absent or neither."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.utils
+import json
 import logging
 import math
 import os
-import random
 import threading
 import time
 import uuid
@@ -28,10 +27,11 @@ from typing import Any, TypeVar
 
 import httpx
 import torch
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 from torch import Tensor
 
 from digenrl.rewards import frames
-from digenrl.rewards.breaker import Breaker, backoff_s
+from digenrl.rewards.breaker import Breaker, retry_after_s
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.types import Prompt
 
@@ -63,18 +63,22 @@ class ClientOptions:
     """On the wire: float32 is exact; uint8 is a quarter of the bytes and rounds to 1/255."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "deadline_s",
-            "attempt_s",
-            "max_attempts",
-            "breaker_failures",
-            "max_response_bytes",
-            "max_malformed",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be positive, every wait is bounded.")
+        for name, value in vars(self).items():
+            if name != "dtype" and not value > 0:
+                raise ValueError(f"{name} is {value}: it must be positive, every wait is bounded.")
         if self.dtype not in frames.WIRE_DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(frames.WIRE_DTYPES)}.")
+
+
+class _Retry(Exception):
+    """This attempt failed in a way that another may not."""
+
+    def __init__(
+        self, endpoint: _Endpoint, cause: str, status: int | None = None, after_s: float | None = None
+    ) -> None:
+        """status: None = no answer came."""
+        super().__init__(f"{endpoint.url}: {cause}")
+        self.endpoint, self.status, self.after_s = endpoint, status, after_s
 
 
 @dataclass
@@ -85,24 +89,22 @@ class _Endpoint:
     """None until the first answer of GET /identity."""
     not_before: float = 0.0
     """Monotonic time of the next call: after a failure's back-off, or what Retry-After asked for."""
-
-
-class _Retry(Exception):
-    """This attempt failed in a way that another may not."""
-
-    def __init__(self, cause: str, after_s: float | None = None, broken: bool = True) -> None:
-        super().__init__(cause)
-        self.after_s, self.broken = after_s, broken
+    failure: _Retry | None = None
+    """The latest."""
 
 
 class _Malformed(Exception):
     """An answer outside the schema."""
 
 
+class Unanswered(RewardUnavailable):
+    """No service answered at all: refused, reset or too slow."""
+
+
 @dataclass
 class _Outcome:
     scores: Tensor
-    causes: list[str] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
 
 
 class RewardClient:
@@ -113,6 +115,7 @@ class RewardClient:
         options: bounds.
         pinned: the identity that must answer; None = that of the first answer.
         token_env: environment variable with the bearer token; unset or empty = no token is sent.
+        token: the bearer token itself, in place of the variable's.
         quarantine: folder for malformed answers (first 64 KiB, token removed); None = only logged.
     """
 
@@ -123,32 +126,36 @@ class RewardClient:
         pinned: Identity | None = None,
         token_env: str = "DIGENRL_REWARD_TOKEN",
         quarantine: str | None = None,
+        token: str | None = None,
     ) -> None:
         self.options = options or ClientOptions()
         if not urls:
             raise ValueError("A reward client needs at least one URL.")
         self._endpoints = [self._endpoint(url) for url in urls]
         self.pinned = pinned
-        self._token = os.environ.get(token_env) or None
+        self._token = token or os.environ.get(token_env) or None
         self._quarantine = Path(quarantine) if quarantine else None
         self._malformed_in_row = 0
         self._turn = 0
-        self._jitter = random.Random()
+        self._backoff = wait_random_exponential(self.options.backoff_s, self.options.backoff_max_s)
         self._lock = threading.Lock()
         self._loop = _LoopThread()
-        self._http: httpx.AsyncClient | None = None
+        self._http = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)
 
     def score(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [B] fp32, NaN = the service said that it has none.
 
         Raises:
-            RewardUnavailable: some or all samples got no answer; `scores` holds those that did.
+            RewardUnavailable: some or all samples got no scores; `scores` holds those that did. `Unanswered` where a
+                service gave no answer at all.
             RewardError: set-up, identity or repeated nonsense; see the module's table.
         """
         deadline = time.monotonic() + self.options.deadline_s
         outcome = self._loop.run(self._score(media, prompts, deadline), self.options.deadline_s + 5.0)
-        if outcome.causes:
-            raise RewardUnavailable("; ".join(dict.fromkeys(outcome.causes)), outcome.scores)
+        if outcome.errors:
+            unanswered = any(isinstance(error, Unanswered) for error in outcome.errors)
+            kind = Unanswered if unanswered else RewardUnavailable
+            raise kind("; ".join(dict.fromkeys(map(str, outcome.errors))), outcome.scores)
         return outcome.scores
 
     def identity(self) -> Identity:
@@ -162,7 +169,6 @@ class RewardClient:
     def close(self) -> None:
         """Closes connections and the client's thread. Idempotent."""
         self._loop.close(self._http)
-        self._http = None
 
     def _endpoint(self, url: str) -> _Endpoint:
         parsed = httpx.URL(url)
@@ -175,15 +181,13 @@ class RewardClient:
         return _Endpoint(str(parsed).rstrip("/"), breaker)
 
     async def _score(self, media: Tensor, prompts: Sequence[Prompt], deadline: float) -> _Outcome:
-        if self._http is None:
-            self._http = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)
         outcome = _Outcome(torch.full((len(prompts),), math.nan))
         try:
             if not any(endpoint.limits for endpoint in self._endpoints):
                 await self._attempts(None, deadline)
             parts = self._cut(media, prompts)
         except (RewardUnavailable, _Malformed) as error:
-            outcome.causes.append(str(error))
+            outcome.errors.append(error)
             return outcome
         gate = asyncio.Semaphore(len(self._endpoints))
 
@@ -196,7 +200,7 @@ class RewardClient:
                     assert scores is not None
                     outcome.scores[rows] = scores
                 except (RewardUnavailable, _Malformed) as error:
-                    outcome.causes.append(str(error))
+                    outcome.errors.append(error)
 
         results = await asyncio.gather(*(one(rows) for rows in parts), return_exceptions=True)
         for result in results:
@@ -222,71 +226,79 @@ class RewardClient:
 
     async def _attempts(self, request: tuple[bytes, str, int] | None, deadline: float) -> Tensor | None:
         """Attempts until one succeeds: scores of `request`, or None after a description (`request` None)."""
-        cause, options = "no attempt was possible", self.options
-        for attempt in range(options.max_attempts):
-            endpoint, wait = self._choose(time.monotonic())
-            if time.monotonic() + wait >= deadline:
-                break
-            if wait:
-                await asyncio.sleep(wait)
-            endpoint.breaker.begin()
-            try:
-                async with asyncio.timeout(min(options.attempt_s, deadline - time.monotonic())):
-                    result = await self._attempt(endpoint, request)
-                endpoint.breaker.succeed()
-                return result
-            except (_Retry, TimeoutError, httpx.TransportError) as error:
-                cause = f"{endpoint.url}: {error if isinstance(error, _Retry) else repr(error)}"
-                after_s = backoff_s(attempt, options.backoff_s, options.backoff_max_s, self._jitter.random())
-                if isinstance(error, _Retry) and error.after_s is not None:
-                    after_s = error.after_s
-                endpoint.not_before = time.monotonic() + after_s
-                if isinstance(error, _Retry) and not error.broken:
-                    endpoint.breaker.succeed()
-                else:
-                    endpoint.breaker.fail(time.monotonic())
-            except (_Malformed, RewardError):
-                endpoint.breaker.succeed()
-                raise
-        raise RewardUnavailable(f"no scores within {options.deadline_s:g} s; last failure: {cause}")
+        stop = stop_after_attempt(self.options.max_attempts)
+        retrying = AsyncRetrying(stop=stop, wait=self._failed, retry=retry_if_exception_type(_Retry), reraise=True)
+        try:
+            return await retrying(self._attempt, request, deadline)
+        except _Retry as failure:
+            raise self._given_up(failure) from failure
+
+    def _failed(self, state: RetryCallState) -> float:
+        """Notes a failure at its endpoint. Seconds until the next attempt: 0, since another endpoint may be free."""
+        failure = state.outcome.exception() if state.outcome is not None else None
+        assert isinstance(failure, _Retry)
+        endpoint, now = failure.endpoint, time.monotonic()
+        endpoint.failure = failure
+        endpoint.not_before = now + (self._backoff(state) if failure.after_s is None else failure.after_s)
+        endpoint.breaker.succeed() if failure.status == 429 else endpoint.breaker.fail(now)
+        return 0.0
+
+    def _given_up(self, failure: _Retry | None) -> RewardUnavailable:
+        kind = Unanswered if failure is None or failure.status is None else RewardUnavailable
+        cause = failure or "no attempt was possible"
+        return kind(f"no scores within {self.options.deadline_s:g} s; last failure: {cause}")
+
+    async def _attempt(self, request: tuple[bytes, str, int] | None, deadline: float) -> Tensor | None:
+        """One attempt, at the endpoint that may be asked soonest."""
+        endpoint, wait = self._choose(time.monotonic())
+        if time.monotonic() + wait >= deadline:
+            raise self._given_up(endpoint.failure)
+        await asyncio.sleep(wait)
+        endpoint.breaker.begin()
+        try:
+            async with asyncio.timeout(min(self.options.attempt_s, deadline - time.monotonic())):
+                scores = await self._ask(endpoint, request)
+        except (TimeoutError, httpx.TransportError) as error:
+            raise _Retry(endpoint, repr(error)) from error
+        except (_Malformed, RewardError):
+            endpoint.breaker.succeed()
+            raise
+        endpoint.breaker.succeed()
+        return scores
 
     def _choose(self, now: float) -> tuple[_Endpoint, float]:
         """The endpoint that may be called soonest (in turn among equals), and the seconds until then."""
         self._turn += 1
-        order = (
-            self._endpoints[self._turn % len(self._endpoints) :] + self._endpoints[: self._turn % len(self._endpoints)]
-        )
+        first = self._turn % len(self._endpoints)
+        order = self._endpoints[first:] + self._endpoints[:first]
         waits = [max(endpoint.breaker.wait_s(now), endpoint.not_before - now, 0.0) for endpoint in order]
-        best = min(range(len(order)), key=waits.__getitem__)
-        return order[best], waits[best]
+        return order[waits.index(min(waits))], min(waits)
 
-    async def _attempt(self, endpoint: _Endpoint, request: tuple[bytes, str, int] | None) -> Tensor | None:
+    async def _ask(self, endpoint: _Endpoint, request: tuple[bytes, str, int] | None) -> Tensor | None:
         if endpoint.limits is None:
-            description = self._parse(
-                frames.decode_description, await self._exchange("GET", endpoint.url + "/identity", None)
-            )
+            description = self._parse(frames.decode_description, await self._exchange(endpoint, "GET", "/identity"))
             self._pin(endpoint, Identity(description.identity.model_id, description.identity.weights_digest))
             endpoint.limits = description.limits
         if request is None:
             return None
         body, request_id, samples = request
-        raw = await self._exchange("POST", endpoint.url + "/score", body)
+        raw = await self._exchange(endpoint, "POST", "/score", body)
         scores, identity = self._parse(lambda document: frames.decode_response(document, request_id, samples), raw)
         self._pin(endpoint, identity)
         self._malformed_in_row = 0
         return scores
 
-    async def _exchange(self, method: str, url: str, body: bytes | None) -> bytes:
+    async def _exchange(self, endpoint: _Endpoint, method: str, path: str, body: bytes | None = None) -> bytes:
         """Body of a 200 answer, at most `max_response_bytes`. Raises _Retry, _Malformed, RewardError, httpx errors."""
-        if self._http is None:
-            self._http = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)
+        url = endpoint.url + path
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         async with self._http.stream(method, url, content=body, headers=headers) as response:
             if response.status_code in _RETRIED:
-                after = _retry_after_s(response.headers.get("Retry-After"))
-                raise _Retry(f"HTTP {response.status_code}", after, broken=response.status_code != 429)
+                cause = f"HTTP {response.status_code}{await self._cause(response)}"
+                after_s = retry_after_s(response.headers.get("Retry-After"))
+                raise _Retry(endpoint, cause, response.status_code, after_s)
             if response.status_code != 200:
                 raise RewardError(_refusal(method, url, response))
             raw = bytearray()
@@ -297,6 +309,15 @@ class RewardClient:
                 if len(raw) > self.options.max_response_bytes:
                     self._reject(raw, f"{url}: the answer exceeds {self.options.max_response_bytes} bytes")
         return bytes(raw)
+
+    async def _cause(self, response: httpx.Response) -> str:
+        """What a service says about its refusal, as ": ...", without the token; "" where it says nothing."""
+        async for raw in response.aiter_raw(1024):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                cause = " ".join(str(json.loads(raw)["error"]).split())
+                return f": {cause.replace(self._token, '[token]') if self._token else cause}"
+            break
+        return ""
 
     def _parse(self, decode: Any, raw: bytes) -> Any:
         try:
@@ -351,34 +372,19 @@ class _LoopThread:
         finally:
             future.cancel()
 
-    def close(self, client: httpx.AsyncClient | None) -> None:
+    def close(self, client: httpx.AsyncClient) -> None:
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is None:
             return
-        if client is not None:
-            with contextlib.suppress(TimeoutError, httpx.HTTPError):
-                asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(5.0)
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(5.0)
         loop.call_soon_threadsafe(loop.stop)
 
 
 def _run_and_close(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
-
-
-def _retry_after_s(value: str | None) -> float | None:
-    """Seconds of a Retry-After header (number or HTTP date); None where it is absent or neither."""
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def _refusal(method: str, url: str, response: httpx.Response) -> str:

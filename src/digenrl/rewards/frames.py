@@ -62,7 +62,7 @@ class WirePrompt(_Strict):
 
 
 class ScoreRequest(_Strict):
-    """Produced by the client and `ProcessScorer`; consumed by the service and the scorer's process."""
+    """Produced by the client; consumed by the service."""
 
     protocol: _Protocol
     request_id: str = Field(min_length=1, max_length=64)
@@ -197,12 +197,7 @@ def encode_response(request: ScoreRequest, scores: Tensor, identity: Identity) -
         {"id": id_, "missing": "the scorer gave no score"} if math.isnan(score) else {"id": id_, "score": score}
         for id_, score in zip(request.ids, scores.tolist(), strict=True)
     ]
-    document = {
-        "protocol": 1,
-        "request_id": request.request_id,
-        "identity": {"model_id": identity.model_id, "weights_digest": identity.weights_digest},
-        "scores": items,
-    }
+    document = {"protocol": 1, "request_id": request.request_id, "identity": vars(identity), "scores": items}
     return json.dumps(document, allow_nan=False)
 
 

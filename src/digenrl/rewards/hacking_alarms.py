@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from digenrl.rewards.picture_statistics import laplacian, luma
+from digenrl.rewards.protocol import laplacian, luma
 
 COLLAPSED_SHARE = 0.9
 BLUR_SHARE = 0.5
@@ -109,10 +109,7 @@ def grid(before: Tensor, after: Tensor) -> Alarm | None:
     if new < GRID_RATIO * max(old, 1.0 / GRID_RATIO):
         return None
     return Alarm(
-        "grid",
-        new,
-        GRID_RATIO * old,
-        f"A regular pattern stands out {new:.1f}-fold (at first {old:.1f}): grid.",
+        "grid", new, GRID_RATIO * old, f"A regular pattern stands out {new:.1f}-fold (at first {old:.1f}): grid."
     )
 
 

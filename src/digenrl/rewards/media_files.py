@@ -57,8 +57,10 @@ def _picture(path: Path) -> np.ndarray:
 
 
 def _video(path: Path, max_frames: int) -> np.ndarray:
-    import imageio.v3 as imageio
-
+    try:
+        import imageio.v3 as imageio
+    except ImportError as error:
+        raise ImportError("reading videos needs imageio: pip install 'digenrl[video]'") from error
     frames = []
     for frame in imageio.imiter(path):
         frames.append(np.asarray(Image.fromarray(frame).convert("RGB")))

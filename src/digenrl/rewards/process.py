@@ -1,31 +1,32 @@
 """A scorer in a process of its own: its threads, its memory and its crashes stay there.
 
-Parent and child share a socket pair and exchange `digenrl.rewards.frames`. The child builds the scorer from its
-YAML node, so nothing is pickled in either direction, and ends when the socket does.
+The child, `python -m digenrl.rewards.process`, is the reward service (`digenrl.rewards.service`) on a free port of
+127.0.0.1, behind a token that only parent and child know. It reads {"node": ..., "token": ...} from its standard input
+and answers {"url": ...} on its standard output, later {"error": ...} if the scorer fails. It ends with its standard
+input, so also when the parent is killed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
+import secrets
+import select
 import subprocess
 import sys
 import threading
-import time
-import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from digenrl.rewards import frames
-from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
+from digenrl.rewards.client import ClientOptions, RewardClient, Unanswered
+from digenrl.rewards.placement import build_scorer
+from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, check_scores, identity_of
 from digenrl.types import Prompt
 
-_CHUNK = 1 << 20
+_UNBOUNDED = 1 << 40
+"""Bytes, pixels, seconds: parent and child are one program on one machine, and the parent bounds the time."""
 
 
 class ProcessScorer:
@@ -42,8 +43,8 @@ class ProcessScorer:
         self, node: Mapping[str, Any], start_s: float = 600.0, call_s: float = 300.0, max_deaths: int = 3
     ) -> None:
         self._node, self._start_s, self._call_s, self._max_deaths = dict(node), start_s, call_s, max_deaths
-        self._child: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._child: subprocess.Popen[str] | None = None
+        self._client: RewardClient | None = None
         self._identity: Identity | None = None
         self._deaths = 0
         self._lock = threading.Lock()
@@ -66,14 +67,16 @@ class ProcessScorer:
             RewardError: the scorer itself failed, or the child keeps dying.
         """
         with self._lock:
-            self._start()
-            frame = frames.encode_request(media, prompts, uuid.uuid4().hex)
-            kind, payload = self._exchange(frame, self._call_s)
+            client = self._start()
+            try:
+                scores = client.score(media, prompts)
+            except Unanswered as error:
+                self._lost(error, self._call_s)
+            except RewardUnavailable:
+                self._deaths = 0
+                raise
             self._deaths = 0
-        if kind["kind"] == "unavailable":
-            raise RewardUnavailable(kind["message"])
-        scores = np.frombuffer(payload, dtype=np.float32)
-        return torch.from_numpy(scores.copy())
+            return scores
 
     def close(self) -> None:
         """Ends the child. Idempotent."""
@@ -86,103 +89,122 @@ class ProcessScorer:
             assert self._identity is not None
             return self._identity
 
-    def _start(self) -> None:
-        """A child with a built scorer, or an error. The identity of a restarted child must be the old one."""
-        if self._child is not None and self._child.poll() is None:
-            return
+    def _start(self) -> RewardClient:
+        """A client of a child with a built scorer. The identity of a restarted child must be the old one."""
+        if self._client is not None and self._child is not None and self._child.poll() is None:
+            return self._client
         self._end()
-        here, there = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with there:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "digenrl.rewards.process_worker", str(there.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-                pass_fds=(there.fileno(),),
-                env=environment,
-            )
-        self._socket = here
-        answer, _ = self._exchange(frames.encode_frame(json.dumps(self._node)), self._start_s)
-        identity = Identity(answer["model_id"], answer["weights_digest"])
-        if self._identity not in (None, identity):
-            raise RewardError(f"The scorer's process came back as {identity}, it was {self._identity}.")
-        self._identity = identity
-
-    def _exchange(self, frame: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """One frame out, one in."""
-        assert self._socket is not None
-        deadline = time.monotonic() + seconds
+        token = secrets.token_urlsafe(32)
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "digenrl.rewards.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        assert self._child.stdin is not None
         try:
-            send(self._socket, frame, deadline)
-            document, payload = receive(self._socket, deadline)
-        except (OSError, EOFError, frames.WireError) as error:
-            self._lost(error, seconds)
-        answer = json.loads(document)
-        if answer["kind"] == "error":
-            self._end()
-            raise RewardError(f"The scorer {self._node.get('_target_')} failed in its process: {answer['message']}")
-        return answer, payload
+            print(json.dumps({"node": self._node, "token": token}), file=self._child.stdin, flush=True)
+            url = self._told(self._start_s)["url"]
+        except (OSError, KeyError) as error:
+            self._lost(error, self._start_s)
+        options = ClientOptions(deadline_s=self._call_s, attempt_s=self._call_s, max_attempts=1)
+        self._client = RewardClient([url], options, self._identity, token=token)
+        try:
+            self._identity = self._client.identity()
+        except Unanswered as error:
+            self._lost(error, self._call_s)
+        return self._client
 
-    def _lost(self, error: Exception, seconds: float) -> None:
+    def _told(self, seconds: float) -> dict[str, str]:
+        """The child's next line, {} if it ended without one. Raises TimeoutError, and RewardError if it names one."""
+        assert self._child is not None
+        assert self._child.stdout is not None
+        if not select.select([self._child.stdout], [], [], seconds)[0]:
+            raise TimeoutError
+        told: dict[str, str] = json.loads(self._child.stdout.readline() or "{}")
+        if "error" in told:
+            self._end()
+            raise RewardError(f"The scorer {self._node.get('_target_')} failed in its process: {told['error']}")
+        return told
+
+    def _lost(self, error: Exception, seconds: float) -> NoReturn:
+        """The child did not answer: ends it, and says why."""
+        assert self._child is not None
+        try:
+            code: int | None = self._child.wait(0.5)
+            self._told(0.0)
+        except subprocess.TimeoutExpired:
+            code = None
         self._deaths += 1
-        code = self._child.poll() if self._child is not None else None
         self._end()
-        what = f"did not answer within {seconds:g} s" if isinstance(error, TimeoutError) else f"died (exit code {code})"
+        what = f"did not answer within {seconds:g} s" if code is None else f"died (exit code {code})"
         message = f"The process of scorer {self._node.get('_target_')} {what}"
         if self._deaths >= self._max_deaths:
             raise RewardError(f"{message}, {self._deaths} times in a row: run it inline to see why.") from error
         raise RewardUnavailable(f"{message}; it starts again with the next batch.") from error
 
     def _end(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
         if self._child is not None:
-            try:
-                self._child.wait(0.5)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
+            self._child.kill()
+            self._child.communicate()
             self._child = None
 
 
-def send(connection: socket.socket, frame: bytes, deadline: float) -> None:
-    """Sends all of `frame`; raises TimeoutError at `deadline` (monotonic)."""
-    view = memoryview(frame)
-    while view:
-        connection.settimeout(_left(deadline))
-        view = view[connection.send(view[:_CHUNK]) :]
+class _Reporting:
+    """The child's scorer: one that fails tells the parent why and ends the process."""
+
+    def __init__(self, node: Mapping[str, Any], answers: TextIO) -> None:
+        self._answers = answers
+        try:
+            self._scorer = build_scorer(node)
+            identity = identity_of(self._scorer)
+        except Exception as error:
+            self.fail(error)
+        self.model_id, self.weights_digest = identity.model_id, identity.weights_digest
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        try:
+            return check_scores(self.model_id, self._scorer(media, prompts), len(prompts))
+        except RewardUnavailable:
+            raise
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Tells the parent and ends the process."""
+        self.tell({"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+
+    def tell(self, answer: Mapping[str, str]) -> None:
+        """One line to the parent."""
+        print(json.dumps(answer), file=self._answers, flush=True)
 
 
-def receive(connection: socket.socket, deadline: float | None) -> tuple[bytes, bytes]:
-    """(json, payload) of one frame. Raises TimeoutError at `deadline`, EOFError when the peer is gone, WireError."""
-    lengths = frames.parse_header(bytes(_receive_exactly(connection, frames.HEADER.size, deadline)))
-    return bytes(_receive_exactly(connection, lengths[0], deadline)), bytes(
-        _receive_exactly(connection, lengths[1], deadline)
-    )
+def _end_with_parent() -> None:
+    """Waits for the end of standard input; a scorer may compute for minutes without looking at anything."""
+    sys.stdin.read()
+    os._exit(1)
 
 
-def _receive_exactly(connection: socket.socket, count: int, deadline: float | None) -> bytearray:
-    raw = bytearray(count)
-    view = memoryview(raw)
-    while view:
-        connection.settimeout(None if deadline is None else _left(deadline))
-        got = connection.recv_into(view)
-        if not got:
-            raise EOFError("the peer closed the connection")
-        view = view[got:]
-    return raw
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("deadline passed")
-    return left
-
-
-def _has_descriptor(stream: Any) -> bool:
+def main() -> None:
+    """Builds the scorer and serves it to one parent until that goes away."""
+    asked = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a scorer prints belongs to the run's log
+    scorer = _Reporting(asked["node"], answers)
     try:
-        return stream.fileno() >= 0
-    except (OSError, AttributeError, ValueError):
-        return False
+        from digenrl.rewards.service import Limits, RewardService, serve
+    except ImportError as error:
+        scorer.fail(error)
+    limits = Limits(_UNBOUNDED, max_samples=1 << 20, max_pixels=_UNBOUNDED, body_s=_UNBOUNDED, score_s=_UNBOUNDED)
+    service = RewardService(scorer, limits, asked["token"])
+    serve(service, "127.0.0.1", 0, lambda url: scorer.tell({"url": url}))
+
+
+if __name__ == "__main__":
+    main()

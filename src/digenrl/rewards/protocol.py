@@ -21,6 +21,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from digenrl.types import Prompt
 
@@ -105,6 +106,19 @@ def as_rgb(media: Tensor) -> Tensor:
     shape = list(media.shape)
     shape[-3] = 3
     return media.expand(shape)
+
+
+def luma(media: Tensor) -> Tensor:
+    """[B, F, H, W] brightness (ITU-R BT.601) of images or videos."""
+    frames = as_rgb(as_frames(media)).float()
+    return (frames * frames.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(2)
+
+
+def laplacian(frames: Tensor) -> Tensor:
+    """[B, F, H, W] 3x3 Laplacian with replicated borders."""
+    kernel = frames.new_tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]]).view(1, 1, 3, 3)
+    padded = functional.pad(frames.flatten(0, 1).unsqueeze(1), (1, 1, 1, 1), mode="replicate")
+    return functional.conv2d(padded, kernel).squeeze(1).unflatten(0, frames.shape[:2])
 
 
 def sample_frames(media: Tensor, count: int) -> Tensor:

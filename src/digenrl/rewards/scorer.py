@@ -24,17 +24,6 @@ from digenrl.types import Prompt
 Scores = dict[str, Tensor]
 
 
-@dataclass
-class ScorerStatistics:
-    """Counts since the start, for logs."""
-
-    tasks: int = 0
-    batches: int = 0
-    samples: int = 0
-    cached: int = 0
-    """Samples whose scores came from the cache."""
-
-
 @dataclass(frozen=True)
 class _Task:
     media: Tensor
@@ -58,7 +47,6 @@ class AsyncScorer:
 
     def __init__(self, suite: RewardSuite) -> None:
         self.suite = suite
-        self.statistics = ScorerStatistics()
         self._cache: OrderedDict[tuple[bytes, int, bool], dict[str, float]] = OrderedDict()
         self._queue: queue.Queue[_Task | None] = queue.Queue(max(1, suite.pending))
         self._closed = False
@@ -172,10 +160,6 @@ class AsyncScorer:
         heldout = batch[0].heldout
         keys = self._keys(media, prompts, heldout)
         fresh = [row for row, key in enumerate(keys) if key is None or key not in self._cache]
-        self.statistics.tasks += len(batch)
-        self.statistics.batches += 1
-        self.statistics.samples += len(prompts)
-        self.statistics.cached += len(prompts) - len(fresh)
         rows: list[dict[str, float]] = [{} for _ in prompts]
         for row, key in enumerate(keys):
             if key is not None and key in self._cache:

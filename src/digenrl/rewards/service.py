@@ -22,14 +22,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from torch import Tensor
 
 from digenrl.rewards import frames
 from digenrl.rewards.protocol import Identity, RewardUnavailable, Scorer, check_media, check_scores, identity_of
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+except ImportError as error:
+    raise ImportError("a reward service needs starlette and uvicorn: pip install 'digenrl[serve]'") from error
 
 log = logging.getLogger(__name__)
 _CLOSING = frozenset({400, 401, 408, 413, 422})
@@ -96,16 +101,8 @@ class RewardService:
         return JSONResponse({"status": "ok"})
 
     async def _describe(self, request: Request) -> Response:
-        description = frames.ServiceDescription(
-            protocol=1,
-            identity=frames.WireIdentity(model_id=self.identity.model_id, weights_digest=self.identity.weights_digest),
-            limits=frames.WireLimits(
-                max_body_bytes=self.limits.max_body_bytes,
-                max_samples=self.limits.max_samples,
-                max_pixels=self.limits.max_pixels,
-            ),
-        )
-        return Response(description.model_dump_json(), media_type="application/json")
+        limits = {name: getattr(self.limits, name) for name in frames.WireLimits.model_fields}
+        return JSONResponse({"protocol": 1, "identity": vars(self.identity), "limits": limits})
 
     async def _score(self, request: Request) -> Response:
         if self._pending >= self.limits.max_pending:
@@ -240,8 +237,6 @@ def serve(service: RewardService, host: str, port: int, announce: Callable[[str]
         ValueError: no token off loopback.
         OSError: the address cannot be bound.
     """
-    import uvicorn
-
     if not is_loopback(host) and service._token is None:
         raise ValueError(f"{host} can be reached from outside: a reward service needs a token there.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

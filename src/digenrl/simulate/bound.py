@@ -1,18 +1,18 @@
 """What no schedule can beat: the linear programme of the design.
 
 Minimise T with sum_j x_ij = work_i for every stage i and sum_i x_ij t_ij <= n_j T for every pool j of n_j equal GPUs.
-Solved through its dual, maximise sum_i work_i y_i with y_i <= t_ij w_j and sum_j n_j w_j <= 1, whose origin is
-feasible: the simplex method in exact fractions, a few pools x five stages.
+HiGHS solves its dual: maximise sum_i work_i y_i with y_i <= t_ij w_j and sum_j n_j w_j <= 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 
 STAGES = ("encode", "generate", "decode", "score", "train")
 """Stages of one RL step; units: prompts, samples, samples, samples, cells."""
+_TOLERANCES = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+"""The smallest that HiGHS takes."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,8 @@ class Bound:
     """Stage -> seconds of the step per unit; T = sum_i work_i y_i, and y_i <= t_ij w_j."""
 
 
-def bound_seconds(
-    pools: Mapping[str, int],
-    work: Mapping[str, float],
-    seconds_per_unit: Mapping[str, Mapping[str, float | None]],
-) -> float:
-    """T of `solve_bound`."""
-    return solve_bound(pools, work, seconds_per_unit).seconds
-
-
 def solve_bound(
-    pools: Mapping[str, int],
-    work: Mapping[str, float],
-    seconds_per_unit: Mapping[str, Mapping[str, float | None]],
+    pools: Mapping[str, int], work: Mapping[str, float], seconds_per_unit: Mapping[str, Mapping[str, float | None]]
 ) -> Bound:
     """The optimum and its prices.
 
@@ -51,46 +40,35 @@ def solve_bound(
     Raises:
         ValueError: a stage with work that no pool can do.
     """
-    stages = [stage for stage in work if work[stage] > 0 and any(t != 0.0 for t in seconds_per_unit[stage].values())]
+    from scipy.optimize import linprog
+
     names = list(pools)
-    columns = len(stages) + len(names)
-    rows: list[list[Fraction]] = []
-    for i, stage in enumerate(stages):
-        able = [(j, t) for j, name in enumerate(names) if (t := seconds_per_unit[stage].get(name)) is not None]
-        if not able:
-            raise ValueError(f"no pool of {', '.join(names)} can do {stage}: add a pool, or a smaller model or task.")
-        for j, seconds in able:
-            row = [Fraction(0)] * columns
-            row[i], row[len(stages) + j] = Fraction(1), -Fraction(seconds)
-            rows.append([*row, Fraction(0)])
-    rows.append([Fraction(0)] * len(stages) + [Fraction(pools[name]) for name in names] + [Fraction(1)])
-    best, x = _maximise([Fraction(work[stage]) for stage in stages] + [Fraction(0)] * len(names), rows)
-    weights = {name: float(x[len(stages) + j]) for j, name in enumerate(names)}
-    values = {stage: float(x[stages.index(stage)]) if stage in stages else 0.0 for stage in work}
-    return Bound(float(best), weights, values)
-
-
-def _maximise(objective: list[Fraction], rows: list[list[Fraction]]) -> tuple[Fraction, list[Fraction]]:
-    """max objective.x and its x, with rows (a | b): a.x <= b, x >= 0, b >= 0; Bland's rule, so it ends."""
-    variables, slacks = len(objective), len(rows)
-    table = [row[:-1] + [Fraction(int(i == k)) for k in range(slacks)] + row[-1:] for i, row in enumerate(rows)]
-    cost = [-value for value in objective] + [Fraction(0)] * (slacks + 1)
-    basis = list(range(variables, variables + slacks))
-    while True:
-        entering = next((c for c in range(variables + slacks) if cost[c] < 0), None)
-        if entering is None:
-            solution = dict(zip(basis, (row[-1] for row in table), strict=True))
-            return cost[-1], [solution.get(i, Fraction(0)) for i in range(variables)]
-        ratios = [(row[-1] / row[entering], basis[i], i) for i, row in enumerate(table) if row[entering] > 0]
-        if not ratios:
-            raise ValueError("the programme is unbounded: a stage takes no time on any pool.")
-        _, _, pivot = min(ratios)
-        lead = table[pivot][entering]
-        table[pivot] = [value / lead for value in table[pivot]]
-        for i, row in enumerate(table):
-            if i != pivot and row[entering]:
-                factor = row[entering]
-                table[i] = [value - factor * lead_value for value, lead_value in zip(row, table[pivot], strict=True)]
-        factor = cost[entering]
-        cost = [value - factor * lead_value for value, lead_value in zip(cost, table[pivot], strict=True)]
-        basis[pivot] = entering
+    able = {
+        stage: {name: t for name in names if (t := seconds_per_unit[stage].get(name)) is not None}
+        for stage, units in work.items()
+        if units > 0
+    }
+    if impossible := [stage for stage, times in able.items() if not times]:
+        raise ValueError(
+            f"no pool of {', '.join(names)} can do {impossible[0]}: add a pool, or a smaller model or task."
+        )
+    # Variables without units, so that no coefficient is below the solver's tolerances: y_i / min_j (t_ij / n_j), and
+    # n_j w_j. A stage that some pool does in no time is free.
+    smallest = {stage: min(t / pools[name] for name, t in times.items()) for stage, times in able.items()}
+    paid = [stage for stage in able if smallest[stage] > 0]
+    if not paid:
+        return Bound(0.0, dict.fromkeys(names, 0.0), dict.fromkeys(work, 0.0))
+    rows = [[0.0] * len(paid) + [1.0] * len(names)]
+    for i, stage in enumerate(paid):
+        for name, t in able[stage].items():
+            row = [0.0] * (len(paid) + len(names))
+            row[i], row[len(paid) + names.index(name)] = 1.0, -t / pools[name] / smallest[stage]
+            rows.append(row)
+    gains = [work[stage] * smallest[stage] for stage in paid]
+    objective = [-gain / sum(gains) for gain in gains] + [0.0] * len(names)
+    found = linprog(objective, rows, [1.0] + [0.0] * (len(rows) - 1), options=_TOLERANCES)
+    shares = found.x[len(paid) :] / found.x[len(paid) :].sum()
+    weights = {name: float(share) / pools[name] for name, share in zip(names, shares, strict=True)}
+    values = dict.fromkeys(work, 0.0)
+    values |= {stage: min(t * weights[name] for name, t in times.items()) for stage, times in able.items()}
+    return Bound(sum(work[stage] * value for stage, value in values.items()), weights, values)

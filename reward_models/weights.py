@@ -1,4 +1,4 @@
-"""Small random checkpoints of the scorers' own classes, for `build: tiny`.
+"""Weights of scorers: where they come from, their digests, and small random ones for `build: tiny`.
 
 A tiny build writes a checkpoint directory of the real format, and the scorer loads it with the code that loads the real
 one; only the numbers inside mean nothing. They are the same in every process, whatever the caller's RNG state.
@@ -7,13 +7,14 @@ one; only the numbers inside mean nothing. They are the same in every process, w
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 BUILDS = ("real", "tiny")
 _SEED = 20240607
@@ -49,8 +50,28 @@ def read_state(file: Path, needed: str) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         return load_file(file)
     content = torch.load(file, map_location="cpu", weights_only=True)
-    state: dict[str, Tensor] = content.get("state_dict", content)
-    return state
+    return content.get("state_dict", content)
+
+
+def files_digest(paths: Sequence[Path]) -> str:
+    """xxh3-128 (hex) of the names and contents of `paths`, in the order given."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def module_digest(*modules: nn.Module) -> str:
+    """xxh3-128 (hex) of the names, shapes, dtypes and values of the modules' state."""
+    digest = xxhash.xxh3_128()
+    for module in modules:
+        for name, tensor in module.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def make_clip(directory: Path, projection: int = 16) -> None:
