@@ -15,7 +15,7 @@ from digenrl import config as configuration
 from digenrl.cli.plan import as_configured
 from digenrl.preflight import candidate_of, costing_of, planned_split
 from digenrl.recompute import Recompute
-from digenrl.simulate.bound import bound_seconds
+from digenrl.simulate.bound import solve_bound
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import Hardware, Pool, assign
 from digenrl.simulate.outcome import evaluate
@@ -66,7 +66,7 @@ def test_what_is_settled_is_not_planned(words: list[str]) -> None:
 def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     plan = make_plan(costing)
     text = json.loads(json.dumps(as_json(plan, None, True, 10)))
-    bound = bound_seconds(text["pools"], text["work"], text["seconds_per_unit"])
+    bound = solve_bound(text["pools"], text["work"], text["seconds_per_unit"]).seconds
     assert bound == pytest.approx(text["bound_step_s"])
     steps = [row["step_s"] for row in text["candidates"]]
     assert steps == sorted(steps)

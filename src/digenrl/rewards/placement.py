@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from digenrl.rewards.protocol import Scorer
+from digenrl.rewards.protocol import Scorer, build_scorer, plain
 
 PLACEMENTS = ("inline", "thread", "process", "http")
 
@@ -46,27 +46,6 @@ def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | N
 
         return ProcessScorer(plain(scorer))
     return build_scorer(scorer) if described else scorer
-
-
-def build_scorer(node: Mapping[str, Any]) -> Scorer:
-    """The scorer that a YAML node describes. Raises what Hydra raises, and ValueError if the result is not callable."""
-    from hydra.utils import instantiate
-
-    scorer = instantiate(plain(node), _convert_="all")
-    if not callable(scorer):
-        raise ValueError(
-            f"`{node['_target_']}` builds {type(scorer).__name__}, which cannot be called: a scorer is callable."
-        )
-    return scorer
-
-
-def plain(node: Mapping[str, Any]) -> dict[str, Any]:
-    """`node` as plain containers with interpolations resolved (an OmegaConf node, or a dict as it is)."""
-    from omegaconf import DictConfig, OmegaConf
-
-    if isinstance(node, DictConfig):
-        return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
-    return dict(node)
 
 
 def close_scorer(scorer: Scorer) -> None:

@@ -21,8 +21,7 @@ from typing import Any, NoReturn, TextIO
 from torch import Tensor
 
 from digenrl.rewards.client import ClientOptions, RewardClient, Unanswered
-from digenrl.rewards.placement import build_scorer
-from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, check_scores, identity_of
+from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, build_scorer, check_scores, identity_of
 from digenrl.types import Prompt
 
 _UNBOUNDED = 1 << 40

@@ -15,9 +15,9 @@ ends processes and connections.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -142,3 +142,24 @@ def resolve_device(device: str) -> torch.device:
     if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return resolved
+
+
+def build_scorer(node: Mapping[str, Any]) -> Scorer:
+    """The scorer that a YAML node describes. Raises what Hydra raises, and ValueError if the result is not callable."""
+    from hydra.utils import instantiate
+
+    scorer = instantiate(plain(node), _convert_="all")
+    if not callable(scorer):
+        raise ValueError(
+            f"`{node['_target_']}` builds {type(scorer).__name__}, which cannot be called: a scorer is callable."
+        )
+    return scorer
+
+
+def plain(node: Mapping[str, Any]) -> dict[str, Any]:
+    """`node` as plain containers with interpolations resolved (an OmegaConf node, or a dict as it is)."""
+    from omegaconf import DictConfig, OmegaConf
+
+    if isinstance(node, DictConfig):
+        return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
+    return dict(node)

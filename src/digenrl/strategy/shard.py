@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from digenrl.models.lora import wide
 from digenrl.models.policy import Policy, cast_parameters
 
-SHARDING = ("ddp", "hsdp", "fsdp")
 _PER_PARAMETER = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
 
 
