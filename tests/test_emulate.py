@@ -17,7 +17,8 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.launcher import Launch, launch
 from digenrl.emulate import durations
-from digenrl.preflight import candidate_of, workload
+from digenrl.preflight import candidate_of, expected_seconds, workload
+from digenrl.schedule.policy import replay
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import parse_hardware
 from digenrl.simulate.virtual_run import simulate
@@ -55,11 +56,17 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     assert len(sleeps) == TRAINERS + ROLLOUTS
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     began = time.monotonic()
-    outcome = launch(Launch(partial(run.fit, config, None, sleeps), TRAINERS, ROLLOUTS, tmp_path))
+    expected = expected_seconds(composed, TRAINERS, ROLLOUTS)
+    outcome = launch(Launch(partial(run.fit, config, None, sleeps, expected), TRAINERS, ROLLOUTS, tmp_path))
     wall = time.monotonic() - began
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
     assert len(list((tmp_path / "spans").glob("rank-*.jsonl"))) == TRAINERS + ROLLOUTS
+
+    decisions = [json.loads(line) for line in (tmp_path / "decisions" / "rank-000.jsonl").read_text().splitlines()]
+    told = {row["args"][0] for row in decisions if row.get("event") == "expected"}
+    assert told == {"generate", "train", "switch"}, "the profile's costs reach the policy"
+    assert replay(decisions) == []
 
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]

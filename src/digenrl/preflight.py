@@ -203,6 +203,25 @@ def sized(composed: Composed) -> bool:
     return counted and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
 
 
+def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[tuple[str, int], float]:
+    """(stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes them; {} where the model's
+    sizes are not known."""
+    config: Any = composed.config
+    if not config.hardware.emulate and not sized(composed):
+        return {}
+    costing, scale = costing_of(composed), config.hardware.time_scale if config.hardware.emulate else 1.0
+    candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
+    cluster = costing.cluster(candidate)
+    expected: dict[tuple[str, int], float] = {}
+    for rank in cluster.ranks:
+        seconds = {"generate": rank.task_seconds(config.sampling.steps)}
+        if rank.role == "trainer":
+            seconds |= {"train": rank.cell_seconds, "switch": cluster.switch_seconds}
+            seconds["generate"] += rank.encode_seconds if rollouts else 0.0  # a loan encodes its prompt again
+        expected |= {(stage, rank.rank): scale * value for stage, value in seconds.items()}
+    return expected
+
+
 def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
     """What each role's rank will hold, in GiB, by what holds it; nothing for models without counted sizes."""
     if not sized(composed):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -55,13 +55,15 @@ def fit(
     config: DictConfig,
     checkpoint: Path | None,
     durations: Sequence[Durations],
+    expected: Mapping[tuple[str, int], float],
     world: World,
     session: Session,
 ) -> None:
-    """The life of one rank; `durations` of all ranks make it an emulated one, () a real one."""
+    """The life of one rank: emulated with the `durations` of all ranks, real with (). `expected` as in `build`."""
     if world.rank == 0:
         logging.getLogger("digenrl").addHandler(WarningEvents(session.run_dir))
-    build(config, world, session, emulated=durations[world.rank] if durations else None).fit(checkpoint)
+    emulated = durations[world.rank] if durations else None
+    build(config, world, session, emulated=emulated, expected=expected).fit(checkpoint)
 
 
 def build(
@@ -70,6 +72,7 @@ def build(
     session: Session,
     callbacks: Sequence[pl.Callback] = (),
     emulated: Durations | None = None,
+    expected: Mapping[tuple[str, int], float] | None = None,
 ) -> Rank:
     """Instantiate everything that rank `world.rank` needs.
 
@@ -79,6 +82,8 @@ def build(
         session: how to reach the run.
         callbacks: further Lightning callbacks (tests record gradients with them).
         emulated: how long this rank's network sleeps, in place of a real one.
+        expected: (stage, rank) -> seconds by the hardware profile (`preflight.expected_seconds`); lending goes by them
+            until it has measured its own.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else 1)
@@ -121,6 +126,7 @@ def build(
         sharding=config.parallel.sharding,
         shard_group=shard_group(config, world.trainers),
         split_claims=config.schedule.claims == "split",
+        expected=expected,
         checkpoint_io=DirectoryCheckpointIO(),
     )
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]

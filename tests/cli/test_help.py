@@ -10,6 +10,8 @@ import pytest
 
 from digenrl import cli
 
+pytestmark = pytest.mark.processes
+
 COMMANDS = {
     "train": ("schedule.gap = 1", "whole number >= 0", "groups of a fragment", "experiment "),
     "plan": ("plan.show = 10", "whole number >= 1", "candidates printed", "schedule.gap = 1"),

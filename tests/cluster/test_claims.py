@@ -64,8 +64,8 @@ def test_every_task_has_one_owner_and_two_parts_never_meet(store: Store) -> None
 
 
 def test_a_lost_owners_task_goes_back_once_and_its_late_result_is_refused(store: Store) -> None:
-    launcher, (trainer, other, dead, heir), control = ranks_of(store)
-    first, second, third = dead.take(0, TASKS, WHOLE), dead.take(0, TASKS, WHOLE), heir.take(0, TASKS, WHOLE)
+    launcher, (trainer, other, dead, receiver), control = ranks_of(store)
+    first, second, third = dead.take(0, TASKS, WHOLE), dead.take(0, TASKS, WHOLE), receiver.take(0, TASKS, WHOLE)
     assert first is not None
     assert second is not None
     assert third is not None
@@ -76,13 +76,13 @@ def test_a_lost_owners_task_goes_back_once_and_its_late_result_is_refused(store:
     assert lose(launcher, control, 2) == ["task 1 of step 0 (group 0)"]
     assert lose(launcher, control, 2) == []
     assert not other.accepts(0, second), "the old owner's late result"
-    assert heir.left(0, len(TASKS), WHOLE) == len(TASKS) - 2
-    again = heir.take(0, TASKS, WHOLE)
+    assert receiver.left(0, len(TASKS), WHOLE) == len(TASKS) - 2
+    again = receiver.take(0, TASKS, WHOLE)
     assert again == Claim(second.position, 3, attempt=1)
     assert other.accepts(0, again)
     assert not other.accepts(0, second)
     assert other.accepts(0, third), "what others own is not touched"
-    assert heir.take(0, TASKS, WHOLE) == Claim(3, 3, attempt=0)
+    assert receiver.take(0, TASKS, WHOLE) == Claim(3, 3, attempt=0)
 
 
 def test_a_task_that_loses_its_second_owner_is_named_as_the_cause(store: Store) -> None:
@@ -103,24 +103,24 @@ def test_a_claim_that_was_not_noted_yet_is_made_anew(store: Store) -> None:
     assert [alive.take(0, TASKS, WHOLE) for _ in range(2)] == [Claim(0, 1, 0), Claim(1, 1, 0)]
 
 
-@pytest.mark.parametrize("died", ["giver", "heir"])
+@pytest.mark.parametrize("died", ["giver", "receiver"])
 def test_a_task_handed_over_outlives_either_death(store: Store, died: str) -> None:
-    launcher, (trainer, giver, heir, third), control = ranks_of(store)
+    launcher, (trainer, giver, receiver, third), control = ranks_of(store)
     claim = giver.take(0, TASKS, WHOLE)
     assert claim is not None
     assert giver.give(0, claim, 2)
     assert not trainer.accepts(0, claim), "the giver's own result no longer counts"
-    lose(launcher, control, {"giver": 1, "heir": 2}[died])
-    assert heir.confirm(0, 0, 0) is None, "on its way when it was given to somebody else"
+    lose(launcher, control, {"giver": 1, "receiver": 2}[died])
+    assert receiver.confirm(0, 0, 0) is None, "on its way when it was given to somebody else"
     assert third.take(0, TASKS, WHOLE) == Claim(0, 3, attempt=1)
 
 
 def test_a_task_handed_over_and_confirmed_belongs_to_its_heir(store: Store) -> None:
-    launcher, (trainer, giver, heir, _), control = ranks_of(store)
+    launcher, (trainer, giver, receiver, _), control = ranks_of(store)
     claim = giver.take(0, TASKS, WHOLE)
     assert claim is not None
     assert giver.give(0, claim, 2)
-    confirmed = heir.confirm(0, 0, 0)
+    confirmed = receiver.confirm(0, 0, 0)
     assert confirmed == Claim(0, 2, 0)
     assert lose(launcher, control, 1) == []
     assert trainer.accepts(0, confirmed)

@@ -27,6 +27,8 @@ from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.plan_text import as_json, chosen, explanation, overrides, table
 from digenrl.simulate.planner import Plan, PlanError, make_plan
 
+STOCK_STRATEGY = "digenrl.strategy.disaggregated.DisaggregatedStrategy"
+
 
 def main(words: list[str]) -> int:
     """Plan once (or, with -m, once per combination); returns the exit code."""
@@ -63,6 +65,8 @@ def main(words: list[str]) -> int:
         said = f"{asked.step_s:.2f} s per step, {asked.step_s / winner.step_s:.2f} x the best"
         said = "; ".join(costing.misfits(asked.candidate)) or said
         print(f"as configured ({asked.candidate.trainers}+{asked.candidate.rollouts}): {said}")
+    if (target := composed.config.strategy["_target_"]) != STOCK_STRATEGY:
+        print(f"The plan simulates the stock hooks: what {target} overrides is not in these figures.")
     choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
     print(f"\npython -m digenrl.cli.train {choices} {' '.join(overrides(winner))}")
     print(write(plan, winner, asked, asynchronous, settings, run_dir))

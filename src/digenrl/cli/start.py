@@ -18,7 +18,7 @@ from digenrl.cluster.world import Session, World
 from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
 from digenrl.display import Display, final_table
 from digenrl.emulate import durations
-from digenrl.preflight import memory_lines
+from digenrl.preflight import expected_seconds, memory_lines
 from digenrl.record.run_dir import LAUNCH, append_event
 from digenrl.report.build import close, finish
 from digenrl.simulate.hardware import numbering, parse_hardware
@@ -86,7 +86,13 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
     if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
         most = 0
     plan = Launch(
-        partial(run.fit, settings, _newest(composed, run_dir), durations(composed, trainers, rollouts)),
+        partial(
+            run.fit,
+            settings,
+            _newest(composed, run_dir),
+            durations(composed, trainers, rollouts),
+            expected_seconds(composed, trainers, rollouts),
+        ),
         trainers,
         rollouts,
         run_dir,
@@ -115,8 +121,8 @@ def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
         return run_dir
 
     def rank_main(world: World, session: Session) -> None:
-        sleeps = durations(composed, trainers, rollouts)
-        run.fit(composed.config, _newest(composed, session.run_dir), sleeps, world, session)
+        sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
+        run.fit(composed.config, _newest(composed, session.run_dir), sleeps, expected, world, session)
 
     check_allocation(place, trainers, rollouts)
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)
