@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from digenrl import config as configuration
+from digenrl.cli import plan as plan_command
 from digenrl.cli.plan import as_configured
 from digenrl.preflight import candidate_of, costing_of, planned_split
 from digenrl.recompute import Recompute
@@ -165,11 +166,21 @@ def test_measured_seconds_replace_computed_ones() -> None:
     assert table["train"]["fast"] == pytest.approx(2.0)
 
 
+def test_a_plan_says_that_it_simulates_the_stock_hooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", f"output_root={tmp_path}", "plan.plot=false"]
+    said = "The plan simulates the stock hooks: what patient.Patient overrides is not in these figures."
+    assert plan_command.main(words) == 0
+    assert said not in capsys.readouterr().out
+    assert plan_command.main([*words, "strategy._target_=patient.Patient", "allow_targets=[patient]"]) == 0
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.processes
 def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     words = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c", f"output_root={tmp_path}"]
     code = (
-        "import sys; from digenrl.cli.plan import main; code = main(sys.argv[1:]); "
+        "import sys; from digenrl.cli import plan as plan_command
+from digenrl.cli.plan import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules, 'torch was imported'; raise SystemExit(code)"
     )
     run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False)
