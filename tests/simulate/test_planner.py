@@ -179,8 +179,7 @@ def test_a_plan_says_that_it_simulates_the_stock_hooks(tmp_path: Path, capsys: p
 def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     words = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c", f"output_root={tmp_path}"]
     code = (
-        "import sys; from digenrl.cli import plan as plan_command
-from digenrl.cli.plan import main; code = main(sys.argv[1:]); "
+        "import sys; from digenrl.cli.plan import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules, 'torch was imported'; raise SystemExit(code)"
     )
     run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False)
