@@ -187,6 +187,7 @@ class SchedulePolicy:
     ) -> None:
         self.spec, self.roles, self.record = spec, roles, record
         self._plan = plan
+        self._handoff = spec.handoff and not roles.colocated  # colocated ranks keep their tasks
         self._ranks: dict[int, Work] = {}
         self._costs: dict[tuple[str, int], float] = {}
         """(stage, rank) -> running mean of its seconds."""
@@ -272,7 +273,7 @@ class SchedulePolicy:
             return True
         if self.many_left(rank, left):
             return True
-        handoff = self.spec.handoff
+        handoff = self._handoff
         units = left * self.spec.denoise_steps if handoff else left
         own = _unit_seconds(self._ranks[rank], handoff)
         seconds, busy = {rank: own}, {}
@@ -287,7 +288,7 @@ class SchedulePolicy:
     def many_left(self, rank: int, left: int) -> bool:
         """Whether so many tasks are left that free `rank` takes one, whatever the others do now: each of them ends at
         most 1 + own / fastest tasks before this rank ends one. It has to have seen how fast the others are."""
-        known, handoff = self._ranks.get(rank), self.spec.handoff
+        known, handoff = self._ranks.get(rank), self._handoff
         own = _unit_seconds(known, handoff) if known is not None else math.inf
         if own == math.inf:
             return True
@@ -492,7 +493,7 @@ class SchedulePolicy:
         behind, ready_at = after_older(times[:count], seconds[:count], ready, _by_fragment(older, pending, step))
         tasks = _by_fragment(own, pending, step)
         lend = self._costs.get(("generate", rank), max(seconds))
-        interruptible = self.spec.handoff and not self.roles.lockstep
+        interruptible = self._handoff and not self.roles.lockstep
         cell = self._costs["train", rank]
         return LendingState(
             rollout_free=(*behind, *times[count:]),
