@@ -33,7 +33,8 @@ from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue
 from digenrl.schedule.claims import Claim, Claims
-from digenrl.schedule.policy import Roles, SchedulePolicy, header
+from digenrl.schedule.policy import SchedulePolicy, header
+from digenrl.schedule.ranks import Roles
 from digenrl.strategy.worker import TaskRunner
 from digenrl.transport.cells import Part, Placement, StepBoard, pack
 from digenrl.transport.wire import Kind, Message

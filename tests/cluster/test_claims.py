@@ -13,7 +13,8 @@ from digenrl.cluster.control import Control, host_store, join_store
 from digenrl.cluster.world import World
 from digenrl.schedule import ScheduleSpec, Task, queue
 from digenrl.schedule.claims import Claim, ClaimError, Claims
-from digenrl.schedule.policy import Roles, SchedulePolicy
+from digenrl.schedule.policy import SchedulePolicy
+from digenrl.schedule.ranks import Roles
 from digenrl.strategy.worker import TaskRunner
 
 SPEC = ScheduleSpec(prompts=3, group_size=4, task_size=2, denoise_steps=4, trained_steps=3)

@@ -12,22 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, queue
-from digenrl.schedule.policy import (
-    ASK,
-    LEND,
-    TRAIN,
-    WAIT,
-    LendingMonitor,
-    Roles,
-    SchedulePolicy,
-    Work,
-    cells_of,
-    declines,
-    hands_over,
-    header,
-    replay,
-)
-from digenrl.schedule.search import Decision
+from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, SchedulePolicy, header, replay
+from digenrl.schedule.ranks import Roles, Work, declines, hands_over
+from digenrl.schedule.search import Decision, LendingMonitor
+from digenrl.schedule.timesteps import cells_of
 from digenrl.simulate.virtual_cluster import Cluster, Disturbance, Rank
 from digenrl.simulate.virtual_run import simulate
 from tests.simulate.test_virtual_run import clusters, specs

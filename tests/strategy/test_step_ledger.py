@@ -12,7 +12,8 @@ import torch
 from digenrl.cluster.world import World
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import group_tasks, queue
-from digenrl.schedule.policy import Roles, SchedulePolicy
+from digenrl.schedule.policy import SchedulePolicy
+from digenrl.schedule.ranks import Roles
 from digenrl.schedule.staleness import AccountingError, StalenessError
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.transport.cells import StepBoard

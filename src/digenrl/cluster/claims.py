@@ -19,7 +19,7 @@ from dataclasses import astuple
 
 from digenrl.cluster.control import Control
 from digenrl.schedule.claims import Owner
-from digenrl.schedule.policy import Work
+from digenrl.schedule.ranks import Work
 
 
 class StoredClaims:

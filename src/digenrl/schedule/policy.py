@@ -38,9 +38,10 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from digenrl.schedule.order import queue
-from digenrl.schedule.search import Decision, LendingState, after_older, search
+from digenrl.schedule.ranks import Roles, Work, declines, hands_over, unit_seconds
+from digenrl.schedule.search import Decision, LendingMonitor, LendingState, after_older, search
 from digenrl.schedule.spec import ScheduleSpec, Task
-from digenrl.schedule.timesteps import place
+from digenrl.schedule.timesteps import cells_of
 
 Fragment = tuple[int, ...]
 Record = Callable[[dict[str, Any]], None]
@@ -50,93 +51,6 @@ TRAIN, LEND, WAIT, ASK = "train", "lend", "wait", "ask"
 """The moves of a trainer; ASK = ask the search first."""
 _COST_WEIGHT = 0.2
 """Of a new measurement in the running mean of a cost."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a generating rank does now; the others decide by it whether to leave a task to this rank."""
-
-    version: int = -1
-    """Weights that it holds; -1 = none yet."""
-    task_seconds: float = 0.0
-    """Measured seconds of one whole task; 0 = not measured yet."""
-    step_seconds: float = 0.0
-    """Measured seconds of one denoising step; 0 = not measured yet."""
-    step: int = -1
-    """RL step of the task that it runs."""
-    group: int = -1
-    """Group of the task that it runs; -1 = none."""
-    until: float = 0.0
-    """When that task should be done, seconds on the run's clock."""
-    idle: int = 0
-    """Above 0: it waits for a task, for the idle-th time."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether it runs a task."""
-        return self.group >= 0
-
-    def free_in(self, now: float) -> float:
-        """Seconds until it is free."""
-        return max(0.0, self.until - now) if self.busy else 0.0
-
-
-@dataclass(frozen=True)
-class Roles:
-    """Who takes part. Ranks 0 .. trainers-1 train, the others are rollout ranks."""
-
-    trainers: int
-    rollouts: int
-    lockstep: bool = False
-    """Sharded trainers: every forward is a collective of all of them, so that they decide and move together."""
-    split: bool = False
-    """Every queue is divided equally beforehand instead of claimed."""
-    keeps_copy: bool = False
-    """Trainers keep a copy of the published weights, and may lend after the first update of a batch."""
-
-    @property
-    def colocated(self) -> bool:
-        """The trainers generate everything themselves."""
-        return self.rollouts == 0
-
-    @property
-    def generators(self) -> range:
-        """Ranks that generate by trade."""
-        return range(self.trainers) if self.colocated else range(self.trainers, self.trainers + self.rollouts)
-
-
-@dataclass
-class LendingMonitor:
-    """Compares predictions with what happened; switches TAG off when its error exceeds its gain (I6).
-
-    Give it the first loan of each RL step: that one's prediction spans the whole step.
-    """
-
-    patience: int = 3
-    """Loans seen before a verdict, and loans that the verdict averages over (EWMA weight 1/patience)."""
-    loans: int = 0
-    gain: float = 0.0
-    """EWMA of the predicted gain, seconds."""
-    error: float = 0.0
-    """EWMA of max(0, measured - predicted), seconds: being faster than predicted is no reason to stop."""
-    off: bool = False
-
-    def record(self, decision: Decision, measured_step_s: float) -> str | None:
-        """Take in how long the step took from the decision on; returns a message when that switches lending off."""
-        if self.off or decision.lend == 0:
-            return None
-        self.loans += 1
-        weight = max(1.0 / self.patience, 1.0 / self.loans)
-        self.gain += weight * (decision.gain - self.gain)
-        self.error += weight * (max(0.0, measured_step_s - decision.predicted_step_s) - self.error)
-        if self.loans < self.patience or self.error <= self.gain:
-            return None
-        self.off = True
-        return (
-            f"schedule.tag switched itself off after {self.loans} loans: steps took {self.error:.3f} s longer than "
-            f"predicted on average, more than the {self.gain:.3f} s that lending was to save. Run `make profile` for "
-            "this machine's costs, or set schedule.tag=false."
-        )
 
 
 @dataclass
@@ -275,12 +189,12 @@ class SchedulePolicy:
             return True
         handoff = self._handoff
         units = left * self.spec.denoise_steps if handoff else left
-        own = _unit_seconds(self._ranks[rank], handoff)
+        own = unit_seconds(self._ranks[rank], handoff)
         seconds, busy = {rank: own}, {}
         for other in self.roles.generators:
             work = self._ranks.get(other)
             if other != rank and work is not None and work.version <= version:
-                seconds[other] = _unit_seconds(work, handoff)
+                seconds[other] = unit_seconds(work, handoff)
                 if work.busy:
                     busy[other] = work.until
         return not declines(rank, now, seconds, busy, units)
@@ -289,7 +203,7 @@ class SchedulePolicy:
         """Whether so many tasks are left that free `rank` takes one, whatever the others do now: each of them ends at
         most 1 + own / fastest tasks before this rank ends one. It has to have seen how fast the others are."""
         known, handoff = self._ranks.get(rank), self._handoff
-        own = _unit_seconds(known, handoff) if known is not None else math.inf
+        own = unit_seconds(known, handoff) if known is not None else math.inf
         if own == math.inf:
             return True
         generators = len(self.roles.generators)
@@ -544,66 +458,8 @@ def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], A
     return different
 
 
-def _unit_seconds(work: Work, handoff: bool) -> float:
-    """Seconds of what a rank may end on its own: a denoising step where tasks can be handed over, else a task."""
-    return (work.step_seconds if handoff else work.task_seconds) or math.inf
-
-
-def finished_before(free: float, seconds: float, rank: int, time: float, other: int) -> int:
-    """Tasks that `rank`, free at `free`, finishes before (time, other) in the order of (finishing time, rank)."""
-    if seconds <= 0 or not math.isfinite(seconds):
-        return 0
-    count = max(0, math.floor((time - free) / seconds))
-    while (free + (count + 1) * seconds, rank) < (time, other):
-        count += 1
-    while count > 0 and (free + count * seconds, rank) >= (time, other):
-        count -= 1
-    return count
-
-
-def declines(
-    rank: int, now: float, seconds: Mapping[int, float], free_at: Mapping[int, float], tasks_left: int
-) -> bool:
-    """Whether free `rank` leaves the next task to others: they would finish all `tasks_left` before it finished one.
-
-    Args:
-        rank: the free rank.
-        now: the present.
-        seconds: rank -> seconds per task, every rank that works on the queue (`rank` included).
-        free_at: rank -> when it ends what it runs (absent or past = free now).
-        tasks_left: unclaimed tasks of the queue.
-
-    Ties go to the lower rank, so that exactly one of two equal ranks takes the last task.
-    """
-    finish = now + seconds[rank]
-    others = 0
-    for other, cost in seconds.items():
-        if other != rank:
-            others += finished_before(max(now, free_at.get(other, now)), cost, other, finish, rank)
-            if others >= tasks_left:
-                return True
-    return tasks_left <= 0
-
-
-def hands_over(own_steps: int, own_step_seconds: float, other_seconds: float) -> bool:
-    """Whether a rank that needs `own_steps` denoising steps until a task is done gives it to one that would be done
-    after `other_seconds`: only to one that ends strictly earlier."""
-    return other_seconds < own_steps * own_step_seconds
-
-
 def _queue(spec: ScheduleSpec, last_step: int, version: int) -> Sequence[Task]:
     return queue(spec, version, last_step)
-
-
-@functools.lru_cache(maxsize=65536)
-def cells_of(spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragment: Fragment) -> int:
-    """Cells (one task at one trained step) of `fragment` that occupy trainer `rank`. Sharded trainers wait for the
-    largest micro-batch of all; a replica without cells runs a block of stand-ins (`transport.cells`)."""
-    placement = place(spec, trainers, fragment)
-    cells = [[sum(len(block.steps) for block in micro) for micro in own] for own in placement]
-    if lockstep:
-        return sum(max(column) for column in zip(*cells, strict=True))
-    return sum(cells[rank]) or min(spec.tsp_batch, spec.trained_steps)
 
 
 def _tail(tasks: Sequence[Task], count: int) -> Sequence[Task]:

@@ -5,7 +5,7 @@ train. Branch: wait for the next fragment, or lend k rounds of tasks first. Boun
 incumbent = never lend; memoised on quantised time. It branches at `DEPTH` idle points and follows fixed rules behind
 them, which keeps it to milliseconds.
 
-Model: rollout ranks accept tasks by the decline rule (`policy.declines`). Their finishing times are then the sorted
+Model: rollout ranks accept tasks by the decline rule (`ranks.declines`). Their finishing times are then the sorted
 union of {free_i + j seconds_i}. Lending does not change these times; it renumbers the claims behind it. A fragment is
 ready when its last task is; fragments train one after another.
 
@@ -277,3 +277,37 @@ class _Search:
         unclaimed = self.state.tasks_left - bisect_right(self._starts, point.now) - point.lent
         generated = point.now + max(0, unclaimed) / self._rate + self.state.train_seconds[-1]
         return max(point.now + self._train_after[point.fragment], generated)
+
+
+@dataclass
+class LendingMonitor:
+    """Compares predictions with what happened; switches TAG off when its error exceeds its gain (I6).
+
+    Give it the first loan of each RL step: that one's prediction spans the whole step.
+    """
+
+    patience: int = 3
+    """Loans seen before a verdict, and loans that the verdict averages over (EWMA weight 1/patience)."""
+    loans: int = 0
+    gain: float = 0.0
+    """EWMA of the predicted gain, seconds."""
+    error: float = 0.0
+    """EWMA of max(0, measured - predicted), seconds: being faster than predicted is no reason to stop."""
+    off: bool = False
+
+    def record(self, decision: Decision, measured_step_s: float) -> str | None:
+        """Take in how long the step took from the decision on; returns a message when that switches lending off."""
+        if self.off or decision.lend == 0:
+            return None
+        self.loans += 1
+        weight = max(1.0 / self.patience, 1.0 / self.loans)
+        self.gain += weight * (decision.gain - self.gain)
+        self.error += weight * (max(0.0, measured_step_s - decision.predicted_step_s) - self.error)
+        if self.loans < self.patience or self.error <= self.gain:
+            return None
+        self.off = True
+        return (
+            f"schedule.tag switched itself off after {self.loans} loans: steps took {self.error:.3f} s longer than "
+            f"predicted on average, more than the {self.gain:.3f} s that lending was to save. Run `make profile` for "
+            "this machine's costs, or set schedule.tag=false."
+        )

@@ -87,3 +87,14 @@ def _split(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
 def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
     """Micro-batches of one optimizer update on every trainer rank: Lightning's accumulate_grad_batches."""
     return sum(len(place(spec, trainers, groups)[0]) for groups in fragments(spec, 0))
+
+
+@lru_cache(maxsize=65536)
+def cells_of(spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragment: tuple[int, ...]) -> int:
+    """Cells (one task at one trained step) of `fragment` that occupy trainer `rank`. Sharded trainers wait for the
+    largest micro-batch of all; a replica without cells runs a block of stand-ins (`transport.cells`)."""
+    placement = place(spec, trainers, fragment)
+    cells = [[sum(len(block.steps) for block in micro) for micro in own] for own in placement]
+    if lockstep:
+        return sum(max(column) for column in zip(*cells, strict=True))
+    return sum(cells[rank]) or min(spec.tsp_batch, spec.trained_steps)

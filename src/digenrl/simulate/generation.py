@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import Claim, Claims, MemoryClaims, queue_part
-from digenrl.schedule.policy import SchedulePolicy, Work
+from digenrl.schedule.policy import SchedulePolicy
+from digenrl.schedule.ranks import Work
 from digenrl.simulate.virtual_cluster import Cluster, Rank
 
 

@@ -15,8 +15,10 @@ from typing import Any
 from digenrl.record.spans import Span
 from digenrl.schedule import ScheduleSpec, Task, fragments, next_fragment, place, queue
 from digenrl.schedule.order import group_version, later_fragments
-from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, Record, Roles, SchedulePolicy, cells_of
+from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, Record, SchedulePolicy
+from digenrl.schedule.ranks import Roles
 from digenrl.schedule.staleness import Ledger, check_staleness
+from digenrl.schedule.timesteps import cells_of
 from digenrl.simulate.generation import Generation, Worker
 from digenrl.simulate.records import Simulated, Unit
 from digenrl.simulate.virtual_cluster import Cluster, Disturbance
@@ -48,7 +50,7 @@ def simulate(
 def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[float, ...]:
     """Seconds of training `fragment` on each trainer, from the placement that the runtime uses. Collectives hold
     sharded ranks together, so there every micro-batch takes as long as its slowest rank. A replica without cells runs
-    stand-ins (`policy.cells_of`)."""
+    stand-ins (`timesteps.cells_of`)."""
     trainers, common = cluster.trainers, cluster.micro_batch_seconds
     placement = place(spec, len(trainers), fragment)
     if cluster.lockstep:

@@ -34,7 +34,8 @@ from digenrl.record.run_dir import DECISIONS, append_event
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
-from digenrl.schedule.policy import Roles, SchedulePolicy, header
+from digenrl.schedule.policy import SchedulePolicy, header
+from digenrl.schedule.ranks import Roles
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending

@@ -10,8 +10,9 @@ from digenrl.cluster.world import World
 from digenrl.record.run_dir import append_event
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec
-from digenrl.schedule.policy import SchedulePolicy, cells_of
+from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.staleness import Ledger, check_staleness
+from digenrl.schedule.timesteps import cells_of
 from digenrl.transport.cells import Part, StepBoard
 
 

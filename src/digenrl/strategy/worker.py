@@ -25,7 +25,8 @@ from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import Claim, Claims, queue_part
-from digenrl.schedule.policy import SchedulePolicy, Work
+from digenrl.schedule.policy import SchedulePolicy
+from digenrl.schedule.ranks import Work
 from digenrl.transport.cells import Placement, owned_positions, pack
 from digenrl.transport.handoff import Suspended, pack_state
 from digenrl.transport.link import Link
