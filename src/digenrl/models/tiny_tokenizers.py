@@ -79,16 +79,15 @@ def t5() -> Any:
     return T5TokenizerFast(vocab=vocabulary, extra_ids=0, additional_special_tokens=[], model_max_length=512)
 
 
-def qwen() -> tuple[Any, dict[str, int]]:
-    """A Qwen2Tokenizer and its vocabulary."""
+def qwen() -> Any:
+    """A Qwen2Tokenizer with the special tokens of Qwen2.5-VL."""
     from transformers import Qwen2Tokenizer
 
     vocabulary, merges = _train_byte_level(QWEN_SPECIAL)
     vocabulary |= {special: len(vocabulary) + index for index, special in enumerate(QWEN_SPECIAL)}
-    tokenizer = Qwen2Tokenizer(
+    return Qwen2Tokenizer(
         vocab=vocabulary, merges=merges, additional_special_tokens=list(QWEN_SPECIAL[1:]), model_max_length=2048
     )
-    return tokenizer, vocabulary
 
 
 def llama3() -> Any:
