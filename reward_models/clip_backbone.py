@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -30,16 +29,13 @@ class ClipBackbone:
         build: "real" or "tiny" (a small random CLIP through the same code).
         device: "auto", or as torch reads it.
         dtype: of the weights and activations; embeddings come back in fp32.
-        tiny_projection: embedding width of the tiny build.
     """
 
-    def __init__(
-        self, path: str | None, build: str, device: str = "auto", dtype: str = "float32", tiny_projection: int = 16
-    ) -> None:
+    def __init__(self, path: str | None, build: str, device: str = "auto", dtype: str = "float32") -> None:
         from transformers import CLIPModel, CLIPTokenizer
 
         self.device, self.dtype = resolve_device(device), getattr(torch, dtype)
-        with checkpoint(path, build, partial(make_clip, projection=tiny_projection)) as source:
+        with checkpoint(path, build, make_clip) as source:
             model = CLIPModel.from_pretrained(source, use_safetensors=True, dtype=self.dtype)
             self.tokenizer = CLIPTokenizer.from_pretrained(source)
         self.model = model.to(self.device).eval().requires_grad_(False)

@@ -74,7 +74,7 @@ def module_digest(*modules: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def make_clip(directory: Path, projection: int = 16) -> None:
+def make_clip(directory: Path) -> None:
     """Writes a CLIP (32 pixels, two layers) with a byte-level tokenizer, laid out as the hub's checkpoints are."""
     from transformers import CLIPConfig, CLIPModel
 
@@ -88,11 +88,8 @@ def make_clip(directory: Path, projection: int = 16) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = CLIPConfig(
-        text_config={**tower, **words},
-        vision_config={**tower, "image_size": 32, "patch_size": 8},
-        projection_dim=projection,
-    )
+    vision = {**tower, "image_size": 32, "patch_size": 8}
+    config = CLIPConfig(text_config={**tower, **words}, vision_config=vision, projection_dim=16)
     CLIPModel(config).save_pretrained(directory, safe_serialization=True)
 
 
