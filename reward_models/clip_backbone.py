@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torchvision.transforms.v2 import functional as pixels
 
 from digenrl.rewards.protocol import as_rgb, resolve_device, sample_frames
 from digenrl.types import Prompt
@@ -83,8 +84,8 @@ class ClipBackbone:
         return _unit(features)
 
     def _embed_images(self, pictures: Tensor) -> Tensor:
-        pixels = clip_pixels(pictures.to(self.device), self.image_size)
-        return _unit(self.model.get_image_features(pixel_values=pixels.to(self.dtype)))
+        inputs = clip_pixels(pictures.to(self.device), self.image_size).to(self.dtype)
+        return _unit(self.model.get_image_features(pixel_values=inputs))
 
 
 class CosineScorer:
@@ -124,17 +125,10 @@ def clip_pixels(pictures: Tensor, size: int) -> Tensor:
 
     The steps of `transformers.CLIPImageProcessor`, on the tensor's own device.
     """
-    pictures = as_rgb(pictures).float()
-    height, width = pictures.shape[-2:]
-    scale = size / min(height, width)
-    resized = [max(size, int(height * scale)), max(size, int(width * scale))]
-    pictures = functional.interpolate(pictures, resized, mode="bicubic", antialias=True, align_corners=False).clamp(
-        0, 1
-    )
-    top, left = (resized[0] - size) // 2, (resized[1] - size) // 2
-    pictures = pictures[..., top : top + size, left : left + size]
-    mean, std = (pictures.new_tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
-    return (pictures - mean) / std
+    rgb = as_rgb(pictures).float()
+    resized = pixels.resize(rgb, [size], pixels.InterpolationMode.BICUBIC, antialias=True).clamp(0, 1)
+    top, left = ((side - size) // 2 for side in resized.shape[-2:])  # torchvision's centre crop rounds up
+    return pixels.normalize(pixels.crop(resized, top, left, size, size), list(CLIP_MEAN), list(CLIP_STD))
 
 
 def _unit(features: object) -> Tensor:

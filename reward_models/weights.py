@@ -58,9 +58,7 @@ def files_digest(paths: Sequence[Path]) -> str:
     digest = xxhash.xxh3_128()
     for path in paths:
         digest.update(path.name.encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -80,7 +80,8 @@ def build(family: str, folder: Path, seed: int = 0) -> None:
 
 
 def _digest() -> str:
-    parts = [path.read_bytes() for path in (Path(__file__), Path(tokenizers.__file__), _PARTS_FILE, _ENCODERS_FILE)]
+    files = (Path(__file__), Path(tokenizers.__file__), tokenizers.DATA, _PARTS_FILE, _ENCODERS_FILE)
+    parts = [path.read_bytes() for path in files]
     parts += [f"{name}=={version(name)}".encode() for name in ("diffusers", "transformers", "tokenizers", "torch")]
     return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
 

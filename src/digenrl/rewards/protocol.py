@@ -133,6 +133,11 @@ def sample_frames(media: Tensor, count: int) -> Tensor:
     return frames[:, index]
 
 
+def rgb_bytes(media: Tensor, count: int) -> Tensor:
+    """[B, min(F, count), 3, H, W] uint8 on the CPU: `sample_frames` of `media` as pictures."""
+    return as_rgb(sample_frames(media, count)).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
+
+
 def resolve_device(device: str) -> torch.device:
     """`auto` = the current CUDA device where there is one, else the CPU; anything else as torch reads it.
 
