@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage
-from digenrl.algorithms.base import PolicyModule, frozen
+from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, mean_square_kl
 from digenrl.algorithms.surrogates import Cells, Surrogate
@@ -105,7 +105,7 @@ class GRPO(PolicyModule):
         proximal = self._proximal(block, batch)
         reference = None
         if self.kl_weight > 0:
-            with frozen(self.policy.reference()):
+            with torch.no_grad(), self.policy.reference():
                 reference = replay(self.policy, block, self.sde).mean
         new = replay(self.policy, block, self.sde)
         cells = Cells(
@@ -137,7 +137,7 @@ class GRPO(PolicyModule):
             self._batch_start_version = batch.version
         if batch.update == 0:
             return None
-        with frozen(self._batch_start.swapped(self.policy.trained_parameters())):
+        with torch.no_grad(), self._batch_start.swapped(self.policy.trained_parameters()):
             return replay(self.policy, block, self.sde).log_prob
 
     def _kl(self, new: Replay, reference: Tensor) -> Tensor:

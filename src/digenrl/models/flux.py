@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor
 
-from digenrl.models.latents import unpack
+from digenrl.models.latents import token_positions, unpack
 from digenrl.models.pipeline import DiffusersPolicy
 
 ATTENTION = tuple(
@@ -45,7 +45,7 @@ class FluxPolicy(DiffusersPolicy):
             pooled_projections=condition["pooled"],
             encoder_hidden_states=text,
             txt_ids=torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
-            img_ids=self._positions().to(text.device, text.dtype),
+            img_ids=token_positions(self.height // 16, self.width // 16).to(text.device, text.dtype),
             return_dict=False,
         )[0]
 
@@ -61,9 +61,3 @@ class FluxPolicy(DiffusersPolicy):
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         images = unpack(latents, *self.image_grid()) / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(images, return_dict=False)[0]
-
-    def _positions(self) -> Tensor:
-        """Rotary positions [N, 3] of the packed tokens: (0, row, column)."""
-        rows, columns = self.height // 16, self.width // 16
-        grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(rows * columns, 2)
-        return torch.nn.functional.pad(grid, (1, 0))
