@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torchvision.transforms.v2 import functional as pixels
 
 from digenrl.rewards.protocol import as_rgb, resolve_device, sample_frames
 from digenrl.types import Prompt
@@ -30,16 +30,13 @@ class ClipBackbone:
         build: "real" or "tiny" (a small random CLIP through the same code).
         device: "auto", or as torch reads it.
         dtype: of the weights and activations; embeddings come back in fp32.
-        tiny_projection: embedding width of the tiny build.
     """
 
-    def __init__(
-        self, path: str | None, build: str, device: str = "auto", dtype: str = "float32", tiny_projection: int = 16
-    ) -> None:
+    def __init__(self, path: str | None, build: str, device: str = "auto", dtype: str = "float32") -> None:
         from transformers import CLIPModel, CLIPTokenizer
 
         self.device, self.dtype = resolve_device(device), getattr(torch, dtype)
-        with checkpoint(path, build, partial(make_clip, projection=tiny_projection)) as source:
+        with checkpoint(path, build, make_clip) as source:
             model = CLIPModel.from_pretrained(source, use_safetensors=True, dtype=self.dtype)
             self.tokenizer = CLIPTokenizer.from_pretrained(source)
         self.model = model.to(self.device).eval().requires_grad_(False)
@@ -87,8 +84,8 @@ class ClipBackbone:
         return _unit(features)
 
     def _embed_images(self, pictures: Tensor) -> Tensor:
-        pixels = clip_pixels(pictures.to(self.device), self.image_size)
-        return _unit(self.model.get_image_features(pixel_values=pixels.to(self.dtype)))
+        inputs = clip_pixels(pictures.to(self.device), self.image_size).to(self.dtype)
+        return _unit(self.model.get_image_features(pixel_values=inputs))
 
 
 class CosineScorer:
@@ -128,17 +125,10 @@ def clip_pixels(pictures: Tensor, size: int) -> Tensor:
 
     The steps of `transformers.CLIPImageProcessor`, on the tensor's own device.
     """
-    pictures = as_rgb(pictures).float()
-    height, width = pictures.shape[-2:]
-    scale = size / min(height, width)
-    resized = [max(size, int(height * scale)), max(size, int(width * scale))]
-    pictures = functional.interpolate(pictures, resized, mode="bicubic", antialias=True, align_corners=False).clamp(
-        0, 1
-    )
-    top, left = (resized[0] - size) // 2, (resized[1] - size) // 2
-    pictures = pictures[..., top : top + size, left : left + size]
-    mean, std = (pictures.new_tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
-    return (pictures - mean) / std
+    rgb = as_rgb(pictures).float()
+    resized = pixels.resize(rgb, [size], pixels.InterpolationMode.BICUBIC, antialias=True).clamp(0, 1)
+    top, left = ((side - size) // 2 for side in resized.shape[-2:])  # torchvision's centre crop rounds up
+    return pixels.normalize(pixels.crop(resized, top, left, size, size), list(CLIP_MEAN), list(CLIP_STD))
 
 
 def _unit(features: object) -> Tensor:

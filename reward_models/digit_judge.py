@@ -140,11 +140,8 @@ class DigitJudge:
 
 def class_spread(images: Tensor, labels: Tensor) -> Tensor:
     """Mean pairwise L2 distance within each class that has at least two images -> [classes] (images [N, 1, 8, 8])."""
-    spreads = [
-        torch.pdist(images[labels == label].flatten(1)).mean()
-        for label in labels.unique()
-        if int((labels == label).sum()) > 1
-    ]
+    classes = [images[labels == label].flatten(1) for label in labels.unique()]
+    spreads = [torch.pdist(members).mean() for members in classes if len(members) > 1]
     return torch.stack(spreads) if spreads else torch.empty(0)
 
 

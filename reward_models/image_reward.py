@@ -54,10 +54,8 @@ class ImageRewardModel(nn.Module):
             vision |= small | {"image_size": 32, "patch_size": 8}
             text |= small | {"vocab_size": len(_tiny_vocabulary())}
         vision |= {"layer_norm_eps": 1e-6, "hidden_act": "gelu"}
-        text |= {
-            "encoder_hidden_size": vision["hidden_size"],
-            "is_decoder": True,
-        }  # a decoder's layers look at pictures
+        # A decoder's layers look at pictures.
+        text |= {"encoder_hidden_size": vision["hidden_size"], "is_decoder": True}
         self.vision = BlipVisionModel(BlipVisionConfig(**vision))
         self.text = BlipTextModel(BlipTextConfig(**text), add_pooling_layer=False)
         self.head = AestheticHead(text["hidden_size"])

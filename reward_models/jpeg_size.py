@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from digenrl.rewards.protocol import as_rgb, sample_frames
+from digenrl.rewards.protocol import rgb_bytes
 from digenrl.types import Prompt
 
 
@@ -37,8 +37,7 @@ class JpegSize:
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[B] kilobytes (1000 bytes), negative unless `maximise`."""
-        frames = as_rgb(sample_frames(media, self.frames))
-        pixels = frames.clamp(0, 1).mul(255).round().to("cpu", torch.uint8).movedim(-3, -1).contiguous().numpy()
+        pixels = rgb_bytes(media, self.frames).movedim(-3, -1).contiguous().numpy()
         sizes = torch.tensor([[self._kilobytes(frame) for frame in sample] for sample in pixels], dtype=torch.float32)
         return sizes.mean(1) if self.maximise else -sizes.mean(1)
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from digenrl.rewards.protocol import as_rgb, sample_frames
+from digenrl.rewards.protocol import rgb_bytes
 from digenrl.types import Prompt
 from reward_models.weights import files_digest
 
@@ -70,7 +70,7 @@ class Ocr:
             self._idle.put(_build_engine(detection_side, device))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ocr")
         self.model_id = f"rapidocr(frames={frames}, mode={recognition_only}, confidence={min_confidence})"
-        self.weights_digest = _bundled_weights_digest()
+        self.weights_digest = files_digest(sorted((Path(rapidocr.__file__).parent / "models").glob("*.onnx")))
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError for the first prompt without a target: call it before a run begins."""
@@ -80,8 +80,9 @@ class Ocr:
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[B] scores in [0, 1]. Raises ValueError for a prompt without a target."""
         targets = [normalise(ocr_target(prompt)) for prompt in prompts]
-        frames = as_rgb(sample_frames(media, self.frames)).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
-        pictures = frames.flip(2).movedim(2, -1).contiguous().numpy()  # the engine reads BGR, [B, F, H, W, C]
+        pictures = (
+            rgb_bytes(media, self.frames).flip(2).movedim(2, -1).contiguous().numpy()
+        )  # the engine reads BGR, [B, F, H, W, C]
         lines = list(self._pool.map(self.read, pictures.reshape(-1, *pictures.shape[2:])))
         count = pictures.shape[1]
         scores = [
@@ -165,7 +166,3 @@ def _build_engine(detection_side: int, device: str) -> Any:
             "Rec.rec_img_shape": [3, 48, 96],  # smallest width that a line is padded to; 320 costs twice the time
         }
     )
-
-
-def _bundled_weights_digest() -> str:
-    return files_digest(sorted((Path(rapidocr.__file__).parent / "models").glob("*.onnx")))

@@ -38,11 +38,7 @@ class VideoQuality:
         self, sharpness: float = 1.0, exposure: float = 1.0, smoothness: float = 1.0, motion: float = 1.0
     ) -> None:
         self.weights = dict(zip(TERMS, (sharpness, exposure, smoothness, motion), strict=True))
-        if (
-            min(self.weights.values()) < 0
-            or not math.isfinite(sum(self.weights.values()))
-            or not any(self.weights.values())
-        ):
+        if min(self.weights.values()) < 0 or not 0 < sum(self.weights.values()) < math.inf:
             raise ValueError(
                 f"video_quality weights are {self.weights}: give non-negative numbers, one of them positive."
             )

@@ -23,7 +23,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from torch import Tensor
 
-from digenrl.rewards.protocol import RewardError, RewardUnavailable, as_rgb, sample_frames
+from digenrl.rewards.protocol import RewardError, RewardUnavailable, rgb_bytes
 from digenrl.types import Prompt
 
 QUESTION = (
@@ -74,24 +74,19 @@ class VlmJudge:
             raise ValueError("question must contain {prompt}: a judge that is not told the prompt cannot judge it.")
         if not scale > 0 or concurrency < 1:
             raise ValueError(f"scale is {scale}, concurrency {concurrency}: both must be positive.")
-        self.url, self.model, self.question, self.scale, self.frames = (
-            str(parsed).rstrip("/"),
-            model,
-            question,
-            scale,
-            frames,
-        )
-        self.deadline_s = deadline_s
+        self.url, self.model, self.question = str(parsed).rstrip("/"), model, question
+        self.scale, self.frames, self.deadline_s = scale, frames, deadline_s
         token = os.environ.get(token_env)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(headers=headers, timeout=timeout_s, follow_redirects=False, trust_env=False)
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
-        self.model_id = f"vlm_judge({model}, scale={scale:g}, frames={frames}, question={_digest(question)})"
+        digest = hashlib.blake2b(question.encode(), digest_size=4).hexdigest()
+        self.model_id = f"vlm_judge({model}, scale={scale:g}, frames={frames}, question={digest})"
         self.weights_digest = "none"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[B]. Raises RewardUnavailable (with the scores that there are) if a request or answer failed."""
-        frames = as_rgb(sample_frames(media, self.frames)).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
+        frames = rgb_bytes(media, self.frames)
         jobs = [self._pool.submit(self._judge, sample, prompt) for sample, prompt in zip(frames, prompts, strict=True)]
         scores, causes = torch.full((len(prompts),), math.nan), []
         deadline = time.monotonic() + self.deadline_s
@@ -148,10 +143,6 @@ class VlmJudge:
         if not 0 <= verdict.score <= self.scale:
             raise RewardUnavailable(f"the judge's score {verdict.score} lies outside 0..{self.scale:g}")
         return verdict.score / self.scale
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def _png(frame: Tensor) -> str:

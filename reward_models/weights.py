@@ -58,9 +58,7 @@ def files_digest(paths: Sequence[Path]) -> str:
     digest = xxhash.xxh3_128()
     for path in paths:
         digest.update(path.name.encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -74,7 +72,7 @@ def module_digest(*modules: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def make_clip(directory: Path, projection: int = 16) -> None:
+def make_clip(directory: Path) -> None:
     """Writes a CLIP (32 pixels, two layers) with a byte-level tokenizer, laid out as the hub's checkpoints are."""
     from transformers import CLIPConfig, CLIPModel
 
@@ -88,11 +86,8 @@ def make_clip(directory: Path, projection: int = 16) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = CLIPConfig(
-        text_config={**tower, **words},
-        vision_config={**tower, "image_size": 32, "patch_size": 8},
-        projection_dim=projection,
-    )
+    vision = {**tower, "image_size": 32, "patch_size": 8}
+    config = CLIPConfig(text_config={**tower, **words}, vision_config=vision, projection_dim=16)
     CLIPModel(config).save_pretrained(directory, safe_serialization=True)
 
 

@@ -40,15 +40,12 @@ class Prompt:
         return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") >> 1
 
 
-@dataclass(frozen=True)
-class CellBlock:
-    """The (sample x step) cells of one task at K of its trained steps: the unit that training places on a rank.
-
-    Its rows keep the rollout batch's order, so that at K=1 replay has exactly the geometry of the rollout.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Transitions:
+    """K denoising steps of b samples that share a prompt: of a trajectory all S trained ones, of a block some."""
 
     step: int
-    """RL step (logical batch) that the block belongs to."""
+    """RL step (logical batch)."""
     group: int
     """Position of the group in the logical batch, 0..P-1; also the row of `TrainBatch.rewards`' group axis."""
     uid: int
@@ -72,13 +69,22 @@ class CellBlock:
     """[b, *L]: the samples' clean latents (forward-process methods: NFT, DPO); None when nobody uses them."""
     means: Tensor | None = None
     """[b, K, *L] fp32: rollout means (GRPO-Guard, Flow-DPPO); None when unused."""
-    weight: float = 1.0
-    """0.0 marks a block that only takes part in collectives (a rank without cells, a dropped group)."""
 
     @property
     def samples(self) -> int:
         """b, the number of rows."""
-        return self.latents.shape[0]
+        return self.log_probs.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellBlock(Transitions):
+    """The (sample x step) cells of one task at K of its trained steps: the unit that training places on a rank.
+
+    Its rows keep the rollout batch's order, so that at K=1 replay has exactly the geometry of the rollout.
+    """
+
+    weight: float = 1.0
+    """0.0 marks a block that only takes part in collectives (a rank without cells, a dropped group)."""
 
 
 @dataclass(frozen=True)
@@ -104,40 +110,14 @@ class TrainBatch:
         return move(self, device, non_blocking)
 
 
-@dataclass(frozen=True)
-class Trajectory:
+@dataclass(frozen=True, kw_only=True)
+class Trajectory(Transitions):
     """Everything that one finished rollout task produced."""
 
-    step: int
     index: int
     """Number of the task within its step, group-first."""
-    group: int
-    uid: int
-    first_sample: int
-    version: int
-    steps: Tensor
-    """[S] int64: trained denoising steps."""
-    sigmas: Tensor
-    """[T+1] fp32."""
-    latents: Tensor
-    """[b, S, *L] storage dtype."""
-    next_latents: Tensor
-    """[b, S, *L] storage dtype."""
-    log_probs: Tensor
-    """[b, S] fp32."""
     rewards: dict[str, Tensor]
     """name -> [b] fp32; NaN = missing (never 0 for a failed score)."""
-    condition: dict[str, Tensor]
-    """Leading dimension 1."""
-    final: Tensor | None = None
-    """[b, *L]."""
-    means: Tensor | None = None
-    """[b, S, *L] fp32."""
-
-    @property
-    def samples(self) -> int:
-        """b, the number of rows."""
-        return self.log_probs.shape[0]
 
 
 def move(value: _T, device: torch.device | str, non_blocking: bool = False) -> _T:

@@ -133,12 +133,8 @@ def _select(values: Tensor, total: Tensor, k: int) -> Tensor:
     """`values` with all but the k largest and k smallest present entries of each group at 0, scaled by n/(2k)."""
     present = ~total.isnan()
     count = present.sum(dim=1, keepdim=True)
-    highest = torch.where(present, values, torch.full_like(values, -torch.inf)).argsort(
-        dim=1, descending=True, stable=True
-    )
-    rank = torch.empty_like(highest).scatter_(
-        1, highest, torch.arange(values.shape[1], device=values.device).expand_as(highest)
-    )
+    highest = values.masked_fill(~present, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    rank = highest.argsort(dim=1)  # the inverse permutation
     keep = present & ((rank < k) | (rank >= count - k))
     kept = keep.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(keep, values * (count / kept), torch.zeros_like(values))

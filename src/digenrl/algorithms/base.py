@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -79,6 +79,7 @@ class PolicyModule(pl.LightningModule):
         self._skips_in_a_row = 0
         self._reached = False
         self._suspect: tuple[TrainBatch, Tensor] | None = None
+        """The first micro-batch of the update with a non-finite loss, else the latest, and its loss."""
 
     # ---- what an algorithm is
 
@@ -128,7 +129,8 @@ class PolicyModule(pl.LightningModule):
             self._count_rewards(block, advantages, batch, live)
         loss = total / batch.denominator
         self._meters.update("loss", loss, cells / batch.denominator)
-        self._suspect = self._worse(batch, loss.detach())
+        if self._suspect is None or bool(torch.isfinite(self._suspect[1])):
+            self._suspect = batch, loss.detach()
         return loss
 
     def _count_rewards(self, block: CellBlock, advantages: Advantages, batch: TrainBatch, live: bool) -> None:
@@ -149,12 +151,6 @@ class PolicyModule(pl.LightningModule):
             "zero_variance_groups", constant * block.samples * cells_per_sample, block.samples * cells_per_sample
         )
         self._meters.update("groups", torch.full_like(constant, float(advantages.total.shape[0])) * live, float(live))
-
-    def _worse(self, batch: TrainBatch, loss: Tensor) -> tuple[TrainBatch, Tensor]:
-        """The first non-finite micro-batch of the update, else the latest one."""
-        if self._suspect is not None and not bool(torch.isfinite(self._suspect[1])):
-            return self._suspect
-        return batch, loss
 
     # ---- the update
 
@@ -293,21 +289,9 @@ class PolicyModule(pl.LightningModule):
             copy.load_state_dict(saved[name])
 
 
-@contextmanager
-def frozen(context: AbstractContextManager[None]) -> Iterator[None]:
-    """`context` without gradients: forwards of the base model or of an old policy."""
-    with torch.no_grad(), context:
-        yield
-
-
 def _harmless(block: CellBlock) -> CellBlock:
     """A block of weight 0 with finite data of the same shapes: it runs the same collectives, and 0 * NaN cannot
     arise."""
-    return replace(
-        block,
-        latents=torch.zeros_like(block.latents),
-        next_latents=torch.zeros_like(block.next_latents),
-        log_probs=torch.zeros_like(block.log_probs),
-        final=None if block.final is None else torch.zeros_like(block.final),
-        means=None if block.means is None else torch.zeros_like(block.means),
-    )
+    held = {name: getattr(block, name) for name in ("latents", "next_latents", "log_probs", "final", "means")}
+    zeros: dict[str, Any] = {name: torch.zeros_like(value) for name, value in held.items() if value is not None}
+    return replace(block, **zeros)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage
-from digenrl.algorithms.base import PolicyModule, frozen
+from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.forward_process import noised
 from digenrl.algorithms.objectives import dpo_loss, mean_dims
@@ -72,7 +73,7 @@ class DPO(PolicyModule):
         chosen, rejected = order[: self.pairs], order[::-1][: self.pairs]
         names = [block.first_sample + index for index in range(self.pairs)]
         cells = noised(block, chosen + rejected, names + names, self.seed, STREAM)
-        with frozen(self._reference_weights()):
+        with torch.no_grad(), self._reference_weights():
             reference = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
         error = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
         losses = dpo_loss(

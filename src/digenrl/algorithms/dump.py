@@ -9,16 +9,19 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from digenrl.types import TrainBatch
+from digenrl.types import CellBlock, TrainBatch
 
 
 def not_finite(batch: TrainBatch) -> list[str]:
     """Names of the batch's tensors that hold an infinity or NaN; a NaN reward is a missing one and does not count."""
     names = [f"reward/{name}" for name, table in batch.rewards.items() if bool(table.isinf().any())]
     for index, block in enumerate(batch.blocks):
-        fields = {name: value for name, value in vars(block).items() if isinstance(value, Tensor)}
-        names += [f"{index}/{name}" for name, value in fields.items() if not bool(value.isfinite().all())]
+        names += [f"{index}/{name}" for name, value in _tensors(block).items() if not bool(value.isfinite().all())]
     return names
+
+
+def _tensors(block: CellBlock) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(block).items() if isinstance(value, Tensor)}
 
 
 def dump_to(directory: Path, rank: int = 0, keep: int = 3) -> Callable[[TrainBatch, str], None]:
@@ -35,8 +38,7 @@ def dump_to(directory: Path, rank: int = 0, keep: int = 3) -> Callable[[TrainBat
         tensors: dict[str, Tensor] = {f"reward/{name}": table for name, table in batch.rewards.items()}
         blocks = []
         for index, block in enumerate(batch.blocks):
-            fields = {name: value for name, value in vars(block).items() if isinstance(value, Tensor)}
-            fields |= {f"condition/{name}": value for name, value in block.condition.items()}
+            fields = _tensors(block) | {f"condition/{name}": value for name, value in block.condition.items()}
             tensors |= {f"{index}/{name}": value for name, value in fields.items()}
             blocks.append({name: value for name, value in vars(block).items() if isinstance(value, (int, float))})
         save_file(

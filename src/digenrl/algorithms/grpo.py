@@ -6,6 +6,7 @@ Flow-GRPO arXiv 2505.05470, DanceGRPO 2505.07818, MixGRPO 2507.21802, Flow-CPS 2
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage
-from digenrl.algorithms.base import PolicyModule, frozen
+from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, mean_square_kl
 from digenrl.algorithms.surrogates import Cells, Surrogate
@@ -73,22 +74,17 @@ class GRPO(PolicyModule):
             raise ValueError(f"algorithm.kl_weight must be >= 0, got {self.kl_weight}")
         if self.kl_kind not in ("gaussian", "h_free", "mean_square"):
             raise ValueError(f"algorithm.kl_kind must be gaussian, h_free or mean_square, got {self.kl_kind!r}")
-        dimensions = int(torch.tensor(policy.latent_shape).prod())
+        dimensions = math.prod(policy.latent_shape)
         joint = max(self.clip) * dimensions
         low, high = JOINT_CLIP_SPAN
         if not low <= joint <= high:
-            logger.warning(
-                "algorithm.clip_range=%g looks too %s: log-probs here are means per dimension (D=%d), so it bounds the "
-                "joint log-ratio at clip_range*D = %.3g, while published recipes lie in %g..%g (1e-6..1e-3 at image "
-                "and video sizes); a joint-ratio clip of 0.2 corresponds to %.1e",
-                max(self.clip),
-                "small" if joint < low else "large",
-                dimensions,
-                joint,
-                low,
-                high,
-                0.2 / dimensions,
+            message = (
+                f"algorithm.clip_range={max(self.clip):g} looks too {'small' if joint < low else 'large'}: log-probs "
+                f"here are means per dimension (D={dimensions}), so it bounds the joint log-ratio at clip_range*D = "
+                f"{joint:.3g}, while published recipes lie in {low:g}..{high:g} (1e-6..1e-3 at image and video sizes); "
+                f"a joint-ratio clip of 0.2 corresponds to {0.2 / dimensions:.1e}"
             )
+            logger.warning(message)
 
     @property
     def needs_means(self) -> bool:
@@ -105,7 +101,7 @@ class GRPO(PolicyModule):
         proximal = self._proximal(block, batch)
         reference = None
         if self.kl_weight > 0:
-            with frozen(self.policy.reference()):
+            with torch.no_grad(), self.policy.reference():
                 reference = replay(self.policy, block, self.sde).mean
         new = replay(self.policy, block, self.sde)
         cells = Cells(
@@ -137,7 +133,7 @@ class GRPO(PolicyModule):
             self._batch_start_version = batch.version
         if batch.update == 0:
             return None
-        with frozen(self._batch_start.swapped(self.policy.trained_parameters())):
+        with torch.no_grad(), self._batch_start.swapped(self.policy.trained_parameters()):
             return replay(self.policy, block, self.sde).log_prob
 
     def _kl(self, new: Replay, reference: Tensor) -> Tensor:

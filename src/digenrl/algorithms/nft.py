@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage
-from digenrl.algorithms.base import PolicyModule, frozen
+from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.forward_process import noised
 from digenrl.algorithms.objectives import mean_dims, nft_loss
@@ -101,11 +102,11 @@ class NFT(PolicyModule):
         """[b, K]."""
         names = range(block.first_sample, block.first_sample + block.samples)
         cells = noised(block, range(block.samples), names, self.seed, STREAM)
-        with frozen(self.rollout_weights()):
+        with torch.no_grad(), self.rollout_weights():
             old = cells.velocity(self.policy)
         reference = None
         if self.kl_weight > 0:
-            with frozen(self.policy.reference()):
+            with torch.no_grad(), self.policy.reference():
                 reference = cells.velocity(self.policy)
         new = cells.velocity(self.policy)
         losses = nft_loss(

@@ -119,17 +119,49 @@ class FlowDPPO(Surrogate):
         return torch.where(keep, -cells.advantages * torch.exp(log_ratio), torch.zeros_like(ratio))
 
 
-@dataclass(frozen=True)
-class Uncorrected(Surrogate):
-    """Policy gradient that takes stale samples for fresh ones: weight 1, gradient -A*grad(log-prob)."""
+class Weighted(Surrogate):
+    """Gradient -w*A*grad(log-prob) with a weight w that carries no gradient."""
+
+    @abstractmethod
+    def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
+        """w [b, K], from the ratio [b, K] without its gradient."""
 
     def loss(self, cells: Cells) -> Tensor:
-        """-A*exp(log-prob - itself without gradient)."""
-        return -cells.advantages * _unit(cells.log_prob)
+        """-w*A*exp(log-prob - itself without gradient)."""
+        unit = torch.exp(cells.log_prob - cells.log_prob.detach())
+        return -self.weight(cells, cells.ratio.detach()) * cells.advantages * unit
 
 
 @dataclass(frozen=True)
-class DecoupledPPO(Surrogate):
+class Capped(Surrogate):
+    """An importance weight that is cut above."""
+
+    cap: float | None = None
+    """Distance of the weight's upper bound from 1; null = clip_range's upper side; verl-omni caps at 2.0, i.e. 1.0
+    here."""
+
+    def __post_init__(self) -> None:
+        if self.cap is not None and self.cap <= 0:
+            raise ValueError(
+                f"cap is the distance of the weight's bound from 1 and must be positive or null, got {self.cap}"
+            )
+
+    def capped(self, weight: Tensor, cells: Cells) -> Tensor:
+        """min(weight, 1 + cap)."""
+        return weight.clamp(max=1.0 + (cells.clip[1] if self.cap is None else self.cap))
+
+
+@dataclass(frozen=True)
+class Uncorrected(Weighted):
+    """Policy gradient that takes stale samples for fresh ones: weight 1."""
+
+    def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
+        """1."""
+        return torch.ones_like(ratio)
+
+
+@dataclass(frozen=True)
+class DecoupledPPO(Capped):
     """Decoupled PPO (Hilton et al. 2022, arXiv 2110.00641; AReaL, arXiv 2505.24298):
     min(exp(prox - old), 1 + cap) * clipped_surrogate(exp(new - prox)).
 
@@ -137,73 +169,39 @@ class DecoupledPPO(Surrogate):
     rollout's.
     """
 
-    cap: float | None = None
-    """Distance of the weight's upper bound from 1; null = clip_range's upper side; verl-omni caps at 2.0, i.e. 1.0
-    here."""
-
-    def __post_init__(self) -> None:
-        _check_cap(self.cap)
-
     needs_proximal: ClassVar[bool] = True
 
     def loss(self, cells: Cells) -> Tensor:
         """Reduces to `Clipped` where prox = old."""
         assert cells.proximal_log_prob is not None
-        weight = torch.exp(cells.proximal_log_prob - cells.old_log_prob).clamp(max=1.0 + _cap(self.cap, cells))
+        weight = self.capped(torch.exp(cells.proximal_log_prob - cells.old_log_prob), cells)
         ratio = torch.exp(cells.log_prob - cells.proximal_log_prob)
         return weight * clipped_surrogate(ratio, cells.advantages, *cells.clip)
 
 
 @dataclass(frozen=True)
-class TruncatedIS(Surrogate):
-    """Truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561): gradient -min(r, 1 +
-    cap)*A*grad(log-prob)."""
+class TruncatedIS(Capped, Weighted):
+    """Truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561): weight min(r, 1 + cap)."""
 
-    cap: float | None = None
-    """Distance of the weight's upper bound from 1; null = clip_range's upper side."""
-
-    def __post_init__(self) -> None:
-        _check_cap(self.cap)
-
-    def loss(self, cells: Cells) -> Tensor:
-        """The weight carries no gradient."""
-        weight = cells.ratio.detach().clamp(max=1.0 + _cap(self.cap, cells))
-        return -weight * cells.advantages * _unit(cells.log_prob)
+    def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
+        """min(r, 1 + cap)."""
+        return self.capped(ratio, cells)
 
 
 @dataclass(frozen=True)
-class CISPO(Surrogate):
-    """CISPO (MiniMax-M1, arXiv 2506.13585): gradient -clamp(r, 1-low, 1+high)*A*grad(log-prob); no cell loses its
-    gradient."""
+class CISPO(Weighted):
+    """CISPO (MiniMax-M1, arXiv 2506.13585): weight clamp(r, 1-low, 1+high); no cell loses its gradient."""
 
-    def loss(self, cells: Cells) -> Tensor:
-        """The clipped weight carries no gradient."""
-        low, high = cells.clip
-        weight = cells.ratio.detach().clamp(1.0 - low, 1.0 + high)
-        return -weight * cells.advantages * _unit(cells.log_prob)
+    def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
+        """clamp(r, 1-low, 1+high)."""
+        return ratio.clamp(1.0 - cells.clip[0], 1.0 + cells.clip[1])
 
 
 @dataclass(frozen=True)
-class TOPR(Surrogate):
+class TOPR(Weighted):
     """TOPR (arXiv 2503.14286): weight 1 for A > 0, min(r, 1) for A <= 0: bad samples that have become unlikely fade
     out."""
 
-    def loss(self, cells: Cells) -> Tensor:
-        """The weight carries no gradient."""
-        ratio = cells.ratio.detach()
-        weight = torch.where(cells.advantages > 0, torch.ones_like(ratio), ratio.clamp(max=1.0))
-        return -weight * cells.advantages * _unit(cells.log_prob)
-
-
-def _unit(log_prob: Tensor) -> Tensor:
-    """1 with the gradient of the log-prob."""
-    return torch.exp(log_prob - log_prob.detach())
-
-
-def _cap(cap: float | None, cells: Cells) -> float:
-    return cells.clip[1] if cap is None else cap
-
-
-def _check_cap(cap: float | None) -> None:
-    if cap is not None and cap <= 0:
-        raise ValueError(f"cap is the distance of the weight's bound from 1 and must be positive or null, got {cap}")
+    def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
+        """1 or min(r, 1), by the sign of A."""
+        return torch.where(cells.advantages > 0, torch.ones_like(ratio), ratio.clamp(max=1.0))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -26,13 +26,6 @@ Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
 
 CANARIES = 4
 """Pictures of the first evaluation that every later one scores again, to notice a reward model that changed."""
-
-
-@runtime_checkable
-class Averages(Protocol):
-    """A LightningModule that may keep a moving average of its weights, which is then what gets evaluated."""
-
-    def averaged(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -172,7 +165,7 @@ class Evaluation(pl.Callback):
                 f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use DisaggregatedStrategy"
             )
         with _span(trainer, rl_step):
-            with pl_module.averaged() if isinstance(pl_module, Averages) else nullcontext():
+            with getattr(pl_module, "averaged", nullcontext)():  # the moving average, where there is one
                 local = self.sample(engine, trainer.global_rank, trainer.world_size)
             pictures = self._gather(trainer, local)
             if not trainer.is_global_zero:

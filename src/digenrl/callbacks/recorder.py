@@ -5,25 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from digenrl.record.run_dir import METRICS, append_event, append_jsonl
-
-
-@runtime_checkable
-class OffersStepFacts(Protocol):
-    """A strategy that can tell what the last RL step cost."""
-
-    def step_facts(self) -> Mapping[str, float]:
-        """Facts of the RL step that just ended, on global rank zero, without any collective.
-
-        Keys that reports know: samples, step_s, samples_per_s, staleness_max, predicted_step_s, bubble.
-        """
-        ...
 
 
 class Recorder(pl.Callback):
@@ -56,9 +44,8 @@ class Recorder(pl.Callback):
             return
         if trainer.optimizers:
             metrics.setdefault("lr", float(trainer.optimizers[0].param_groups[0]["lr"]))
-        facts: dict[str, Any] = {"step_s": elapsed}
-        if isinstance(trainer.strategy, OffersStepFacts):
-            facts.update(trainer.strategy.step_facts())
+        # What the strategy knows of the step: samples, samples_per_s, staleness_max, predicted_step_s, bubble, ...
+        facts: dict[str, Any] = {"step_s": elapsed, **getattr(trainer.strategy, "step_facts", dict)()}
         line = {"kind": "step", "rl_step": trainer.current_epoch + 1, "time": time.time(), **metrics, **facts}
         append_jsonl(Path(trainer.default_root_dir) / METRICS, line)
 

@@ -47,10 +47,20 @@ class Kernel(ABC):
     gaussian: ClassVar[bool] = True
     """True if `log_prob` is the log-density of N(mean, S^2); False for Flow-CPS, which drops the variance."""
 
+    level: ClassVar[str] = "noise_level"
+    """Name of the field that scales the noise."""
+
+    def __post_init__(self) -> None:
+        value = getattr(self, self.level)
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(
+                f"{self.level} must be finite and >= 0, got {value}: 0 is the deterministic ODE, training needs > 0"
+            )
+
     @property
-    @abstractmethod
     def stochastic(self) -> bool:
         """False at noise level 0: no log-prob exists, nothing can be trained."""
+        return bool(getattr(self, self.level) > 0)
 
     @abstractmethod
     def moments(
@@ -114,13 +124,9 @@ class FlowSDE(Kernel):
     wan_pipeline_with_logprob.py:81)."""
 
     def __post_init__(self) -> None:
-        _check_level("noise_level", self.noise_level)
+        super().__post_init__()
         if self.max_scale is not None and self.max_scale <= 0:
             raise ValueError(f"max_scale must be positive or null, got {self.max_scale}: LongCat uses 0.45")
-
-    @property
-    def stochastic(self) -> bool:
-        return self.noise_level > 0
 
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
@@ -140,15 +146,9 @@ class DanceSDE(Kernel):
     train_grpo_flux.py:131).
     """
 
+    level: ClassVar[str] = "eta"
     eta: float = 0.3
     """0.3 for images and SkyReels, 0.25 for HunyuanVideo (DanceGRPO scripts/finetune)."""
-
-    def __post_init__(self) -> None:
-        _check_level("eta", self.eta)
-
-    @property
-    def stochastic(self) -> bool:
-        return self.eta > 0
 
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
@@ -172,15 +172,11 @@ class FlowCPS(Kernel):
     """a in [0, 1]. 0.8 is recommended by yifan123/flow_grpo's README ("Training Speed")."""
 
     def __post_init__(self) -> None:
-        _check_level("noise_level", self.noise_level)
+        super().__post_init__()
         if self.noise_level > 1:
             raise ValueError(
                 f"FlowCPS noise_level is an angle in quarter turns and must be in 0..1, got {self.noise_level}: use 0.8"
             )
-
-    @property
-    def stochastic(self) -> bool:
-        return self.noise_level > 0
 
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
@@ -202,8 +198,3 @@ def _wide(x: Tensor, v: Tensor, *sigmas: Tensor) -> tuple[Tensor, ...]:
     dtype = torch.promote_types(torch.promote_types(v.dtype, x.dtype), torch.float32)
     x, v = x.to(dtype), v.to(dtype)
     return (x, v, *(rows.to(x).reshape(-1, *([1] * (x.ndim - 1))) for rows in sigmas))
-
-
-def _check_level(name: str, value: float) -> None:
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} must be finite and >= 0, got {value}: 0 is the deterministic ODE, training needs > 0")

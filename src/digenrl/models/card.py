@@ -12,21 +12,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.models.diffusers_export import LORA_FILE, PIPELINES
 
-NUMBERS = (
-    "status",
-    "rl_steps",
-    "reward_first",
-    "reward_last",
-    "heldout_first",
-    "heldout_last",
-    "diversity_ratio",
-    "nn_distance_first",
-    "nn_distance_last",
-    "wall_s",
-    "samples_per_s",
-)
-"""Entries of summary.json that the card repeats."""
-
 
 def write_card(
     folder: Path, run: Path, config: Mapping[str, Any], transformer_class: str, weights: str, samples: Sequence[Path]
@@ -50,7 +35,7 @@ def write_card(
         build=config["model"].get("build"),
         lora=config["model"].get("lora"),
         lora_file=LORA_FILE,
-        numbers={key: numbers[key] for key in NUMBERS if numbers.get(key) is not None},
+        numbers=numbers,
         pictures=shown,
         pipeline=PIPELINES[transformer_class],
         samples=samples,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.models.latents import pack as pack
-from digenrl.models.latents import unpack
+from digenrl.models.latents import token_positions, unpack
 from digenrl.models.policy import Policy, RecomputeConfig
 
 BASE_FILE = Path(__file__).with_name("digits_base.safetensors")
@@ -77,14 +77,6 @@ def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
             bag = torch.tensor([_word_vector(word, "bag") for word in words])
             pooled[row] = bag.sum(dim=0) / math.sqrt(len(words))
     return {"text": text, "pooled": pooled}
-
-
-def token_positions() -> tuple[Tensor, Tensor]:
-    """Rotary positions of image tokens [16, 3] (row, column on axes 1, 2, as FLUX) and of the text [4, 3] (zeros)."""
-    image = torch.zeros(TOKENS, 3)
-    index = torch.arange(TOKENS)
-    image[:, 1], image[:, 2] = index // (SIDE // PATCH), index % (SIDE // PATCH)
-    return image, torch.zeros(TEXT_LENGTH, 3)
 
 
 class DigitsPolicy(Policy):
@@ -146,9 +138,9 @@ class DigitsPolicy(Policy):
             keep_reference=keep_reference,
         )
         self.shift = float(shift)
-        image_positions, text_positions = token_positions()
-        self.register_buffer("image_positions", image_positions, persistent=False)
-        self.register_buffer("text_positions", text_positions, persistent=False)
+        patches = SIDE // PATCH
+        self.register_buffer("image_positions", token_positions(patches, patches).float(), persistent=False)
+        self.register_buffer("text_positions", torch.zeros(TEXT_LENGTH, 3), persistent=False)
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """Velocity [B, 16, 4] of latents [B, 16, 4] at sigmas [B] under `text` [B, 4, 32] and `pooled` [B, 32]."""

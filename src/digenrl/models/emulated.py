@@ -34,13 +34,8 @@ class Durations:
 
     def scaled(self, factor: float) -> Durations:
         """All durations times `hardware.time_scale`."""
-        return replace(
-            self,
-            encode=self.encode * factor,
-            step=self.step * factor,
-            decode=self.decode * factor,
-            cell=self.cell * factor,
-        )
+        seconds = {name: getattr(self, name) * factor for name in ("encode", "step", "decode", "cell")}
+        return replace(self, **seconds)
 
 
 class _Sleep(torch.autograd.Function):

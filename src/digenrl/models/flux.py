@@ -8,10 +8,14 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor
 
-from digenrl.models.latents import unpack
+from digenrl.models.latents import token_positions, unpack
 from digenrl.models.pipeline import DiffusersPolicy
 
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+ATTENTION = tuple(
+    f"attn.{name}"
+    for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+)
+SINGLE_ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v")
 FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
 
@@ -25,6 +29,9 @@ class FluxPolicy(DiffusersPolicy):
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     embedded_guidance = True
     packed = True
+    attention = ATTENTION
+    feed_forward = FEED_FORWARD
+    single_attention = SINGLE_ATTENTION
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         guidance = None
@@ -38,7 +45,7 @@ class FluxPolicy(DiffusersPolicy):
             pooled_projections=condition["pooled"],
             encoder_hidden_states=text,
             txt_ids=torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
-            img_ids=self._positions().to(text.device, text.dtype),
+            img_ids=token_positions(self.height // 16, self.width // 16).to(text.device, text.dtype),
             return_dict=False,
         )[0]
 
@@ -54,18 +61,3 @@ class FluxPolicy(DiffusersPolicy):
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         images = unpack(latents, *self.image_grid()) / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(images, return_dict=False)[0]
-
-    @classmethod
-    def lora_names(cls, config: Any, preset: str) -> list[str]:
-        """Double blocks: 8 attention layers (and 4 of the feed-forward networks); single blocks: query, key, value."""
-        layers = [f"attn.{name}" for name in ATTENTION] + (list(FEED_FORWARD) if preset == "attention_ff" else [])
-        singles = ("attn.to_q", "attn.to_k", "attn.to_v")
-        return cls.layer_names("transformer_blocks", config.num_layers, layers) + cls.layer_names(
-            "single_transformer_blocks", config.num_single_layers, singles
-        )
-
-    def _positions(self) -> Tensor:
-        """Rotary positions [N, 3] of the packed tokens: (0, row, column)."""
-        rows, columns = self.height // 16, self.width // 16
-        grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(rows * columns, 2)
-        return torch.nn.functional.pad(grid, (1, 0))

@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 from torch import Tensor
 
-from digenrl.models.flux import ATTENTION, FEED_FORWARD
+from digenrl.models.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
 from digenrl.models.pipeline import DiffusersPolicy
 
 TEMPLATE_TOKENS = 95
@@ -16,7 +16,10 @@ TEMPLATE_TOKENS = 95
 
 
 class HunyuanVideoPolicy(DiffusersPolicy):
-    """HunyuanVideo text-to-video; arguments in `DiffusersPolicy`."""
+    """HunyuanVideo text-to-video; arguments in `DiffusersPolicy`.
+
+    LoRA leaves the token refiner frozen, whose layer names end like those of the blocks.
+    """
 
     family = "hunyuan_video"
     pipelines = ("HunyuanVideoPipeline",)
@@ -25,6 +28,10 @@ class HunyuanVideoPolicy(DiffusersPolicy):
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     temporal_stride = 4
     embedded_guidance = True
+    attention = ATTENTION
+    feed_forward = FEED_FORWARD
+    single_attention = SINGLE_ATTENTION
+    single_feed_forward = ("proj_mlp",)
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         guidance = torch.full_like(sigmas, self.guidance_scale).to(self.dtype) * 1000.0
@@ -63,14 +70,3 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
         self.require_template(pipeline.tokenizer, DEFAULT_PROMPT_TEMPLATE["template"], TEMPLATE_TOKENS)
-
-    @classmethod
-    def lora_names(cls, config: Any, preset: str) -> list[str]:
-        """Double blocks: 8 attention layers (and 4 of the feed-forward networks); single blocks: query, key, value
-        (and proj_mlp). The token refiner, whose layer names end alike, stays frozen."""
-        full = preset == "attention_ff"
-        layers = [f"attn.{name}" for name in ATTENTION] + (list(FEED_FORWARD) if full else [])
-        singles = ["attn.to_q", "attn.to_k", "attn.to_v"] + (["proj_mlp"] if full else [])
-        return cls.layer_names("transformer_blocks", config.num_layers, layers) + cls.layer_names(
-            "single_transformer_blocks", config.num_single_layers, singles
-        )

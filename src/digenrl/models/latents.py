@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 CHANNELS = 16
 """Latent channels of every family here."""
@@ -33,6 +34,11 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
     batch, _, channels = tokens.shape
     patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(batch, channels // 4, height, width)
+
+
+def token_positions(rows: int, columns: int) -> Tensor:
+    """Rotary positions [rows * columns, 3] of packed tokens as FLUX counts them: (0, row, column)."""
+    return pad(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(rows * columns, 2), (1, 0))
 
 
 def denormalise(latents: Tensor, config: Any) -> Tensor:

@@ -11,6 +11,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -62,6 +63,13 @@ class DiffusersPolicy(Policy):
     packed: ClassVar[bool] = False
     """Whether latents are tokens [N, 4C] of 2x2 patches."""
     embedded_guidance: ClassVar[bool] = False
+    attention: ClassVar[tuple[str, ...]]
+    """Layers of each block of the first list that the LoRA preset "attention" adapts ..."""
+    feed_forward: ClassVar[tuple[str, ...]]
+    """... and those that "attention_ff" adds."""
+    single_attention: ClassVar[tuple[str, ...]] = ()
+    """Likewise of the second list (single-stream blocks)."""
+    single_feed_forward: ClassVar[tuple[str, ...]] = ()
     unread: ClassVar[frozenset[str]] = frozenset()
     """Modules of the last block (of the first list) that only its unread text output depends on, or that are absent.
 
@@ -147,8 +155,6 @@ class DiffusersPolicy(Policy):
         self.negative_prompt = negative_prompt
         self.offload_encoders = offload_encoders
         self.vae_dtype, self.vae_tiling = getattr(torch, vae_dtype), vae_tiling
-        self._encoders: list[Any] = []
-        self._vae: list[nn.Module] = []
 
     @classmethod
     def check(cls, settings: Mapping[str, Any]) -> None:
@@ -162,14 +168,6 @@ class DiffusersPolicy(Policy):
             pretrained.require_family(str(settings["path"]), cls.pipelines, cls.family)
 
     # ---- what a family implements
-
-    @classmethod
-    @abstractmethod
-    def lora_names(cls, config: Any, preset: str) -> list[str]:
-        """Every layer that `preset` ("attention" or "attention_ff") adapts in a transformer of this configuration.
-
-        `unread` layers are left out.
-        """
 
     @abstractmethod
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
@@ -186,7 +184,7 @@ class DiffusersPolicy(Policy):
 
     def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """One text at a time: values must not depend on which prompts happened to be encoded together."""
-        pipeline = self._pipeline()
+        pipeline = self._pipeline
         modules = [module for module in pipeline.components.values() if isinstance(module, nn.Module)]
         device = self.device
         for module in modules:
@@ -200,7 +198,7 @@ class DiffusersPolicy(Policy):
 
     def decode(self, latents: Tensor) -> Tensor:
         """[B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32, decoded one sample at a time."""
-        vae = self._decoder().to(latents.device)
+        vae = self._decoder.to(latents.device)
         with torch.no_grad():
             rows = [self.decode_latents(vae, row.unsqueeze(0).to(self.vae_dtype)) for row in latents]
         if self.offload_encoders:
@@ -234,12 +232,19 @@ class DiffusersPolicy(Policy):
     # ---- helpers of the families
 
     @classmethod
-    def layer_names(cls, blocks: str, count: int, layers: Sequence[str]) -> list[str]:
-        """Full names of `layers` in each of `count` blocks; in the last one without `unread`."""
+    def lora_names(cls, config: Any, preset: str) -> list[str]:
+        """Every layer that `preset` ("attention" or "attention_ff") adapts in a transformer of this configuration."""
+        full = preset == "attention_ff"
+        layers = (
+            cls.attention + cls.feed_forward * full,
+            cls.single_attention + cls.single_feed_forward * full,
+        )
+        counts = (config.num_layers, getattr(config, "num_single_layers", 0))
         return [
             f"{blocks}.{i}.{layer}"
+            for blocks, chosen, count in zip(cls.block_lists, layers, counts, strict=False)
             for i in range(count)
-            for layer in layers
+            for layer in chosen
             if i < count - 1 or layer not in cls.unread
         ]
 
@@ -270,36 +275,35 @@ class DiffusersPolicy(Policy):
         """Latent height and width in pixels of the VAE's output."""
         return self.height // 8, self.width // 8
 
+    @cached_property
     def _pipeline(self) -> Any:
-        if not self._encoders:
-            import diffusers
+        """The family's pipeline with its text encoders alone. (A cached property is no submodule.)"""
+        import diffusers
 
-            pretrained.hide_progress_bars()
-            pretrained.require_family(self.path, self.pipelines, self.family)
-            for name in pretrained.model_index(self.path):
-                if name.startswith("text_encoder"):
-                    pretrained.require_shards(self.path, name)
-            try:
-                pipeline = getattr(diffusers, self.pipelines[0]).from_pretrained(
-                    self.path, torch_dtype=self.dtype, local_files_only=True, **self.pipeline_components()
-                )
-            except (OSError, ValueError) as error:
-                message = pretrained.missing_message(self.path, "text encoders or tokenizers", str(error)[:200])
-                raise pretrained.CheckpointError(message) from error
-            # The pipeline says of every cut prompt what `report_long_prompt` says once.
-            logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
-            self.check_encoders(pipeline)
-            self._encoders.append(pipeline)
-        return self._encoders[0]
+        pretrained.hide_progress_bars()
+        pretrained.require_family(self.path, self.pipelines, self.family)
+        for name in pretrained.model_index(self.path):
+            if name.startswith("text_encoder"):
+                pretrained.require_shards(self.path, name)
+        try:
+            pipeline = getattr(diffusers, self.pipelines[0]).from_pretrained(
+                self.path, torch_dtype=self.dtype, local_files_only=True, **self.pipeline_components()
+            )
+        except (OSError, ValueError) as error:
+            message = pretrained.missing_message(self.path, "text encoders or tokenizers", str(error)[:200])
+            raise pretrained.CheckpointError(message) from error
+        # The pipeline says of every cut prompt what `report_long_prompt` says once.
+        logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
+        self.check_encoders(pipeline)
+        return pipeline
 
+    @cached_property
     def _decoder(self) -> Any:
-        if not self._vae:
-            vae: Any = pretrained.load_component(self.vae_class, self.path, "vae", self.vae_dtype)
-            vae.requires_grad_(False)
-            if self.vae_tiling:
-                vae.enable_tiling()
-            self._vae.append(vae)
-        return self._vae[0]
+        vae: Any = pretrained.load_component(self.vae_class, self.path, "vae", self.vae_dtype)
+        vae.requires_grad_(False)
+        if self.vae_tiling:
+            vae.enable_tiling()
+        return vae
 
     def _lora(self, lora: Mapping[str, Any], config: Any) -> LoraSpec:
         spec = LoraSpec.from_config(lora)
@@ -309,12 +313,14 @@ class DiffusersPolicy(Policy):
         return replace(spec, targets=tuple(re.escape(name) for name in names), expected=len(names))
 
     def _dynamic_shift(self, config: Mapping[str, Any]) -> float:
-        """mu, linear in the number of packed image tokens (diffusers' calculate_shift, black-forest-labs/flux)."""
+        """mu, linear in the number of packed image tokens (black-forest-labs/flux)."""
+        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+        names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
+        names |= {name: name for name in ("base_shift", "max_shift")}
+        given = {argument: config[name] for argument, name in names.items() if name in config}
         tokens = (self.height // self.spatial_stride) * (self.width // self.spatial_stride)
-        low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-        slope = (top - base) / (high - low)
-        return float(tokens * slope + (base - slope * low))
+        return float(calculate_shift(tokens, **given))
 
     @staticmethod
     def _compute_dtype(dtype: str, build: str) -> torch.dtype:

@@ -15,7 +15,6 @@ from digenrl.models.pipeline import DiffusersPolicy
 
 TEMPLATE_TOKENS = 34
 """Tokens of the chat template before the prompt, which the pipeline drops from the hidden states."""
-FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 
 class QwenImagePolicy(DiffusersPolicy):
@@ -26,6 +25,8 @@ class QwenImagePolicy(DiffusersPolicy):
     transformer_class = QwenImageTransformer2DModel
     vae_class = AutoencoderKLQwenImage
     packed = True
+    attention = ATTENTION
+    feed_forward = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
     unread = frozenset(
         {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2"}
     )
@@ -64,9 +65,3 @@ class QwenImagePolicy(DiffusersPolicy):
     def check_encoders(self, pipeline: Any) -> None:
         """The template before the prompt must be exactly the 34 tokens that the pipeline drops."""
         self.require_template(pipeline.tokenizer, pipeline.prompt_template_encode, TEMPLATE_TOKENS)
-
-    @classmethod
-    def lora_names(cls, config: Any, preset: str) -> list[str]:
-        """8 attention layers a block (and 4 of the two feed-forward networks), less the last block's text output."""
-        layers = [f"attn.{name}" for name in ATTENTION] + (list(FEED_FORWARD) if preset == "attention_ff" else [])
-        return cls.layer_names("transformer_blocks", config.num_layers, layers)

@@ -12,12 +12,17 @@ from digenrl.models.pipeline import DiffusersPolicy
 
 
 class SD3Policy(DiffusersPolicy):
-    """SD3.5 medium and large; arguments in `DiffusersPolicy`."""
+    """SD3.5 medium and large; arguments in `DiffusersPolicy`.
+
+    LoRA leaves the second attention of the dual blocks (attn2) frozen, as in Flow-GRPO's target list.
+    """
 
     family = "sd3"
     pipelines = ("StableDiffusion3Pipeline",)
     transformer_class = SD3Transformer2DModel
     vae_class = AutoencoderKL
+    attention = ATTENTION
+    feed_forward = FEED_FORWARD
     unread = frozenset(
         {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"}
     )
@@ -48,12 +53,3 @@ class SD3Policy(DiffusersPolicy):
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         images = latents / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(images, return_dict=False)[0]
-
-    @classmethod
-    def lora_names(cls, config: Any, preset: str) -> list[str]:
-        """8 attention layers a block (and 4 of the feed-forward networks), less the last block's text output.
-
-        The second attention of SD3.5's dual blocks (attn2) stays frozen, as in Flow-GRPO's target list.
-        """
-        layers = [f"attn.{name}" for name in ATTENTION] + (list(FEED_FORWARD) if preset == "attention_ff" else [])
-        return cls.layer_names("transformer_blocks", config.num_layers, layers)

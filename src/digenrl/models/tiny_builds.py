@@ -11,8 +11,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,14 @@ from torch import nn
 from digenrl.models import tiny_tokenizers as tokenizers
 from digenrl.models.pretrained import hide_progress_bars
 
-WIDTH = 32
-"""Width of every text encoder but SD3's T5."""
 TEXT_LENGTH = 64
 """Tokens that a tiny build's main encoder takes: 512 would cost six times the image's."""
 _PARTS_FILE = Path(__file__).with_suffix(".yaml")
+_ENCODERS_FILE = Path(__file__).with_name("tiny_encoders.yaml")
 BUILDERS: dict[str, dict[str, Any]] = yaml.safe_load(_PARTS_FILE.read_text())
 """Family -> the parts that its tiny pipeline is built of."""
+ENCODERS: dict[str, dict[str, Any]] = yaml.safe_load(_ENCODERS_FILE.read_text())
+"""Text encoder in `BUILDERS` -> its tokenizer, class and configuration."""
 
 
 def cache_root() -> Path:
@@ -81,7 +80,8 @@ def build(family: str, folder: Path, seed: int = 0) -> None:
 
 
 def _digest() -> str:
-    parts = [path.read_bytes() for path in (Path(__file__), Path(tokenizers.__file__), _PARTS_FILE)]
+    files = (Path(__file__), Path(tokenizers.__file__), tokenizers.DATA, _PARTS_FILE, _ENCODERS_FILE)
+    parts = [path.read_bytes() for path in files]
     parts += [f"{name}=={version(name)}".encode() for name in ("diffusers", "transformers", "tokenizers", "torch")]
     return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
 
@@ -93,107 +93,25 @@ def _pipeline(family: str) -> Any:
     parts: dict[str, Any] = {}
     for name, part in BUILDERS[family].items():
         if name.startswith("text_encoder"):
-            tokenizer, parts[name] = ENCODERS[part]()
-            parts[name.replace("text_encoder", "tokenizer")] = tokenizer
+            parts[name.replace("text_encoder", "tokenizer")], parts[name] = _encoder(part)
         elif name != "pipeline":
             parts[name] = getattr(diffusers, part["class"])(**{key: part[key] for key in part if key != "class"})
     return getattr(diffusers, BUILDERS[family]["pipeline"])(**parts)
 
 
-def _sizes(tokenizer: Any, layers: int) -> dict[str, Any]:
-    """What the small CLIP and LLaMA have in common."""
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": WIDTH,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_hidden_layers": layers,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+def _encoder(name: str) -> tuple[Any, Any]:
+    """(tokenizer, text encoder) of an entry of tiny_encoders.yaml."""
+    import transformers
 
+    spec = ENCODERS[name]
+    tokenizer = getattr(tokenizers, spec["tokenizer"])()
 
-def _clip(projected: bool = False) -> tuple[Any, Any]:
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+    def resolved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: resolved(item) for key, item in value.items()}
+        if isinstance(value, str) and value.startswith("<"):
+            return len(tokenizer) if value == "<vocabulary>" else tokenizer.convert_tokens_to_ids(value)
+        return value
 
-    tokenizer = tokenizers.clip()
-    model = CLIPTextModelWithProjection if projected else CLIPTextModel
-    return tokenizer, model(CLIPTextConfig(**_sizes(tokenizer, 2), projection_dim=WIDTH))
-
-
-def _t5(width: int = WIDTH, multilingual: bool = False) -> tuple[Any, Any]:
-    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
-
-    tokenizer = tokenizers.t5()
-    config_class, model_class = (UMT5Config, UMT5EncoderModel) if multilingual else (T5Config, T5EncoderModel)
-    config = config_class(
-        vocab_size=len(tokenizer),
-        d_model=width,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-        dropout_rate=0.0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
-    )
-    return tokenizer, model_class(config)
-
-
-def _llama() -> tuple[Any, Any]:
-    from transformers import LlamaConfig, LlamaModel
-
-    tokenizer = tokenizers.llama3()
-    return tokenizer, LlamaModel(LlamaConfig(**_sizes(tokenizer, 4), num_key_value_heads=2))
-
-
-def _qwen() -> tuple[Any, Any]:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    tokenizer, ids = tokenizers.qwen()
-    text = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": len(tokenizer),
-        "rope_theta": 1e6,
-        "rope_scaling": {"mrope_section": [2, 3, 3], "rope_type": "default", "type": "default"},
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|im_end|>"],
-        "pad_token_id": ids["<|endoftext|>"],
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": WIDTH,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": WIDTH,
-        "fullatt_block_indexes": [0],
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        vision_token_id=ids["<|vision_pad|>"],
-    )
-    return tokenizer, Qwen2_5_VLForConditionalGeneration(config)
-
-
-ENCODERS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "clip": _clip,
-    "clip_projected": partial(_clip, projected=True),
-    "t5": _t5,
-    "wide_t5": partial(_t5, width=2 * WIDTH),
-    "umt5": partial(_t5, multilingual=True),
-    "llama": _llama,
-    "qwen": _qwen,
-}
-"""Name in tiny_builds.yaml -> (tokenizer, text encoder)."""
+    model = getattr(transformers, spec["class"])
+    return tokenizer, model(model.config_class(**resolved(spec["config"])))

@@ -12,31 +12,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-COLOURS = ("red", "green", "blue", "yellow", "cyan", "magenta", "white", "black", "orange", "purple")
-SHAPES = ("circle", "square", "triangle", "cross", "star", "ring")
-SENTENCES = (
-    "a photo of the number seven, moving from left to right",
-    "a video of one two three four five six eight nine dogs and cats running",
-    'a sign that says "hello world"',
-    "a cat in the rain at night, cinematic light, shallow depth of field",
-)
+DATA = Path(__file__).with_suffix(".yaml")
+"""The captions' parts, and the special tokens and word splits of the real tokenizers."""
+_DATA: dict[str, Any] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
 TEMPLATE_REPEATS = 50
 MERGES = 600
-_QWEN = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
-_LLAMA = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id")
-QWEN_SPECIAL = tuple(f"<|{name}|>" for name in _QWEN)
-LLAMA_SPECIAL = (*(f"<|{name}|>" for name in _LLAMA), "<pad>")
-CLIP_SPLIT = (
-    r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"  # openai/CLIP
-)
-GPT_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"  # QwenLM/Qwen2.5, byte-level BPE
-)
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
@@ -45,16 +31,17 @@ def corpus() -> list[str]:
     from diffusers import QwenImagePipeline
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
-    captions = [f"a {a} {s} on a {b} background" for a, s, b in itertools.product(COLOURS, SHAPES, COLOURS)]
+    colours, shapes = _DATA["colours"], _DATA["shapes"]
+    captions = [f"a {a} {s} on a {b} background" for a, s, b in itertools.product(colours, shapes, colours)]
     qwen = QwenImagePipeline(None, None, None, None, None).prompt_template_encode
-    return captions + list(SENTENCES) + [qwen, DEFAULT_PROMPT_TEMPLATE["template"]] * TEMPLATE_REPEATS
+    return captions + _DATA["sentences"] + [qwen, DEFAULT_PROMPT_TEMPLATE["template"]] * TEMPLATE_REPEATS
 
 
 def clip() -> Any:
     """A CLIPTokenizer: lower case, words end in </w>, 77 tokens."""
     from transformers import CLIPTokenizer
 
-    split = pre_tokenizers.Split(Regex(CLIP_SPLIT), behavior="removed", invert=True)
+    split = pre_tokenizers.Split(Regex(_DATA["clip_split"]), behavior="removed", invert=True)
     vocabulary, merges = _train_bpe(
         pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)]),
         [text.lower() for text in corpus()],
@@ -79,28 +66,27 @@ def t5() -> Any:
     return T5TokenizerFast(vocab=vocabulary, extra_ids=0, additional_special_tokens=[], model_max_length=512)
 
 
-def qwen() -> tuple[Any, dict[str, int]]:
-    """A Qwen2Tokenizer and its vocabulary."""
+def qwen() -> Any:
+    """A Qwen2Tokenizer with the special tokens of Qwen2.5-VL."""
     from transformers import Qwen2Tokenizer
 
-    vocabulary, merges = _train_byte_level(QWEN_SPECIAL)
-    vocabulary |= {special: len(vocabulary) + index for index, special in enumerate(QWEN_SPECIAL)}
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary, merges=merges, additional_special_tokens=list(QWEN_SPECIAL[1:]), model_max_length=2048
-    )
-    return tokenizer, vocabulary
+    special = _DATA["qwen_special"]
+    vocabulary, merges = _train_byte_level(special)
+    vocabulary |= {token: len(vocabulary) + index for index, token in enumerate(special)}
+    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special[1:], model_max_length=2048)
 
 
 def llama3() -> Any:
     """A byte-level BPE tokenizer with LLaMA 3's special tokens; every text starts with <|begin_of_text|>."""
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary, merges = _train_byte_level(LLAMA_SPECIAL)
+    special = _DATA["llama_special"]
+    vocabulary, merges = _train_byte_level(special)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = _byte_level()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(LLAMA_SPECIAL))
-    start = LLAMA_SPECIAL[0]
+    tokenizer.add_special_tokens(special)
+    start = special[0]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[start, "$A"], special_tokens=[(start, tokenizer.token_to_id(start))]
     )
@@ -115,12 +101,12 @@ def llama3() -> Any:
 
 
 def _byte_level() -> Any:
-    split = pre_tokenizers.Split(Regex(GPT_SPLIT), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(_DATA["gpt_split"]), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, byte_level])
 
 
-def _train_byte_level(special: tuple[str, ...]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _train_byte_level(special: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
     texts = corpus()
     for token in special:
         texts = [text.replace(token, "") for text in texts]

@@ -20,6 +20,8 @@ class WanPolicy(DiffusersPolicy):
     vae_class = AutoencoderKLWan
     block_lists = ("blocks",)
     temporal_stride = 4
+    attention = tuple(f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0"))
+    feed_forward = ("ffn.net.0.proj", "ffn.net.2")
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return self.network(
@@ -36,11 +38,3 @@ class WanPolicy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         return vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
-
-    @classmethod
-    def lora_names(cls, config: Any, preset: str) -> list[str]:
-        """8 attention layers a block (self and text attention), and the two of its feed-forward network."""
-        layers = [f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")]
-        if preset == "attention_ff":
-            layers += ["ffn.net.0.proj", "ffn.net.2"]
-        return cls.layer_names("blocks", config.num_layers, layers)

@@ -277,7 +277,7 @@ class RewardClient:
     async def _ask(self, endpoint: _Endpoint, request: tuple[bytes, str, int] | None) -> Tensor | None:
         if endpoint.limits is None:
             description = self._parse(frames.decode_description, await self._exchange(endpoint, "GET", "/identity"))
-            self._pin(endpoint, Identity(description.identity.model_id, description.identity.weights_digest))
+            self._pin(endpoint, description.identity)
             endpoint.limits = description.limits
         if request is None:
             return None

@@ -81,13 +81,6 @@ class ScoreRequest(_Strict):
         return self
 
 
-class WireIdentity(_Strict):
-    """An `Identity`."""
-
-    model_id: str = Field(min_length=1, max_length=1024)
-    weights_digest: str = Field(min_length=1, max_length=256)
-
-
 class ScoreItem(_Strict):
     """One sample: exactly one of a finite score and the reason why there is none."""
 
@@ -107,7 +100,7 @@ class ScoreResponse(_Strict):
 
     protocol: _Protocol
     request_id: str
-    identity: WireIdentity
+    identity: Identity
     scores: list[ScoreItem]
 
 
@@ -124,7 +117,7 @@ class ServiceDescription(_Strict):
     """Answer of GET /identity."""
 
     protocol: _Protocol
-    identity: WireIdentity
+    identity: Identity
     limits: WireLimits
 
 
@@ -218,7 +211,7 @@ def decode_response(document: bytes, request_id: str, samples: int) -> tuple[Ten
     scores = torch.tensor([math.nan if item.score is None else item.score for item in response.scores])
     if torch.isinf(scores).any():
         raise WireError("A score exceeds the range of fp32.")
-    return scores, Identity(response.identity.model_id, response.identity.weights_digest)
+    return scores, response.identity
 
 
 def decode_description(document: bytes) -> ServiceDescription:

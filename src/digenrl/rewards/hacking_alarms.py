@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from digenrl.rewards.protocol import laplacian, luma
 
@@ -58,12 +59,9 @@ def of_evaluations(
     rows: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows.setdefault(prompt, []).append(row)
-    longest = max(map(len, rows.values()))
     for name, values in scores.items():
-        groups = torch.full((len(rows), longest), math.nan)
-        for group, members in enumerate(rows.values()):
-            groups[group, : len(members)] = torch.from_numpy(values[members])
-        found.append(variance_collapse(name, groups))
+        groups = [torch.from_numpy(values[members]) for members in rows.values()]
+        found.append(variance_collapse(name, pad_sequence(groups, batch_first=True, padding_value=math.nan)))
     return [alarm for alarm in found if alarm is not None]
 
 

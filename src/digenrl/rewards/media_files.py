@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -61,11 +62,7 @@ def _video(path: Path, max_frames: int) -> np.ndarray:
         import imageio.v3 as imageio
     except ImportError as error:
         raise ImportError("reading videos needs imageio: pip install 'digenrl[video]'") from error
-    frames = []
-    for frame in imageio.imiter(path):
-        frames.append(np.asarray(Image.fromarray(frame).convert("RGB")))
-        if len(frames) == max_frames:
-            break
+    frames = [np.asarray(Image.fromarray(frame).convert("RGB")) for frame in islice(imageio.imiter(path), max_frames)]
     if not frames:
         raise ValueError("it has no frames")
     return np.stack(frames)

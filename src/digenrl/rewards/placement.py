@@ -46,10 +46,3 @@ def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | N
 
         return ProcessScorer(plain(scorer))
     return build_scorer(scorer) if described else scorer
-
-
-def close_scorer(scorer: Scorer) -> None:
-    """Calls the scorer's `close()` where it has one."""
-    close = getattr(scorer, "close", None)
-    if close is not None:
-        close()

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 from torch.nn import functional
 
@@ -50,11 +51,12 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """What answered: pinned by a run, so that a swapped reward model is noticed."""
+    """What answered: pinned by a run, so that a swapped reward model is noticed. The bounds hold on the wire."""
 
-    model_id: str
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+    model_id: Annotated[str, Field(min_length=1, max_length=1024)]
     """Name of the model and of the settings that change its scores."""
-    weights_digest: str
+    weights_digest: Annotated[str, Field(min_length=1, max_length=256)]
     """Hex digest of the weights; "none" for a scorer without any."""
 
 
@@ -129,6 +131,11 @@ def sample_frames(media: Tensor, count: int) -> Tensor:
         return frames
     index = [(2 * i + 1) * total // (2 * count) for i in range(count)]
     return frames[:, index]
+
+
+def rgb_bytes(media: Tensor, count: int) -> Tensor:
+    """[B, min(F, count), 3, H, W] uint8 on the CPU: `sample_frames` of `media` as pictures."""
+    return as_rgb(sample_frames(media, count)).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
 
 
 def resolve_device(device: str) -> torch.device:

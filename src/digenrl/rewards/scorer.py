@@ -22,6 +22,8 @@ from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
 
 Scores = dict[str, Tensor]
+_Key = tuple[bytes, int, bool] | None
+"""(hash of a sample, prompt's uid, held-out rewards too); None = not kept."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class AsyncScorer:
 
     def __init__(self, suite: RewardSuite) -> None:
         self.suite = suite
-        self._cache: OrderedDict[tuple[bytes, int, bool], dict[str, float]] = OrderedDict()
+        self._cache: OrderedDict[_Key, dict[str, float]] = OrderedDict()
         self._queue: queue.Queue[_Task | None] = queue.Queue(max(1, suite.pending))
         self._closed = False
         self._lock = threading.Lock()
@@ -159,23 +161,18 @@ class AsyncScorer:
         prompts = [prompt for task in batch for prompt in task.prompts]
         heldout = batch[0].heldout
         keys = self._keys(media, prompts, heldout)
-        fresh = [row for row, key in enumerate(keys) if key is None or key not in self._cache]
-        rows: list[dict[str, float]] = [{} for _ in prompts]
-        for row, key in enumerate(keys):
-            if key is not None and key in self._cache:
-                self._cache.move_to_end(key)
-                rows[row] = self._cache[key]
-        if fresh:
+        known = {row: self._cache[key] for row, key in enumerate(keys) if key in self._cache}
+        for row in known:
+            self._cache.move_to_end(keys[row])
+        if fresh := [row for row in range(len(prompts)) if row not in known]:
             scores = self.suite.score(media[fresh], [prompts[row] for row in fresh], heldout)
             for position, row in enumerate(fresh):
-                rows[row] = {name: values[position].item() for name, values in scores.items()}
-                self._remember(keys[row], rows[row])
-        ends = torch.tensor([len(task.prompts) for task in batch]).cumsum(0).tolist()
-        return [_columns(rows[end - len(task.prompts) : end]) for task, end in zip(batch, ends, strict=True)]
+                known[row] = {name: values[position].item() for name, values in scores.items()}
+                self._remember(keys[row], known[row])
+        rows = iter(range(len(prompts)))
+        return [_columns([known[next(rows)] for _ in task.prompts]) for task in batch]
 
-    def _keys(
-        self, media: Tensor, prompts: Sequence[Prompt], heldout: bool
-    ) -> list[tuple[bytes, int, bool]] | list[None]:
+    def _keys(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool) -> list[_Key]:
         if not self.suite.cache_size:
             return [None] * len(prompts)
         shape = str(tuple(media.shape[1:])).encode()
@@ -184,7 +181,7 @@ class AsyncScorer:
             for sample, prompt in zip(media, prompts, strict=True)
         ]
 
-    def _remember(self, key: tuple[bytes, int, bool] | None, scores: dict[str, float]) -> None:
+    def _remember(self, key: _Key, scores: dict[str, float]) -> None:
         """Keeps complete scores only: a missing one is asked for again."""
         if key is None or any(value != value for value in scores.values()):
             return

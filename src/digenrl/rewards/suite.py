@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from digenrl.rewards.placement import close_scorer, place_scorer
+from digenrl.rewards.placement import place_scorer
 from digenrl.rewards.protocol import (
     Identity,
     RewardError,
@@ -95,22 +95,19 @@ class RewardSuite:
         self.pending, self.max_batch, self.cache_size = pending, max_batch, cache_size
         self.max_missing_share, self.min_missing_samples = max_missing_share, min_missing_samples
         self.weights: dict[str, float] = {}
-        self._scorers: dict[str, Scorer] = {}
         for name, entry in rewards.items():
             _check_entry(name, entry, _ENTRY_KEYS)
             self.weights[name] = _checked_weight(name, entry.get("weight", 1.0))
-            self._scorers[name] = place_scorer(
-                name, entry["scorer"], entry.get("placement") or placement, urls.get(name)
-            )
         if not any(self.weights.values()):
             raise ValueError(
                 f"Every reward weight of {sorted(self.weights)} is 0: nothing would be optimised; give one a weight."
             )
         for name, entry in heldout.items():
             _check_entry(name, entry, _HELDOUT_KEYS)
-            self._scorers[name] = place_scorer(
-                name, entry["scorer"], entry.get("placement") or placement, urls.get(name)
-            )
+        self._scorers: dict[str, Scorer] = {
+            name: place_scorer(name, entry["scorer"], entry.get("placement") or placement, urls.get(name))
+            for name, entry in {**rewards, **heldout}.items()
+        }
         self.names: tuple[str, ...] = tuple(rewards)
         self.heldout: tuple[str, ...] = tuple(heldout)
         self.on_missing: Callable[[str, int, str], None] = lambda name, samples, cause: None
@@ -194,14 +191,14 @@ class RewardSuite:
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError for the first prompt that some scorer could never score: call it before a run begins."""
         for scorer in self._scorers.values():
-            check = getattr(scorer, "check_prompts", None)
-            if check is not None:
+            if check := getattr(scorer, "check_prompts", None):
                 check(prompts)
 
     def close(self) -> None:
         """Stops processes and connections of the scorers. Idempotent."""
         for scorer in self._scorers.values():
-            close_scorer(scorer)
+            if close := getattr(scorer, "close", None):
+                close()
 
 
 def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:

@@ -149,15 +149,10 @@ class RolloutEngine:
             uid=prompt.uid,
             first_sample=task.first_sample,
             version=task.version,
-            steps=samples.steps,
             sigmas=self._grid,
-            latents=samples.latents,
-            next_latents=samples.next_latents,
-            log_probs=samples.log_probs,
             rewards={},
             condition=self.policy.encode([prompt]),
-            final=samples.final if self._keep_final or plan.forward_process else None,
-            means=samples.means,
+            **vars(samples) | {"final": samples.final if self._keep_final or plan.forward_process else None},
         )
         finished: Future[Trajectory] = Future()
 
