@@ -89,8 +89,7 @@ class Display:
             return
         self._shown = now
         if self._live is None:
-            self._stream.write(self.line() + "\n")
-            self._stream.flush()
+            print(self.line(), file=self._stream, flush=True)
         else:
             self._live.update(self.view(), refresh=True)
 
@@ -101,8 +100,7 @@ class Display:
             self._live.stop()
             self._live = None
         elif self._steps:
-            self._stream.write(self.line() + "\n")
-            self._stream.flush()
+            print(self.line(), file=self._stream, flush=True)
 
     def line(self) -> str:
         """The run's state in one line, with what the ranks do counted."""

@@ -24,7 +24,7 @@ from digenrl.config import Composed
 from digenrl.config.help import Arguments, command_help, read_arguments
 
 if TYPE_CHECKING:
-    from digenrl.types import Prompt, TrainBatch, Trajectory
+    from digenrl.types import TrainBatch, Trajectory
 
 REPEATS = 5
 """Timed calls of each kind of work, after one that warms up."""
@@ -120,7 +120,7 @@ def measure(config: Any) -> dict[str, Measured]:
         return generation
 
     try:
-        encode = _timed(lambda: _without_gradient(policy.encode_prompts, [prompt.text]), 1)
+        encode = _timed(lambda: torch.no_grad()(policy.encode_prompts)([prompt.text]), 1)
         generation = generate()
         media = engine.decode(generation)
         batch = training_batch(engine.score(generation, media).result(), spec, engine.reward_weights).to(device)
@@ -133,7 +133,7 @@ def measure(config: Any) -> dict[str, Measured]:
             "encode": encode,
             "generate": _timed(generate, rows),
             "decode": _timed(lambda: engine.decode(generation), rows),
-            "score": _timed(lambda: rewards.score(media, _same(prompt, rows)), rows),
+            "score": _timed(lambda: rewards.score(media, [prompt] * rows), rows),
             "train": _timed(train, rows * len(batch.blocks[0].steps)),
         }
     finally:
@@ -186,17 +186,6 @@ def _timed(work: Callable[[], Any], units: int) -> Measured:
         seconds.append((time.perf_counter() - began) / units)
     kept = seconds[1:]
     return Measured(statistics.median(kept), min(kept), max(kept), units)
-
-
-def _without_gradient(work: Callable[..., Any], *arguments: Any) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return work(*arguments)
-
-
-def _same(prompt: Prompt, rows: int) -> list[Prompt]:
-    return [prompt] * rows
 
 
 def lines(table: Mapping[str, Measured]) -> list[str]:
