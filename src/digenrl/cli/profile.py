@@ -144,24 +144,12 @@ def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, floa
     """The micro-batch that trains as many steps of the task as `schedule.tsp.batch` puts into one forward."""
     import torch
 
-    from digenrl.types import CellBlock, TrainBatch
+    from digenrl.schedule.claims import Claim
+    from digenrl.transport.cells import Part, pack
+    from digenrl.types import TrainBatch
 
-    steps = slice(0, spec.tsp_batch)
-    block = CellBlock(
-        step=0,
-        group=0,
-        uid=trajectory.uid,
-        first_sample=0,
-        version=0,
-        steps=trajectory.steps[steps],
-        sigmas=trajectory.sigmas,
-        latents=trajectory.latents[:, steps],
-        next_latents=trajectory.next_latents[:, steps],
-        log_probs=trajectory.log_probs[:, steps],
-        condition=trajectory.condition,
-        final=trajectory.final,
-        means=None if trajectory.means is None else trajectory.means[:, steps],
-    )
+    steps = range(len(trajectory.steps))
+    block = Part(pack(trajectory, steps, Claim(0, 0, 0), 0.0)).block(steps[: spec.tsp_batch])
     ranks = torch.linspace(0.0, 1.0, spec.group_size).repeat(spec.prompts, 1)  # unequal, so that every loss term counts
     return TrainBatch(
         blocks=(block,),
