@@ -19,7 +19,10 @@ from digenrl.simulate.outcome import Outcome, evaluate
 PROMISING = 6
 """Disaggregated candidates of the lowest floors that are simulated, of each kind; half for steps of many samples."""
 MANY_SAMPLES = 600
-"""From here on simulating a step takes tenths of a second, so fewer are."""
+"""From here on simulating a step takes tenths of a second, so fewer are, and the neighbourhood of 2 of each kind, not
+of 4, is searched."""
+ROUNDS = 2
+"""The neighbourhood of the best is searched so often."""
 
 
 class PlanError(ValueError):
@@ -49,19 +52,14 @@ class Plan:
         return next((outcome for outcome in self.outcomes if tests[kind](outcome.candidate)), None)
 
 
-def make_plan(costing: Costing, fine: int | None = None, rounds: int = 2) -> Plan:
+def make_plan(costing: Costing) -> Plan:
     """Search for the fastest way to run `costing`.
-
-    Args:
-        fine: candidates of each kind whose neighbourhood is searched (default: 4; 2 for steps of many samples, which
-            take longer to simulate),
-        rounds: this many times.
 
     Raises:
         PlanError: no candidate fits; says what is missing where.
     """
     bound = costing.bound()
-    fine = fine or (2 if costing.work.samples > MANY_SAMPLES else 4)
+    fine = 2 if costing.work.samples > MANY_SAMPLES else 4
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
@@ -79,7 +77,7 @@ def make_plan(costing: Costing, fine: int | None = None, rounds: int = 2) -> Pla
 
     for coarse in (_colocated(costing), *(_promising(costing, _disaggregated(costing, steps)) for steps in (0, 1))):
         best = tried(coarse)
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             around = [near for outcome in best[:fine] for near in _neighbours(costing, outcome.candidate)]
             better = tried([*(outcome.candidate for outcome in best), *around])
             improved = bool(better) and better[0].step_s < best[0].step_s * 0.999
