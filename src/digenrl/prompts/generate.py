@@ -130,17 +130,16 @@ def contents() -> dict[str, str]:
         stride = len(records) // heldout
         kept = [record for index, record in enumerate(records) if index % stride != stride - 1]
         held = [record for index, record in enumerate(records) if index % stride == stride - 1]
-        suffix, write = ("jsonl", _json_lines) if name == "signs" else ("txt", _text_lines)
-        files[f"{name}.{suffix}"], files[f"{name}_heldout.{suffix}"] = write(kept), write(held)
+        for part, chosen in ((name, kept), (f"{name}_heldout", held)):
+            if name == "signs":
+                files[f"{part}.jsonl"] = _json_lines(chosen)
+            else:
+                files[f"{part}.txt"] = "".join(record["prompt"] + "\n" for record in chosen)
     return files
 
 
 def _json_lines(records: list[Record]) -> str:
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
-def _text_lines(records: list[Record]) -> str:
-    return "".join(record["prompt"] + "\n" for record in records)
 
 
 def main() -> None:
