@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from digenrl.record.run_dir import END, REPORT, SUMMARY, TRACE, append_event, write_json
@@ -58,7 +57,7 @@ def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     if warnings:
         summary = build_summary(run, warnings)
         write_json(run.path / SUMMARY, summary)
-    page = Path(run.path / f".{REPORT}.tmp")
+    page = run.path / f".{REPORT}.tmp"
     page.write_text(render(run, summary), encoding="utf-8")
     page.replace(run.path / REPORT)
     return summary

@@ -106,16 +106,13 @@ def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> 
 
 def _why_nothing(costing: Costing) -> str:
     """Why even the smallest candidates cannot run: colocated, and half of the GPUs in either role."""
-    gpus, size = costing.hardware.gpus, task_sizes(costing)[0]
-    trials = {"colocated": costing.candidate(gpus, 0, sharding="fsdp", task_size=size)}
-    if any(pool.role == "rollout" for pool in costing.hardware.pools):
-        trials.clear()
+    gpus, size, pools = costing.hardware.gpus, task_sizes(costing)[0], costing.hardware.pools
+    training, generating = (sum(p.count for p in pools if p.role == role) for role in ("trainer", "rollout"))
+    trials = {}
+    if not generating:
+        trials["colocated"] = costing.candidate(gpus, 0, sharding="fsdp", task_size=size)
     if gpus > 1:
-        trainers = gpus // 2
-        counts = {
-            role: sum(p.count for p in costing.hardware.pools if p.role == role) for role in ("trainer", "rollout")
-        }
-        trainers = max(counts["trainer"], min(trainers, gpus - counts["rollout"]))
+        trainers = max(training, min(gpus // 2, gpus - generating))
         trials[f"{trainers} trainers"] = costing.candidate(trainers, gpus - trainers, sharding="fsdp", task_size=size)
     reasons = [
         f"{name}: {', '.join(costing.misfits(trial))}"
@@ -123,7 +120,7 @@ def _why_nothing(costing: Costing) -> str:
         if trial.trainers and _allowed(costing, trial)
     ]
     if not reasons:
-        roles = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in costing.hardware.pools)
+        roles = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in pools)
         return f"the pools' roles leave no GPU to train ({roles}): set the role of one of them to auto or trainer."
     remedy = "Use more or larger GPUs, LoRA, a smaller resolution or fewer frames."
     return f"nothing fits: {'; '.join(reasons)}. {remedy}"
