@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -98,23 +98,17 @@ class PromptSampler:
         return sorted(self._by_uid, key=key)
 
 
-class DataSettings(Protocol):
-    """The `data` group of a configuration."""
-
-    prompts: str
-    heldout: str | None
-    prompts_per_batch: int
-    group_size: int
-
-
 class PromptData(pl.LightningDataModule):
     """The prompts of a run as Lightning's datamodule.
 
     Trainers do not iterate it: the Strategy puts its stream of fragments in the place of `train_dataloader`, and every
     rank asks `sampler` which prompts an RL step has.
+
+    Args:
+        settings: the `data` group of a configuration.
     """
 
-    def __init__(self, settings: DataSettings, seed: int) -> None:
+    def __init__(self, settings: Any, seed: int) -> None:
         super().__init__()
         self.prompts = load_prompts(settings.prompts)
         self.heldout = self.prompts if settings.heldout is None else load_prompts(settings.heldout)

@@ -89,8 +89,7 @@ class Display:
             return
         self._shown = now
         if self._live is None:
-            self._stream.write(self.line() + "\n")
-            self._stream.flush()
+            print(self.line(), file=self._stream, flush=True)
         else:
             self._live.update(self.view(), refresh=True)
 
@@ -101,8 +100,7 @@ class Display:
             self._live.stop()
             self._live = None
         elif self._steps:
-            self._stream.write(self.line() + "\n")
-            self._stream.flush()
+            print(self.line(), file=self._stream, flush=True)
 
     def line(self) -> str:
         """The run's state in one line, with what the ranks do counted."""
@@ -128,11 +126,12 @@ class Display:
         body = Table.grid(padding=(0, 2))
         body.add_row("reward", *self._curve(self._steps, "reward", "blue"))
         body.add_row("held-out", *self._curve(self._evals, "heldout", "dark_orange"))
-        rate = self._steps[-1].get("samples_per_s") if self._steps else None
-        body.add_row("samples/s", number(rate, 1), Text(self._pace(), style="dim"))
+        last = self._steps[-1] if self._steps else {}
+        pace = f"{duration(last['step_s'])} per step" if is_number(last.get("step_s")) else "starting"
+        body.add_row("samples/s", number(last.get("samples_per_s"), 1), Text(pace, style="dim"))
         ranks = Table.grid(padding=(0, 2))
         for name, state in self._rank_rows():
-            ranks.add_row(Text(name, style="dim"), Text(state, style=_style(state)))
+            ranks.add_row(Text(name, style="dim"), Text(state, style="yellow" if state.startswith("wait") else "green"))
         parts: list[RenderableType] = [head, body, ranks]
         if self._last_event is not None:
             parts.append(Text(_told(self._last_event), style="dim", no_wrap=True, overflow="ellipsis"))
@@ -154,10 +153,6 @@ class Display:
     def _eta(self) -> float | None:
         recent = [float(row["step_s"]) for row in self._steps[-10:] if is_number(row.get("step_s"))]
         return median(recent) * (self._total - self._done) if recent else None
-
-    def _pace(self) -> str:
-        step_s = self._steps[-1].get("step_s") if self._steps else None
-        return f"{duration(step_s)} per step" if is_number(step_s) else "starting"
 
     def _curve(self, rows: Sequence[Row], key: str, colour: str) -> tuple[str, Text]:
         values = [float(row[key]) for row in rows if is_number(row.get(key))]
@@ -192,10 +187,6 @@ def final_table(summary: Mapping[str, Any]) -> RenderableType:
 def _activity(state: str) -> str:
     """A state without its numbers: "generate g3" and "generate g4" are one activity."""
     return " ".join(word for word in state.split() if not any(character.isdigit() for character in word)) or state
-
-
-def _style(state: str) -> str:
-    return "yellow" if state.startswith("wait") else "green"
 
 
 def _told(event: Row) -> str:

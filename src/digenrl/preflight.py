@@ -16,7 +16,7 @@ from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.floor import training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
-from digenrl.simulate.memory import Memory
+from digenrl.simulate.memory import GIB, Memory
 from digenrl.simulate.outcome import Outcome
 from digenrl.simulate.planner import fastest
 from digenrl.simulate.workload import Workload, facts
@@ -239,8 +239,7 @@ def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
 
 
 def _parts(use: Memory) -> str:
-    names = ("frozen", "trained", "gradients", "optimizer", "copies", "gathered", "activations", "workspace")
-    held = {name: getattr(use, name) / 2**30 for name in names}
+    held = {name: size / GIB for name, size in vars(use).items()}
     return ", ".join(f"{name} {gib:.1f}" for name, gib in held.items() if gib >= 0.05)
 
 

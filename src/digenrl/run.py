@@ -129,6 +129,7 @@ def build(
         expected=expected,
         checkpoint_io=DirectoryCheckpointIO(),
     )
+    loggers = config.logger.values() if world.rank == 0 and config.logger else ()
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     trainer = configuration.instantiate(
         config.trainer,
@@ -137,7 +138,7 @@ def build(
         max_epochs=config.max_rl_steps,
         accumulate_grad_batches=micro_batches_per_update(spec, world.trainers),
         callbacks=[*named, *callbacks],
-        logger=_loggers(config, world, session),
+        logger=[configuration.instantiate(logger)(save_dir=str(session.run_dir)) for logger in loggers],
         default_root_dir=str(session.run_dir),
     )
     return Rank(trainer, module, data, strategy)
@@ -171,12 +172,6 @@ def model_of(config: DictConfig, world: World) -> DictConfig:
     merged = OmegaConf.merge(model, own)
     assert isinstance(merged, DictConfig)
     return merged
-
-
-def _loggers(config: DictConfig, world: World, session: Session) -> list[Any]:
-    if world.rank != 0 or not config.logger:
-        return []
-    return [configuration.instantiate(logger)(save_dir=str(session.run_dir)) for logger in config.logger.values()]
 
 
 def _write_missing(run_dir: Path, rank: int, reward: str, samples: int, cause: str) -> None:

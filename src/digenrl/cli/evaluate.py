@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from digenrl import config as configuration
-from digenrl.config.help import Arguments, RunDirectory, command_help, read_arguments, wants_help
+from digenrl.config.help import Arguments, RunDirectory, own_command
 
 MIRRORS = {
     "data.heldout": "callbacks.evaluation.heldout_prompts",
@@ -149,21 +149,13 @@ def table(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0; 2 when arguments, run or configuration do not fit; 1 without a whole checkpoint."""
-    if wants_help(arguments):
-        print(command_help(__doc__, Request))
-        return 0
-    try:
-        request, words = read_arguments(Request, arguments, others=True)
+
+    def work(request: Request, words: list[str]) -> None:
         result = evaluate(request, words)
-    except (configuration.ConfigError, ValueError, FileNotFoundError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except NoCheckpoint as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(table(result), file=sys.stderr)
-    print(Path(result["run"]) / RESULT)
-    return 0
+        print(table(result), file=sys.stderr)
+        print(Path(result["run"]) / RESULT)
+
+    return own_command(Request, __doc__, arguments, work, others=True, failures=NoCheckpoint)
 
 
 if __name__ == "__main__":

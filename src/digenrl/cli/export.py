@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from digenrl import config as configuration
-from digenrl.config.help import Arguments, Folder, RunDirectory, command_help, read_arguments, wants_help
+from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
 
 NOTES = {
     "trained": "the weights after the last update",
@@ -103,21 +103,11 @@ def read_weights(checkpoint: Path, weights: str) -> tuple[dict[str, Any], str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0; 2 when arguments, run or configuration do not fit; 1 without usable weights."""
-    if wants_help(arguments):
-        print(command_help(__doc__, Request))
-        return 0
     allowance = [word for word in arguments if word.startswith("allow_targets=")]
-    try:
-        request, _ = read_arguments(Request, [word for word in arguments if word not in allowance])
-        folder = export(request, allowance)
-    except (configuration.ConfigError, ValueError, FileNotFoundError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(folder)
-    return 0
+    own = [word for word in arguments if word not in allowance]
+    return own_command(
+        Request, __doc__, own, lambda request, _: print(export(request, allowance)), failures=RuntimeError
+    )
 
 
 if __name__ == "__main__":

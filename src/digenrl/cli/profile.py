@@ -24,7 +24,7 @@ from digenrl.config import Composed
 from digenrl.config.help import Arguments, command_help, read_arguments
 
 if TYPE_CHECKING:
-    from digenrl.types import Prompt, TrainBatch, Trajectory
+    from digenrl.types import TrainBatch, Trajectory
 
 REPEATS = 5
 """Timed calls of each kind of work, after one that warms up."""
@@ -120,7 +120,7 @@ def measure(config: Any) -> dict[str, Measured]:
         return generation
 
     try:
-        encode = _timed(lambda: _without_gradient(policy.encode_prompts, [prompt.text]), 1)
+        encode = _timed(lambda: torch.no_grad()(policy.encode_prompts)([prompt.text]), 1)
         generation = generate()
         media = engine.decode(generation)
         batch = training_batch(engine.score(generation, media).result(), spec, engine.reward_weights).to(device)
@@ -133,7 +133,7 @@ def measure(config: Any) -> dict[str, Measured]:
             "encode": encode,
             "generate": _timed(generate, rows),
             "decode": _timed(lambda: engine.decode(generation), rows),
-            "score": _timed(lambda: rewards.score(media, _same(prompt, rows)), rows),
+            "score": _timed(lambda: rewards.score(media, [prompt] * rows), rows),
             "train": _timed(train, rows * len(batch.blocks[0].steps)),
         }
     finally:
@@ -144,24 +144,12 @@ def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, floa
     """The micro-batch that trains as many steps of the task as `schedule.tsp.batch` puts into one forward."""
     import torch
 
-    from digenrl.types import CellBlock, TrainBatch
+    from digenrl.schedule.claims import Claim
+    from digenrl.transport.cells import Part, pack
+    from digenrl.types import TrainBatch
 
-    steps = slice(0, spec.tsp_batch)
-    block = CellBlock(
-        step=0,
-        group=0,
-        uid=trajectory.uid,
-        first_sample=0,
-        version=0,
-        steps=trajectory.steps[steps],
-        sigmas=trajectory.sigmas,
-        latents=trajectory.latents[:, steps],
-        next_latents=trajectory.next_latents[:, steps],
-        log_probs=trajectory.log_probs[:, steps],
-        condition=trajectory.condition,
-        final=trajectory.final,
-        means=None if trajectory.means is None else trajectory.means[:, steps],
-    )
+    steps = range(len(trajectory.steps))
+    block = Part(pack(trajectory, steps, Claim(0, 0, 0), 0.0)).block(steps[: spec.tsp_batch])
     ranks = torch.linspace(0.0, 1.0, spec.group_size).repeat(spec.prompts, 1)  # unequal, so that every loss term counts
     return TrainBatch(
         blocks=(block,),
@@ -186,17 +174,6 @@ def _timed(work: Callable[[], Any], units: int) -> Measured:
         seconds.append((time.perf_counter() - began) / units)
     kept = seconds[1:]
     return Measured(statistics.median(kept), min(kept), max(kept), units)
-
-
-def _without_gradient(work: Callable[..., Any], *arguments: Any) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return work(*arguments)
-
-
-def _same(prompt: Prompt, rows: int) -> list[Prompt]:
-    return [prompt] * rows
 
 
 def lines(table: Mapping[str, Measured]) -> list[str]:

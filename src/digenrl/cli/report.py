@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pydantic import Field
 from rich.console import Console
 
-from digenrl.config import ConfigError
-from digenrl.config.help import Arguments, RunDirectory, command_help, read_arguments, wants_help
+from digenrl.config.help import Arguments, RunDirectory, own_command
 from digenrl.display import final_table
 from digenrl.record.run_dir import REPORT
 from digenrl.report.build import rebuild
@@ -28,18 +27,12 @@ class Request(Arguments):
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0, or 2 when the arguments or the directory do not fit."""
-    if wants_help(arguments):
-        print(command_help(__doc__, Request))
-        return 0
-    try:
-        request, _ = read_arguments(Request, arguments)
-        summary = rebuild(request.run)
-    except (ConfigError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    Console(stderr=True).print(final_table(summary))
-    print(request.run / REPORT)
-    return 0
+
+    def work(request: Request, _: list[str]) -> None:
+        Console(stderr=True).print(final_table(rebuild(request.run)))
+        print(request.run / REPORT)
+
+    return own_command(Request, __doc__, arguments, work)
 
 
 if __name__ == "__main__":

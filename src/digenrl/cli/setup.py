@@ -116,10 +116,8 @@ def torch_and_devices() -> Iterator[Finding]:
 def processor() -> Iterator[Finding]:
     """Cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores < 2:
-        yield Finding("cores", "warning", "1: rollout and trainer ranks take turns, expect twice the time")
-    else:
-        yield Finding("cores", "ok", str(cores))
+    slow = "1: rollout and trainer ranks take turns, expect twice the time"
+    yield Finding("cores", "ok", str(cores)) if cores > 1 else Finding("cores", "warning", slow)
 
 
 def memory() -> Iterator[Finding]:
@@ -145,12 +143,9 @@ def disk() -> Iterator[Finding]:
 def limits() -> Iterator[Finding]:
     """Open files: every rank holds a few sockets to every other."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_OPEN_FILES:
-        yield Finding(
-            "open files", "warning", f"limit {soft}: raise it (`ulimit -n {min(hard, 65536)}`) for many ranks"
-        )
-    else:
-        yield Finding("open files", "ok", f"limit {soft}")
+    level: Level = "ok" if soft >= MIN_OPEN_FILES else "warning"
+    note = "" if level == "ok" else f": raise it (`ulimit -n {min(hard, 65536)}`) for many ranks"
+    yield Finding("open files", level, f"limit {soft}{note}")
 
 
 def configurations() -> Iterator[Finding]:

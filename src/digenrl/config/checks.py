@@ -13,7 +13,7 @@ from digenrl import prompts
 from digenrl.config.compose import KnownKeys
 from digenrl.config.relations import relation_problems
 from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
-from digenrl.config.targets import target_problems
+from digenrl.config.targets import nodes, target_problems
 from digenrl.config.validation import problems_by_key, shown
 from digenrl.record.redact import MASK, is_secret_name, redact_text
 
@@ -68,20 +68,9 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     return node(config, ""), problems
 
 
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, list):
-        for index, item in enumerate(tree):
-            yield from _leaves(item, f"{path}[{index}]")
-    else:
-        yield path, tree
-
-
 def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterator[str]:
     """Wherever it stands: a number that is not finite, and a secret."""
-    for path, value in _leaves(tree):
+    for path, value in nodes(tree):
         if isinstance(value, float) and not math.isfinite(value) and path.partition("[")[0] not in reported:
             yield f"{path} = {value}: is not finite; use a finite number."
         elif isinstance(value, str) and value and is_secret_name(path):
@@ -93,15 +82,11 @@ def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterat
             yield f"{path} = {redact_text(value)}: was masked when the run's config.yaml was written; set it again."
 
 
-def _trainer_problems(tree: Mapping[str, Any]) -> list[str]:
-    trainer = tree.get("trainer")
-    if not isinstance(trainer, Mapping):
-        return []
-    return [
-        f"trainer.{key} = {shown(trainer[key])}: is derived; {remedy}."
-        for key, remedy in DERIVED_TRAINER_KEYS.items()
-        if key in trainer
-    ]
+def _trainer_problems(tree: Mapping[str, Any]) -> Iterator[str]:
+    trainer = tree["trainer"] if isinstance(tree.get("trainer"), Mapping) else {}
+    for key, remedy in DERIVED_TRAINER_KEYS.items():
+        if key in trainer:
+            yield f"trainer.{key} = {shown(trainer[key])}: is derived; {remedy}."
 
 
 def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
+from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of
 from digenrl.record.redact import MASK, is_secret_name, redact_text
 
@@ -71,25 +72,17 @@ def parse_words(words: Sequence[str]) -> tuple[list[Override], list[Override], l
         if override.is_sweep_override():
             problems.append(f"{redact_text(word)}: several values need a sweep; add -m (make sweep).")
         elif key in options:
-            chosen = _group_problem(override, options[key])
-            problems += chosen
-            if not chosen:
+            value = override.value()
+            chosen = value if isinstance(value, list) else [value]
+            wrong = [option for option in chosen if str(option) not in options[key] and not override.is_delete()]
+            problems += [unknown_option(key, "null" if o is None else str(o), options[key]) for o in wrong]
+            if not wrong:
                 groups.append(override)
         elif key.startswith("hydra/"):
             groups.append(override)
         else:
             values.append(override)
     return groups, values, problems
-
-
-def _group_problem(override: Override, options: Sequence[str]) -> list[str]:
-    group, value = override.key_or_group, override.value()
-    chosen = value if isinstance(value, list) else [value]
-    return [
-        unknown_option(group, "null" if option is None else str(option), options)
-        for option in chosen
-        if str(option) not in options and not override.is_delete()
-    ]
 
 
 def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
@@ -137,15 +130,6 @@ def _composition_message(error: Exception) -> str:
     return redact_text("; ".join(kept))
 
 
-def flat_keys(tree: Any, path: str = "") -> Iterator[str]:
-    """Every dotted key of `tree`, inner nodes included."""
-    if isinstance(tree, Mapping):
-        for key, item in tree.items():
-            dotted = f"{path}.{key}" if path else str(key)
-            yield dotted
-            yield from flat_keys(item, dotted)
-
-
 class KnownKeys:
     """The keys of a composed tree and of its schema: what "nearest valid key" may offer."""
 
@@ -154,7 +138,7 @@ class KnownKeys:
         assert isinstance(tree, dict)
         tree.pop("hydra", None)
         self._schema = keys_of(SCHEMAS[config_name])
-        self._keys = sorted({*flat_keys(tree), *self._schema})
+        self._keys = sorted({*(path for path, _ in nodes(tree) if path and "[" not in path), *self._schema})
 
     def unknown(self, key: str, value: Any) -> str:
         """The message for a key that does not exist: key, value, nearest valid key and what that one may hold."""
@@ -169,16 +153,12 @@ class KnownKeys:
         if close is not None:
             allowed = f", allowed: {self._schema[close].allowed}" if close in self._schema else ""
             return f"{key} = {shown}: no such key; nearest: {close}{allowed}."
-        parent = next((p for p in _parents(key) if any(k.startswith(f"{p}.") for k in known)), "")
+        parent = key.rpartition(".")[0]
+        while parent and not any(name.startswith(f"{parent}.") for name in known):
+            parent = parent.rpartition(".")[0]
         inside = [k.removeprefix(f"{parent}.") for k in known if not parent or k.startswith(f"{parent}.")]
         siblings = {name.partition(".")[0] for name in inside}
         return f"{key} = {shown}: no such key; {parent or 'the top level'} has {listing(siblings)}."
-
-
-def _parents(key: str) -> Iterator[str]:
-    while "." in key:
-        key = key.rpartition(".")[0]
-        yield key
 
 
 def _exists(tree: Any, key: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -52,6 +53,34 @@ def read_arguments(schema: type[Own], words: Sequence[str], others: bool = False
     if problems:
         raise ConfigError(problems)
     return schema.model_validate(given), rest if others else []
+
+
+def own_command(
+    schema: type[Own],
+    doc: str | None,
+    words: Sequence[str],
+    work: Callable[[Own, list[str]], None],
+    others: bool = False,
+    failures: type[Exception] | tuple[()] = (),
+) -> int:
+    """`work` with what `read_arguments` read; `--help` prints a page that begins with `doc`.
+
+    Returns:
+        The exit code: 0; 2 when arguments, files or configuration do not fit; 1 for one of `failures`. The error is
+        printed to stderr.
+    """
+    if wants_help(words):
+        print(command_help(doc, schema))
+        return 0
+    try:
+        work(*read_arguments(schema, words, others))
+    except (ConfigError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except failures as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def wants_help(words: Sequence[str]) -> bool:

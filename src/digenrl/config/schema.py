@@ -7,8 +7,10 @@ Defaults are in configs/*.yaml, and nowhere else: a field without a default must
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
 
 
@@ -345,23 +347,7 @@ class ServeReward(Closed):
 SCHEMAS: dict[str, type[Closed]] = {"train": Train, "plan": Plan, "score": Score, "serve_reward": ServeReward}
 """Primary file of configs/ -> what it may hold."""
 
-DERIVED_TRAINER_KEYS: dict[str, str] = {
-    "max_epochs": "set max_rl_steps (one Lightning epoch is one RL step)",
-    "max_steps": "set max_rl_steps",
-    "accumulate_grad_batches": "it follows from schedule.* and algorithm.updates_per_batch",
-    "devices": "set allocation.trainers and allocation.rollouts",
-    "num_nodes": "set the hardware profile",
-    "strategy": "set parallel.sharding",
-    "logger": "set the group logger",
-    "callbacks": "set the group callbacks",
-    "gradient_clip_val": "set algorithm.max_grad_norm",
-    "default_root_dir": "set output_root",
-    "fast_dev_run": "set max_rl_steps=1",
-    "limit_train_batches": "an RL step is one Lightning epoch, and all of it is trained; set data.prompts_per_batch",
-    "overfit_batches": "an RL step is one Lightning epoch, and all of it is trained; set data.prompts_per_batch",
-    "max_time": "ranks would stop one by one; set max_rl_steps, or send SIGTERM, and resume",
-    "reload_dataloaders_every_n_epochs": "the trajectories of the next RL step may already be here; prompts are data.*",
-    "barebones": "reports are made from what it turns off; set logger=none",
-}
+_DERIVED = Path(__file__).with_name("derived_trainer_keys.yaml")
+DERIVED_TRAINER_KEYS: dict[str, str] = yaml.safe_load(_DERIVED.read_text(encoding="utf-8"))
 """Trainer arguments that the rest of the configuration decides, or that would break an RL step -> what to set in their
 place."""

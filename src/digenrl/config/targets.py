@@ -27,16 +27,22 @@ _HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 _Definition = ast.ClassDef | ast.FunctionDef
 
 
-def targets(tree: Any, path: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """(dotted path, target, node) of every node with `_target_`, depth first, inside dicts and lists."""
+def nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, node) of `tree` and of everything inside it, depth first."""
+    yield path, tree
     if isinstance(tree, Mapping):
-        if "_target_" in tree:
-            yield path, tree["_target_"], tree
         for key, item in tree.items():
-            yield from targets(item, f"{path}.{key}" if path else str(key))
+            yield from nodes(item, f"{path}.{key}" if path else str(key))
     elif isinstance(tree, (list, tuple)):
         for index, item in enumerate(tree):
-            yield from targets(item, f"{path}[{index}]")
+            yield from nodes(item, f"{path}[{index}]")
+
+
+def targets(tree: Any) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """(dotted path, target, node) of every node with `_target_`, depth first."""
+    for path, node in nodes(tree):
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield path, node["_target_"], node
 
 
 def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:

@@ -113,17 +113,14 @@ def shown(value: Any) -> str:
     return redact_text(text if len(text) <= 200 else f"{text[:200]}...")
 
 
-def problems_by_key(
-    schema: type[BaseModel], tree: Any, unknown: Callable[[str, Any], str], strict: bool | None = None
-) -> dict[str, str]:
+def problems_by_key(schema: type[BaseModel], tree: Any, unknown: Callable[[str, Any], str]) -> dict[str, str]:
     """Key -> message for everything in `tree` that the schema does not allow.
 
     Args:
         unknown: the message for a key that does not exist, from the key and its value.
-        strict: False reads numbers and flags from text too.
     """
     try:
-        schema.model_validate(tree, strict=strict)
+        schema.model_validate(tree)
     except ValidationError as error:
         found: dict[str, list[_Located]] = {}
         for one in error.errors(include_url=False):

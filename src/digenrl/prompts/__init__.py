@@ -86,7 +86,7 @@ def read(name: str | Path) -> PromptFile:
         content = path.read_bytes()
     except OSError as error:
         raise PromptFileError(f"{path}: cannot be read ({error.strerror}).") from error
-    parse = _text_record if path.suffix == ".txt" else _json_record
+    parse = _json_record if path.suffix == ".jsonl" else lambda text, line: Record(_checked(text, "prompt"), line)
     records: list[Record] = []
     duplicates: list[tuple[int, int]] = []
     problems: list[str] = []
@@ -137,10 +137,6 @@ def _checked(text: Any, name: str) -> str:
     return text
 
 
-def _text_record(text: str, line: int) -> Record:
-    return Record(_checked(text, "prompt"), line)
-
-
 def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number.")
 
@@ -170,11 +166,5 @@ def _json_record(text: str, line: int) -> Record:
     prompt = _checked(fields.pop("prompt"), "prompt")
     if not prompt.strip():
         raise ValueError("prompt is empty.")
-    negative, target = fields.pop("negative", None), fields.pop("target", None)
-    return Record(
-        prompt,
-        line,
-        None if negative is None else _checked(negative, "negative"),
-        None if target is None else _checked(target, "target"),
-        fields,
-    )
+    given = {name: text for name in ("negative", "target") if (text := fields.pop(name, None)) is not None}
+    return Record(prompt, line, **{name: _checked(text, name) for name, text in given.items()}, metadata=fields)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from digenrl.prompts import DIRECTORY
-from digenrl.prompts import vocabulary as v
 
 Record = dict[str, str]
 
 SETS: dict[str, tuple[int, int]] = {"signs": (500, 100), "scenes": (500, 100), "videos": (200, 50)}
 """Name -> (training prompts, held-out prompts)."""
+v = SimpleNamespace(**json.loads((DIRECTORY / "vocabulary.json").read_text(encoding="utf-8")))
+"""The project's own words; `scenes` and `videos` say who fits where."""
 MAX_OVERLAP = 0.6
 """Largest accepted Jaccard overlap of the word sets of two prompts."""
 
@@ -31,8 +33,8 @@ class _Deck:
         self._random = random.Random(seed)
         self._piles: dict[tuple[str, ...], list[str]] = {}
 
-    def draw(self, entries: tuple[str, ...]) -> str:
-        pile = self._piles.setdefault(entries, [])
+    def draw(self, entries: Sequence[str]) -> str:
+        pile = self._piles.setdefault(tuple(entries), [])
         if not pile:
             pile.extend(entries)
             self._random.shuffle(pile)
@@ -50,21 +52,21 @@ def sign_candidates() -> Iterator[Record]:
     while True:
         match deck.draw(kinds):
             case "shop":
-                text, surface = f"{deck.draw(v.FIRST_NAMES)} {deck.draw(v.TRADES)}", deck.draw(v.SHOP_SURFACES)
+                text, surface = f"{deck.draw(v.first_names)} {deck.draw(v.trades)}", deck.draw(v.shop_surfaces)
             case "notice":
-                text, surface = deck.draw(v.NOTICES), deck.draw(v.NOTICE_SURFACES)
+                text, surface = deck.draw(v.notices), deck.draw(v.notice_surfaces)
             case "direction":
-                number = deck.draw(tuple(str(n) for n in range(2, 60)))
-                text, surface = f"{deck.draw(v.PLACES)} {number}", deck.draw(v.DIRECTION_SURFACES)
+                number = deck.draw([str(n) for n in range(2, 60)])
+                text, surface = f"{deck.draw(v.places)} {number}", deck.draw(v.direction_surfaces)
             case "title":
-                text, surface = f"{deck.draw(v.TITLE_HEADS)} {deck.draw(v.TITLE_TAILS)}", deck.draw(v.TITLE_SURFACES)
+                text, surface = f"{deck.draw(v.title_heads)} {deck.draw(v.title_tails)}", deck.draw(v.title_surfaces)
             case _:
                 text, surface = (
-                    f"{deck.draw(v.LABEL_GOODS)} {deck.draw(v.LABEL_QUALIFIERS)}",
-                    deck.draw(v.LABEL_SURFACES),
+                    f"{deck.draw(v.label_goods)} {deck.draw(v.label_qualifiers)}",
+                    deck.draw(v.label_surfaces),
                 )
         verb = deck.draw(("that reads", "that says", "with the words", "bearing the text"))
-        yield {"prompt": f'{_capital(surface)} {verb} "{text}", {deck.draw(v.SIGN_LIGHTS)}', "target": text}
+        yield {"prompt": f'{_capital(surface)} {verb} "{text}", {deck.draw(v.sign_lights)}', "target": text}
 
 
 def scene_candidates() -> Iterator[Record]:
@@ -72,15 +74,15 @@ def scene_candidates() -> Iterator[Record]:
     deck = _Deck("scenes")
     while True:
         if deck.draw(("scene", "scene", "composition")) == "scene":
-            subjects, places = v.SCENES[deck.draw(tuple(v.SCENES))]
-            what = f"{_capital(deck.draw(subjects))} {deck.draw(places)}"
-            text = f"{what}, {deck.draw(v.SCENE_LIGHTS)}, {deck.draw(v.SCENE_STYLES)}"
+            setting = v.scenes[deck.draw(list(v.scenes))]
+            what = f"{_capital(deck.draw(setting['subjects']))} {deck.draw(setting['places'])}"
+            text = f"{what}, {deck.draw(v.scene_lights)}, {deck.draw(v.scene_styles)}"
         else:
-            first = f"{deck.draw(v.NUMBERS)} {deck.draw(v.COLOURS)} {deck.draw(v.OBJECTS)}"
-            colour, single = deck.draw(v.COLOURS), deck.draw(v.SINGLE_OBJECTS)
+            first = f"{deck.draw(v.numbers)} {deck.draw(v.colours)} {deck.draw(v.objects)}"
+            colour, single = deck.draw(v.colours), deck.draw(v.single_objects)
             article = "an" if colour[0] in "aeiou" else "a"
-            second = f"{article} {colour} {single} {deck.draw(v.COMPOSITION_PLACES)}"
-            text = f"{_capital(first)} {deck.draw(v.RELATIONS)} {second}"
+            second = f"{article} {colour} {single} {deck.draw(v.composition_places)}"
+            text = f"{_capital(first)} {deck.draw(v.relations)} {second}"
         yield {"prompt": text}
 
 
@@ -88,9 +90,9 @@ def video_candidates() -> Iterator[Record]:
     """Endless {prompt} records: who moves, how, where, and what the camera does."""
     deck = _Deck("videos")
     while True:
-        movers, motions, places = v.VIDEOS[deck.draw(tuple(v.VIDEOS))]
-        who = f"{_capital(deck.draw(movers))} {deck.draw(motions)} {deck.draw(places)}"
-        yield {"prompt": f"{who}, {deck.draw(v.CAMERAS)}"}
+        kind = v.videos[deck.draw(list(v.videos))]
+        who = f"{_capital(deck.draw(kind['movers']))} {deck.draw(kind['motions'])} {deck.draw(kind['places'])}"
+        yield {"prompt": f"{who}, {deck.draw(v.cameras)}"}
 
 
 _CANDIDATES: dict[str, Callable[[], Iterator[Record]]] = {
@@ -120,7 +122,7 @@ def distinct(candidates: Iterator[Record], count: int) -> list[Record]:
 
 def contents() -> dict[str, str]:
     """File name -> content of every generated prompt file."""
-    digits = [{"prompt": f"number {word}", "target": str(value)} for value, word in enumerate(v.DIGITS)]
+    digits = [{"prompt": f"number {word}", "target": str(value)} for value, word in enumerate(v.digits)]
     files = {"digits.jsonl": _json_lines(digits)}
     for name, (train, heldout) in SETS.items():
         records = distinct(_CANDIDATES[name](), train + heldout)
@@ -128,17 +130,16 @@ def contents() -> dict[str, str]:
         stride = len(records) // heldout
         kept = [record for index, record in enumerate(records) if index % stride != stride - 1]
         held = [record for index, record in enumerate(records) if index % stride == stride - 1]
-        suffix, write = ("jsonl", _json_lines) if name == "signs" else ("txt", _text_lines)
-        files[f"{name}.{suffix}"], files[f"{name}_heldout.{suffix}"] = write(kept), write(held)
+        for part, chosen in ((name, kept), (f"{name}_heldout", held)):
+            if name == "signs":
+                files[f"{part}.jsonl"] = _json_lines(chosen)
+            else:
+                files[f"{part}.txt"] = "".join(record["prompt"] + "\n" for record in chosen)
     return files
 
 
 def _json_lines(records: list[Record]) -> str:
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
-def _text_lines(records: list[Record]) -> str:
-    return "".join(record["prompt"] + "\n" for record in records)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ BEFORE_AFTER = "samples/before_after.png"
 LAUNCH = "launch"
 """Kind of the event with which a launcher opens an attempt: the first, and each `make resume`; carries `world`."""
 END = "end"
-"""Kind of the event with which a launcher closes an attempt; carries `status`, `cause` and `world`."""
+"""Kind of the event with which a launcher closes an attempt; carries `status` and `cause`."""
 LOST = "lost"
 """Kind of the event with which a launcher notes a rank's death while the run continues; carries `rank` and `cause`."""
 

@@ -30,7 +30,7 @@ STAGES = (
 WAIT_CAUSES = ("first_fragment", "weights", "tail", "reward", "straggler", "startup")
 """Why a rank waited. A `wait` span carries one of them as `cause`."""
 
-_FIELDS = ("rank", "role", "stage", "start", "end", "step")
+_FIELDS = {"rank": int, "role": str, "stage": str, "start": float, "end": float, "step": int}
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,7 @@ class Span:
         if missing:
             raise ValueError(f"span record lacks {', '.join(missing)}: {dict(record)}.")
         args = {key: value for key, value in record.items() if key not in _FIELDS}
-        return cls(
-            int(record["rank"]),
-            str(record["role"]),
-            str(record["stage"]),
-            float(record["start"]),
-            float(record["end"]),
-            int(record.get("step", -1)),
-            args,
-        )
+        return cls(**{name: kind(record.get(name, -1)) for name, kind in _FIELDS.items()}, args=args)
 
 
 def perfetto(spans: Iterable[Span]) -> dict[str, Any]:

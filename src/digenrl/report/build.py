@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from digenrl.record.run_dir import END, REPORT, SUMMARY, TRACE, append_event, write_json
@@ -15,34 +13,29 @@ from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 
 
-def finish(
-    run_dir: str | os.PathLike[str], status: str, cause: str | None = None, world: Mapping[str, int] | None = None
-) -> dict[str, Any]:
+def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> dict[str, Any]:
     """`close` a run, then `rebuild` what is made from its files. The launcher calls it once, when all ranks are gone.
 
     Args:
         run_dir: the run's directory.
         status: completed | stopped | failed.
         cause: why it stopped or failed; None when it completed.
-        world: role -> ranks; None = as recorded at the launch or seen in the spans.
 
     Raises:
         ValueError: another status.
     """
-    close(run_dir, status, cause, world)
+    close(run_dir, status, cause)
     return rebuild(run_dir)
 
 
-def close(
-    run_dir: str | os.PathLike[str], status: str, cause: str | None = None, world: Mapping[str, int] | None = None
-) -> None:
+def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> None:
     """Record a run's end in events.jsonl, and write summary.json: what must be there even if nothing more can be made.
 
     Args, Raises: see `finish`.
     """
     if status not in ("completed", "stopped", "failed"):
         raise ValueError(f"status = {status!r}: use completed, stopped or failed.")
-    append_event(run_dir, END, {"status": status, "cause": cause} | ({"world": dict(world)} if world else {}))
+    append_event(run_dir, END, {"status": status, "cause": cause})
     run = read_run(run_dir)
     write_json(run.path / SUMMARY, build_summary(run))
 
@@ -64,7 +57,7 @@ def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     if warnings:
         summary = build_summary(run, warnings)
         write_json(run.path / SUMMARY, summary)
-    page = Path(run.path / f".{REPORT}.tmp")
+    page = run.path / f".{REPORT}.tmp"
     page.write_text(render(run, summary), encoding="utf-8")
     page.replace(run.path / REPORT)
     return summary

@@ -8,20 +8,16 @@ from pathlib import Path
 from digenrl.record.run_dir import METRICS
 
 
-def repository_root() -> Path:
-    """Nearest directory upwards of the working directory that holds configs/ (notebooks run in a folder below it)."""
-    here = Path.cwd().resolve()
-    return next((path for path in (here, *here.parents) if (path / "configs").is_dir()), here)
-
-
 def newest(pattern: str, variable: str, remedy: str) -> Path:
-    """The path in environment variable `variable`, else the newest match of `pattern` below outputs/.
+    """The path in environment variable `variable`, else the newest match of `pattern` below outputs/ of the nearest
+    directory upwards that holds configs/ (notebooks run in a folder below it).
 
     Raises:
         FileNotFoundError: there is none; the message ends with `remedy`.
     """
     chosen = os.environ.get(variable)
-    root = repository_root() / "outputs"
+    here = Path.cwd().resolve()
+    root = next((path for path in (here, *here.parents) if (path / "configs").is_dir()), here) / "outputs"
     found = [Path(chosen)] if chosen else sorted(root.glob(pattern), key=lambda path: path.stat().st_mtime)
     if not found or not found[-1].exists():
         raise FileNotFoundError(

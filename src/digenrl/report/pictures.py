@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -17,8 +18,6 @@ from digenrl.record.run_dir import SAMPLES
 from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, FAINT, INK, VERMILION
 
-MAX_PROMPTS = 10
-SAMPLES_PER_PROMPT = 3
 STRIP_FRAMES = 5
 NARROW = 32
 """Pictures up to so many pixels wide are drawn small, ten in a row, under a short caption."""
@@ -83,7 +82,7 @@ def before_after(run: Run) -> Figure | None:
     return comparison(read_samples(files[0]), read_samples(files[-1]))
 
 
-def comparison(before: Samples, after: Samples, prompts: int = MAX_PROMPTS, rows: int = SAMPLES_PER_PROMPT) -> Figure:
+def comparison(before: Samples, after: Samples) -> Figure:
     """Samples of `before` above those of `after` (videos: film strips side by side), matched by prompt and position.
 
     Raises:
@@ -95,9 +94,8 @@ def comparison(before: Samples, after: Samples, prompts: int = MAX_PROMPTS, rows
     if not pairs:
         raise ValueError(f"no prompt in common between RL steps {before.rl_step} and {after.rl_step}")
     if before.is_video:
-        return _film_strips(before, after, pairs, min(prompts, 5))
-    wide = before.media.shape[-1] > NARROW
-    return _image_grid(before, after, pairs, min(prompts, 6 if wide else prompts), min(rows, 2) if wide else rows)
+        return _film_strips(before, after, pairs)
+    return _image_grid(before, after, pairs)
 
 
 def _matched(before: tuple[str, ...], after: tuple[str, ...]) -> dict[str, list[tuple[int, int]]]:
@@ -113,19 +111,11 @@ def _matched(before: tuple[str, ...], after: tuple[str, ...]) -> dict[str, list[
     return dict(pairs)
 
 
-def _image(sample: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[C, H, W] -> [H, W] or [H, W, 3] for imshow."""
-    return sample[0] if sample.shape[0] == 1 else np.moveaxis(sample, 0, -1)
-
-
-def _image_grid(
-    before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]], prompts: int, rows: int
-) -> Figure:
+def _image_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:
+    height, width = before.media.shape[-2:]
+    prompts, rows, cell, head, letters = (10, 3, 0.72, 0.5, 9) if width <= NARROW else (6, 2, 1.55, 0.85, 24)
     texts = list(pairs)[:prompts]
     rows = min(rows, max(len(pairs[text]) for text in texts))
-    height, width = before.media.shape[-2:]
-    cell = 0.72 if width <= NARROW else 1.55
-    head = 0.5 if width <= NARROW else 0.85
     figure = Figure(figsize=(0.75 + cell * len(texts), head + 2 * rows * cell * height / width + 0.15))
     blocks = figure.add_gridspec(
         2, 1, hspace=0.1, left=0.75 / figure.get_figwidth(), right=0.995, bottom=0.01,
@@ -140,18 +130,18 @@ def _image_grid(
                 axes = figure.add_subplot(grid[row, column])
                 axes.set_axis_off()
                 if row < len(pairs[text]):
-                    _show(axes, _image(samples.media[pairs[text][row][side]]))
+                    _show(axes, samples.media[pairs[text][row][side]])
                 if block == 0 and row == 0:
-                    axes.set_title(_caption(text, 9 if width <= NARROW else 24), fontsize=8, fontweight="normal",
-                                   loc="center", color=INK, pad=4)  # fmt: skip
+                    caption = "\n".join(textwrap.wrap(text, letters, max_lines=3, placeholder=" ..."))
+                    axes.set_title(caption, fontsize=8, fontweight="normal", loc="center", color=INK, pad=4)
         box = blocks[block].get_position(figure)
         figure.text(0.3 / figure.get_figwidth(), (box.y0 + box.y1) / 2, title, rotation=90, ha="center", va="center",
                     fontsize=9.5, fontweight="bold", color=colour)  # fmt: skip
     return figure
 
 
-def _film_strips(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]], prompts: int) -> Figure:
-    texts = list(pairs)[:prompts]
+def _film_strips(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:
+    texts = list(pairs)[:5]
     frames = before.media.shape[1]
     height, width = before.media.shape[-2:]
     shown = np.unique(np.linspace(0, frames - 1, min(STRIP_FRAMES, frames)).round().astype(int))
@@ -173,23 +163,19 @@ def _film_strips(before: Samples, after: Samples, pairs: dict[str, list[tuple[in
             for column, frame in enumerate(shown):
                 axes = figure.add_subplot(grid[row, column])
                 axes.set_axis_off()
-                _show(axes, _image(video[frame]))
+                _show(axes, video[frame])
                 if side == 0 and column == 0:
                     axes.set_title(textwrap.shorten(text, 110, placeholder=" ..."), fontsize=8, fontweight="normal",
                                    loc="left", color=FAINT, pad=3)  # fmt: skip
     return figure
 
 
-def _show(axes: object, image: NDArray[np.uint8]) -> None:
-    """One picture; small pixel images keep their hard edges."""
+def _show(axes: Axes, sample: NDArray[np.uint8]) -> None:
+    """One picture [C, H, W]; small pixel images keep their hard edges."""
+    image = sample[0] if len(sample) == 1 else np.moveaxis(sample, 0, -1)
     smooth = "nearest" if image.shape[1] <= 64 else "antialiased"
-    axes.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation=smooth, aspect="equal")  # type: ignore[attr-defined]
+    axes.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation=smooth, aspect="equal")
 
 
 def _moment(samples: Samples, word: str) -> str:
     return f"{word}\nbase model" if samples.rl_step == 0 else f"{word}\nRL step {samples.rl_step}"
-
-
-def _caption(text: str, width: int) -> str:
-    """At most three lines of whole words; what is left out is marked."""
-    return "\n".join(textwrap.wrap(text, width, max_lines=3, placeholder=" ..."))

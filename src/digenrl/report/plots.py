@@ -75,23 +75,17 @@ def draw_all(run: Run) -> list[str]:
     for name, (_, plot) in PICTURES.items():
         path = run.path / name
         try:
-            draw(run, plot, path)
+            with paper_style():
+                figure = plot(run)
+                if figure is None:
+                    path.unlink(missing_ok=True)
+                    continue
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary = path.with_name(f".{path.stem}.tmp.png")
+                figure.savefig(temporary)
+                temporary.replace(path)
         except Exception as error:  # a report must not lose the other pictures to one that fails; it is reported
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(place.filename).name}:{place.lineno}"
             warnings.append(f"{name} could not be drawn: {type(error).__name__}: {error} ({where})")
     return warnings
-
-
-def draw(run: Run, plot: Plot, path: Path) -> bool:
-    """Write one picture; False (and no file) when there is nothing to draw."""
-    with paper_style():
-        figure = plot(run)
-        if figure is None:
-            path.unlink(missing_ok=True)
-            return False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.stem}.tmp.png")
-        figure.savefig(temporary)
-        temporary.replace(path)
-    return True

@@ -87,10 +87,9 @@ class Run:
         pairs = [(int(row["rl_step"]), float(row[key])) for row in rows if is_number(row.get(key))]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
-    def names(self, prefix: str, kind: str = "step") -> list[str]:
-        """Sorted keys of the lines that begin with `prefix` (for example "reward/")."""
-        rows = self.steps if kind == "step" else self.evals
-        return sorted({key for row in rows for key in row if key.startswith(prefix)})
+    def names(self, prefix: str) -> list[str]:
+        """Sorted keys of the step lines that begin with `prefix` (for example "reward/")."""
+        return sorted({key for row in self.steps for key in row if key.startswith(prefix)})
 
     def attempts(self) -> list[list[Row]]:
         """The events of each attempt. Trainers write start or resume; they open an attempt where no launcher did."""
@@ -136,7 +135,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     metrics = _read_jsonl(path / METRICS, warnings)
     events = _read_jsonl(path / EVENTS, warnings)
     spans: list[Span] = []
-    offsets = _attempt_offsets(events)
+    starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]
+    offsets = [start - starts[0] for start in starts] or [0.0]  # seconds from the first start to that of each attempt
     for file in sorted((path / SPANS).glob("rank-*.jsonl")):
         spans += _shift_attempts(_read_spans(file, warnings), offsets)
     steps, evals = _latest(metrics)
@@ -193,12 +193,6 @@ def append_step(rows: list[Row], row: Row) -> None:
     while rows and rows[-1]["rl_step"] >= row["rl_step"]:
         rows.pop()
     rows.append(row)
-
-
-def _attempt_offsets(events: Sequence[Row]) -> list[float]:
-    """Seconds from the first start to the start of each attempt; [0.0] for a run that was never resumed."""
-    starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]
-    return [start - starts[0] for start in starts] or [0.0]
 
 
 def _read_spans(path: Path, warnings: list[str]) -> list[Span]:

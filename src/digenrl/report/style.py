@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
+from pathlib import Path
 
-import matplotlib as mpl
+import matplotlib.style as mpl_style
 
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
 VERMILION, PURPLE, SKY = "#D55E00", "#CC79A7", "#56B4E9"
@@ -21,7 +20,6 @@ STAGE_COLOURS = {
     "decode": SKY,
     "score": "#7A68B8",
     "send": "#B7BDC6",
-    "reduce": "#74C4AA",
     "optimizer": "#006B4E",
     "publish": "#4D4D4D",
     "adopt": "#7D848F",
@@ -38,44 +36,7 @@ CAUSE_COLOURS = {
 }
 """Bubbles: warm hues, one per cause, so that lost time stands out."""
 
-_SETTINGS: Any = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 8.0,
-    "axes.labelsize": 9.5,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "xtick.major.size": 3.0,
-    "ytick.major.size": 0.0,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-    "figure.dpi": 100,
-    "savefig.dpi": 180,
-    "savefig.facecolor": "white",
-    "savefig.bbox": "tight",
-    "savefig.pad_inches": 0.08,
-}
 
-
-@contextmanager
-def paper_style() -> Iterator[None]:
-    """Matplotlib's settings for the body of the `with`; the caller's own are back afterwards."""
-    with mpl.rc_context(_SETTINGS):
-        yield
+def paper_style() -> AbstractContextManager[None]:
+    """Matplotlib's settings for the body of a `with`; the caller's own are back afterwards."""
+    return mpl_style.context(Path(__file__).with_name("paper.mplstyle"))

@@ -23,7 +23,12 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
     the last RL step, `heldout_*` those of the first and the last evaluation; seconds in `bubble` are summed over ranks.
     """
     status, cause = outcome(run)
-    samples, seconds = _sum(run, "samples"), _sum(run, "step_s")
+    samples, seconds = (sum(run.column(key)[1]) for key in ("samples", "step_s"))
+
+    def edge(key: str, index: int, kind: str = "step") -> float | None:
+        values = run.column(key, kind)[1]
+        return values[index] if values else None
+
     return {
         "experiment": experiment(run),
         "status": status,
@@ -33,14 +38,14 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "wall_s": wall_seconds(run),
         "step_s": _median(run, "step_s"),
         "samples_per_s": samples / seconds if samples and seconds else None,
-        "reward_first": _edge(run.steps, "reward", 0),
-        "reward_last": _edge(run.steps, "reward", -1),
-        "heldout_first": _edge(run.evals, "heldout", 0),
-        "heldout_last": _edge(run.evals, "heldout", -1),
-        "diversity_ratio": _edge(run.evals, "diversity_ratio", -1),
-        "nn_distance_first": _edge(run.evals, "nn_distance", 0),
-        "nn_distance_last": _edge(run.evals, "nn_distance", -1),
-        "first_ratio_max_dev": _edge(run.steps, "first_ratio_max_dev", 0),
+        "reward_first": edge("reward", 0),
+        "reward_last": edge("reward", -1),
+        "heldout_first": edge("heldout", 0, "eval"),
+        "heldout_last": edge("heldout", -1, "eval"),
+        "diversity_ratio": edge("diversity_ratio", -1, "eval"),
+        "nn_distance_first": edge("nn_distance", 0, "eval"),
+        "nn_distance_last": edge("nn_distance", -1, "eval"),
+        "first_ratio_max_dev": edge("first_ratio_max_dev", 0),
         "staleness_max": max((int(value) for value in run.column("staleness_max")[1]), default=None),
         "bubble": {role: dict(sorted(causes.items())) for role, causes in sorted(bubbles(run.spans).items())},
         "predicted_step_s": _median(run, "predicted_step_s"),
@@ -120,15 +125,6 @@ def _times(run: Run) -> list[float]:
     return [float(row["time"]) for row in rows if is_number(row.get("time"))]
 
 
-def _edge(rows: Sequence[Row], key: str, index: int) -> float | None:
-    values = [float(row[key]) for row in rows if is_number(row.get(key))]
-    return values[index] if values else None
-
-
 def _median(run: Run, key: str) -> float | None:
     values = run.column(key)[1]
     return median(values) if values else None
-
-
-def _sum(run: Run, key: str) -> float:
-    return sum(run.column(key)[1])

@@ -18,33 +18,24 @@ FRAGMENTATION = 1.05
 class Memory:
     """Bytes of one rank, by what holds them."""
 
-    frozen: int
+    frozen: int = 0
     """Base weights that are not trained, in bf16."""
-    trained: int
+    trained: int = 0
     """Trained weights in fp32."""
-    gradients: int
-    optimizer: int
+    gradients: int = 0
+    optimizer: int = 0
     """Two moments in fp32 (AdamW)."""
-    copies: int
+    copies: int = 0
     """Exponential average, and the published weights that lending keeps."""
-    gathered: int
+    gathered: int = 0
     """Full parameters of the blocks in use (sharded trainers), or a bf16 cast."""
-    activations: int
-    workspace: int
+    activations: int = 0
+    workspace: int = 0
     """Forward without gradients, VAE decode, reserve."""
 
     @property
     def total(self) -> int:
-        return (
-            self.frozen
-            + self.trained
-            + self.gradients
-            + self.optimizer
-            + self.copies
-            + self.gathered
-            + self.activations
-            + self.workspace
-        )
+        return sum(vars(self).values())
 
     @property
     def gib(self) -> float:
@@ -88,11 +79,6 @@ def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Me
     return Memory(
         frozen=0 if full else 2 * parameters,
         trained=(2 if full else 4) * work.trained_parameters,
-        gradients=0,
-        optimizer=0,
-        copies=0,
-        gathered=0,
-        activations=0,
         workspace=int(peak * FRAGMENTATION + RESERVED) + encoder_bytes(work) * encoders,
     )
 

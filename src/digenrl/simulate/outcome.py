@@ -13,7 +13,6 @@ from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.records import Simulated
 from digenrl.simulate.virtual_run import simulate
 
-_STAGE_OF_SPAN = {"lend": "generate"}
 _EXCESS = {
     "encode": "repeated encoding",
     "generate": "generation: batch size, placement",
@@ -64,7 +63,7 @@ class Outcome:
         """Stage, or "wait: cause" -> seconds per step, each GPU's weighted with what the bound says they are worth."""
         table: dict[str, float] = {}
         for (pool, stage, cause), seconds in self.result.seconds.items():
-            name = f"wait: {cause}" if stage == "wait" else _STAGE_OF_SPAN.get(stage, stage)
+            name = f"wait: {cause}" if stage == "wait" else "generate" if stage == "lend" else stage
             table[name] = table.get(name, 0.0) + self.bound.pool_weights[pool] * seconds / self._steps
         return table
 

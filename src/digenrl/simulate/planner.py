@@ -19,7 +19,10 @@ from digenrl.simulate.outcome import Outcome, evaluate
 PROMISING = 6
 """Disaggregated candidates of the lowest floors that are simulated, of each kind; half for steps of many samples."""
 MANY_SAMPLES = 600
-"""From here on simulating a step takes tenths of a second, so fewer are."""
+"""From here on simulating a step takes tenths of a second, so fewer are, and the neighbourhood of 2 of each kind, not
+of 4, is searched."""
+ROUNDS = 2
+"""The neighbourhood of the best is searched so often."""
 
 
 class PlanError(ValueError):
@@ -49,19 +52,14 @@ class Plan:
         return next((outcome for outcome in self.outcomes if tests[kind](outcome.candidate)), None)
 
 
-def make_plan(costing: Costing, fine: int | None = None, rounds: int = 2) -> Plan:
+def make_plan(costing: Costing) -> Plan:
     """Search for the fastest way to run `costing`.
-
-    Args:
-        fine: candidates of each kind whose neighbourhood is searched (default: 4; 2 for steps of many samples, which
-            take longer to simulate),
-        rounds: this many times.
 
     Raises:
         PlanError: no candidate fits; says what is missing where.
     """
     bound = costing.bound()
-    fine = fine or (2 if costing.work.samples > MANY_SAMPLES else 4)
+    fine = 2 if costing.work.samples > MANY_SAMPLES else 4
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
@@ -79,7 +77,7 @@ def make_plan(costing: Costing, fine: int | None = None, rounds: int = 2) -> Pla
 
     for coarse in (_colocated(costing), *(_promising(costing, _disaggregated(costing, steps)) for steps in (0, 1))):
         best = tried(coarse)
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             around = [near for outcome in best[:fine] for near in _neighbours(costing, outcome.candidate)]
             better = tried([*(outcome.candidate for outcome in best), *around])
             improved = bool(better) and better[0].step_s < best[0].step_s * 0.999
@@ -108,16 +106,13 @@ def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> 
 
 def _why_nothing(costing: Costing) -> str:
     """Why even the smallest candidates cannot run: colocated, and half of the GPUs in either role."""
-    gpus, size = costing.hardware.gpus, task_sizes(costing)[0]
-    trials = {"colocated": costing.candidate(gpus, 0, sharding="fsdp", task_size=size)}
-    if any(pool.role == "rollout" for pool in costing.hardware.pools):
-        trials.clear()
+    gpus, size, pools = costing.hardware.gpus, task_sizes(costing)[0], costing.hardware.pools
+    training, generating = (sum(p.count for p in pools if p.role == role) for role in ("trainer", "rollout"))
+    trials = {}
+    if not generating:
+        trials["colocated"] = costing.candidate(gpus, 0, sharding="fsdp", task_size=size)
     if gpus > 1:
-        trainers = gpus // 2
-        counts = {
-            role: sum(p.count for p in costing.hardware.pools if p.role == role) for role in ("trainer", "rollout")
-        }
-        trainers = max(counts["trainer"], min(trainers, gpus - counts["rollout"]))
+        trainers = max(training, min(gpus // 2, gpus - generating))
         trials[f"{trainers} trainers"] = costing.candidate(trainers, gpus - trainers, sharding="fsdp", task_size=size)
     reasons = [
         f"{name}: {', '.join(costing.misfits(trial))}"
@@ -125,7 +120,7 @@ def _why_nothing(costing: Costing) -> str:
         if trial.trainers and _allowed(costing, trial)
     ]
     if not reasons:
-        roles = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in costing.hardware.pools)
+        roles = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in pools)
         return f"the pools' roles leave no GPU to train ({roles}): set the role of one of them to auto or trainer."
     remedy = "Use more or larger GPUs, LoRA, a smaller resolution or fewer frames."
     return f"nothing fits: {'; '.join(reasons)}. {remedy}"
