@@ -102,6 +102,7 @@ def test_every_option_composes(groups: list[str], options: tuple[str | None, ...
     assert not unrelated
 
 
+@pytest.mark.heavy
 def test_the_schema_names_keys_that_exist() -> None:
     """A key that no configuration has would be a stale field. (Pools are named by their users.)"""
     trees = [OmegaConf.to_container(published(name)) for name in EXPERIMENTS]

@@ -18,6 +18,7 @@ WITHOUT = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("package", WITHOUT)
 def test_the_error_names_the_extra(package):
     statement, extra = WITHOUT[package]

@@ -166,6 +166,7 @@ def test_measured_seconds_replace_computed_ones() -> None:
     assert table["train"]["fast"] == pytest.approx(2.0)
 
 
+@pytest.mark.heavy
 def test_a_plan_says_that_it_simulates_the_stock_hooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", f"output_root={tmp_path}", "plan.plot=false"]
     said = "The plan simulates the stock hooks: what patient.Patient overrides is not in these figures."

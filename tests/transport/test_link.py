@@ -17,6 +17,7 @@ from digenrl.cluster.control import Aborted, Control, host_store, join_store
 from digenrl.transport.link import MAX_HELLO_BYTES, SocketLink
 from digenrl.transport.wire import MAGIC, Kind, Message, WireError, encode
 
+pytestmark = pytest.mark.processes
 HOST = "127.0.0.1"
 
 

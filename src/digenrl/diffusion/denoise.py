@@ -85,6 +85,8 @@ class Replay:
     """[b, K], without sqrt(h)."""
     sqrt_h: Tensor
     """[b, K]."""
+    velocity: Tensor
+    """[b, K, *L]."""
 
     @property
     def scale(self) -> Tensor:
@@ -218,6 +220,7 @@ def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
         mean=out.mean.unflatten(0, (rows, count)),
         std=out.std.unflatten(0, (rows, count)),
         sqrt_h=out.sqrt_h.unflatten(0, (rows, count)),
+        velocity=velocity.unflatten(0, (rows, count)),
     )
 
 
