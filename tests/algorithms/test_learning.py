@@ -17,6 +17,8 @@ from tests.algorithms.test_dpo import dpo
 from tests.algorithms.test_nft import nft
 from tests.algorithms.toy_policy import ToyPolicy
 
+pytestmark = pytest.mark.heavy
+
 MAKERS: dict[str, Callable[[ToyPolicy], PolicyModule]] = {
     "flow": lambda p: grpo(p),
     "dance": lambda p: grpo(p, sde=DanceSDE(0.3)),

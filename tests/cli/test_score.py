@@ -11,6 +11,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from digenrl.cli.score import main
 
+pytestmark = pytest.mark.heavy
+
 WORDS = ["HELLO", "Open Now", "BAKERY"]
 
 

@@ -13,6 +13,8 @@ from digenrl.simulate.hardware import Hardware, Pool
 from digenrl.simulate.outcome import evaluate
 from digenrl.simulate.workload import Workload
 
+pytestmark = pytest.mark.heavy
+
 FAST = Pool("fast", "H100", 4, "auto", 80, 989, 3.35, 450, 25, 8)
 SLOW = Pool("slow", "RTX", 4, "auto", 80, 165, 1.0, 32, 25, 8)
 FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pickscore",))

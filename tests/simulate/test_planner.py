@@ -24,6 +24,8 @@ from digenrl.simulate.plan_text import as_json, explanation, overrides
 from digenrl.simulate.planner import PlanError, fitted, make_plan, task_sizes
 from digenrl.simulate.workload import Workload
 
+pytestmark = pytest.mark.heavy
+
 FAST = Pool("fast", "H100", 4, "auto", 80, 989, 3.35, 450, 25, 8)
 SLOW = Pool("slow", "RTX", 4, "auto", 48, 165, 1.0, 32, 25, 8)
 FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pickscore",))

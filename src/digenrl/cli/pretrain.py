@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from digenrl.config import ConfigError
-from digenrl.config.help import Arguments, command_help, read_arguments, wants_help
+from digenrl.config.help import Arguments, command_help, read_arguments, show, wants_help
 from digenrl.config.schema import AtLeast1, File, Positive, Share
 
 if TYPE_CHECKING:  # torch is imported only when the settings are read
@@ -115,7 +115,7 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Train, save and measure; 2 on a bad argument."""
     if wants_help(arguments):
-        print(command_help(__doc__, PretrainSettings))
+        show(command_help(__doc__, PretrainSettings))
         return 0
     try:
         settings, _ = read_arguments(PretrainSettings, arguments)

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from digenrl import prompts
 from digenrl.config import ConfigError, config_directory, group_options, instantiate, problems_of
 from digenrl.config.compose import KnownKeys, compose_words
-from digenrl.config.help import configuration_help, wants_help
+from digenrl.config.help import configuration_help, show, wants_help
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ def reward_command(name: str, doc: str | None, argv: Sequence[str], work: Callab
     """`work` with the checked configs/<name>.yaml. Exit code: 0 = done, 1 = it could not be done, 2 = the command line
     is wrong."""
     if wants_help(argv):
-        print(configuration_help(name, doc))
+        show(configuration_help(name, doc))
         return 0
     try:
         config = reward_config(argv, name)

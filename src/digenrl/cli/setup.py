@@ -24,7 +24,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from digenrl.config.help import command_help, wants_help
+from digenrl.config.help import command_help, show, wants_help
 
 Level = Literal["ok", "warning", "fix"]
 _STYLES = {"ok": "green", "warning": "yellow", "fix": "bold red"}
@@ -178,7 +178,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 def main(words: Sequence[str] = ()) -> int:
     """Print every finding; exit code 1 if something must be fixed first."""
     if wants_help(words):
-        print(command_help(__doc__))
+        show(command_help(__doc__))
         return 0
     if words:
         print(f"{' '.join(words)}: the self-check has no settings.", file=sys.stderr)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from digenrl.config.help import command_help, wants_help
+from digenrl.config.help import command_help, show, wants_help
 
 
 def main(families: Sequence[str]) -> int:
     """Build what is missing; one line a family: name, directory. Exit code 2: there is no such family."""
     if wants_help(families):
-        print(command_help(__doc__))
+        show(command_help(__doc__))
         return 0
     from digenrl.models import tiny_builds
 

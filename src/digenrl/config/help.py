@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ def own_command(
         printed to stderr.
     """
     if wants_help(words):
-        print(command_help(doc, schema))
+        show(command_help(doc, schema))
         return 0
     try:
         work(*read_arguments(schema, words, others))
@@ -86,6 +87,14 @@ def own_command(
 def wants_help(words: Sequence[str]) -> bool:
     """Whether a command line asks for help."""
     return any(word in HELP for word in words)
+
+
+def show(page: str) -> None:
+    """Print a page of help. A reader such as `head` or `less` may leave before its end."""
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it exits
 
 
 def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str:

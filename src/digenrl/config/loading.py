@@ -25,7 +25,7 @@ from digenrl.config.compose import (
     merge_words,
 )
 from digenrl.config.errors import ConfigError
-from digenrl.config.help import configuration_help
+from digenrl.config.help import configuration_help, show
 from digenrl.config.schema import SCHEMAS
 from digenrl.config.validation import keys_of
 from digenrl.record.redact import redact_text
@@ -127,7 +127,7 @@ def load_or_exit(argv: Sequence[str], config_name: str = "train", doc: str | Non
     printed to stderr, exit code 2."""
     words, asked = without_flags(argv)
     if "--help" in asked:
-        print(configuration_help(config_name, doc))
+        show(configuration_help(config_name, doc))
         raise SystemExit(0)
     try:
         composed = load(words, config_name)
