@@ -17,7 +17,7 @@ from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, Task, fragments
 from digenrl.schedule.order import later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN
-from digenrl.strategy.worker import TaskRunner
+from digenrl.strategy.worker import Interrupt, TaskRunner
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import Link
 from digenrl.transport.weights import publish
@@ -150,23 +150,26 @@ class Lending:
             return self._policy.loan_receiver(self._world.rank, task.step, board.step, ready, self._spans.now())
 
         handoff = self._spec.handoff and self._world.rollouts > 0
-        began = self._spans.now()
-        with self._hooks.published(update):
-            loaned = self._spans.now()
-            self._runner.run(task, self._stage, interrupt if handoff else None)
-            done = self._spans.now()
-        if self._world.rollouts:
-            switch = ((loaned - began) + (self._spans.now() - done)) / 2
-            self._policy.measured("switch", self._world.rank, switch)
+        self._generate(task, update, interrupt if handoff else None)
 
     def _lend_together(self, step: int, update: int) -> None:
         """One task on every trainer rank; where none is left, one that is thrown away keeps the collectives in step."""
         task = self._runner.claim(step)
         if task is None:
             self._runner.run_discarded(self._hooks.plan_tasks(step)[-1])
-            return
+        else:
+            self._generate(task, update)
+
+    def _generate(self, task: Task, update: int, interrupt: Interrupt | None = None) -> None:
+        """Run one task with the published weights; what taking them up and putting them away costs is measured."""
+        began = self._spans.now()
         with self._hooks.published(update):
-            self._runner.run(task, self._stage)
+            loaned = self._spans.now()
+            self._runner.run(task, self._stage, interrupt)
+            done = self._spans.now()
+        if self._world.rollouts:
+            switch = ((loaned - began) + (self._spans.now() - done)) / 2
+            self._policy.measured("switch", self._world.rank, switch)
 
     def predicted_end(self, step: int) -> float | None:
         """When RL step `step`, which begins, should end on the run's clock; None before costs are known."""
