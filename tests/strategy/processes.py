@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,9 @@ from torch.distributed.tensor import DTensor
 import digenrl.models.digits  # noqa: F401  (diffusers loads once, here, and not in every forked rank)
 from digenrl import config as configuration
 from digenrl import run
+from digenrl.cluster.control import Control
 from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
 from digenrl.strategy.checkpoint_io import newest_valid
 from digenrl.types import TrainBatch
@@ -228,7 +231,7 @@ class Job:
 def run_series(run_dir: Path, trainers: int, rollouts: int, jobs: Sequence[Job]) -> Iterator[tuple[Job, Cluster]]:
     """Run one job after another in the same forked ranks: only the first pays for their start.
 
-    Strategy, process groups, model and store keys are each job's own. A job that fails ends its ranks, and the rest of
+    Strategy, process groups, model and store are each job's own. A job that fails ends its ranks, and the rest of
     the jobs get new ones. A job's files are removed as soon as the caller asks for the next one.
     """
     left = list(jobs)
@@ -252,10 +255,15 @@ def run_series(run_dir: Path, trainers: int, rollouts: int, jobs: Sequence[Job])
 
 def _work(jobs: Sequence[Job], run_dir: Path, world: World, session: Session) -> None:
     """The life of one rank of a series."""
+    common = Control(StoreClient(*session.store), world.rank)
     for job in jobs:
         directory = run_dir / job.name
         (directory / "probe").mkdir(parents=True, exist_ok=True)
-        own = replace(session, prefix=f"{session.prefix}/{job.name}", run_dir=directory, patience_s=300.0)
+        if world.rank == 0:
+            server = StoreServer(socket.create_server((session.host, 0)), session.handshake)
+            common.set(f"store/{job.name}", str(server.port))
+        port = int(common.wait_for(f"store/{job.name}", "the job's store"))
+        own = replace(session, store_port=port, run_dir=directory, patience_s=300.0)
         rank = run.build(job.config, world, own, callbacks=[Probe(directory / "probe")])
         if job.after_build is not None:
             job.after_build(rank, world)

@@ -14,13 +14,13 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import secrets
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -28,7 +28,9 @@ from pathlib import Path
 from types import FrameType
 
 from digenrl.cluster.claims import StoredClaims
-from digenrl.cluster.control import Aborted, Control, host_store, join_store, listen
+from digenrl.cluster.control import Aborted, Control
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.record.redact import redact_text
@@ -70,6 +72,8 @@ class Launch:
     stop_grace_s: float = 5.0
     """Ctrl-C: how long ranks may take to finish the step in progress and save, before they are killed."""
     host: str = "127.0.0.1"
+    handshake: Handshake = field(default_factory=Handshake)
+    """With a token of its own for each run."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
     """Called several times per second with a function that reads what each rank does (the live display)."""
     on_end: Callable[[], None] = field(default=lambda: None)
@@ -88,18 +92,17 @@ def launch(spec: Launch) -> Outcome:
     # and die of it.
     gc.collect()
     gc.freeze()
-    listener = listen(spec.host)
+    listener = socket.create_server((spec.host, 0), backlog=4096)
     monitor, port = LauncherMonitor(spec.on_orphaned), listener.getsockname()[1]
-    prefix, epoch = f"run-{secrets.token_hex(4)}", time.time()
-    token = secrets.token_hex(16)
+    epoch = time.time()
     logs = spec.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     ranks: dict[int, BaseProcess] = {}
-    with _Signals() as signals:
+    with _Signals() as signals, ExitStack() as ended:
         try:
             for rank in range(spec.trainers + spec.rollouts):
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
-                session = Session(spec.host, port, prefix, token, spec.run_dir, epoch, spec.host)
+                session = Session(spec.host, port, spec.handshake, spec.run_dir, epoch, spec.host)
                 log = logs / f"rank-{rank:03d}.log"
                 process = multiprocessing.get_context("fork").Process(
                     target=_child, args=(spec.rank_main, world, session, log, os.getpid(), monitor, listener)
@@ -107,8 +110,8 @@ def launch(spec: Launch) -> Outcome:
                 process.start()
                 ranks[rank] = process
             # Only now, because a fork beside the store's busy threads may inherit a lock that nobody releases.
-            store = host_store(spec.host, port, listener)
-            control = Control(join_store(spec.host, store.port, prefix), rank=-1)
+            ended.callback(StoreServer(listener, spec.handshake).close)
+            control = Control(StoreClient(spec.host, port, spec.handshake), rank=-1)
             for rank in ranks:
                 control.set(heartbeat_key(rank), "0")
             outcome = _Watch(spec, ranks, control, signals).run()
@@ -148,6 +151,7 @@ def _child(
     monitor.close_in_rank()
     listener.close()
     keep_memory()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all trainers are on this machine
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stdout.flush()
@@ -165,9 +169,7 @@ def _child(
         code = 1
     except BaseException as error:
         traceback.print_exc()
-        Control(join_store(session.store_host, session.store_port, session.prefix), world.rank).report(
-            world.is_trainer, error
-        )
+        Control(StoreClient(*session.store), world.rank).report(world.is_trainer, error)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

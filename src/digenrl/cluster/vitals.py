@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from digenrl.cluster.control import Control, join_store
+from digenrl.cluster.control import Control
+from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.world import Session
 
 BEAT_EVERY_S = 1.0
@@ -73,12 +74,12 @@ def start_heartbeat(session: Session, rank: int) -> None:
     def run() -> None:
         count = 0
         try:
-            control = Control(join_store(session.store_host, session.store_port, session.prefix), rank)
+            control = Control(StoreClient(*session.store), rank)
             while True:
                 count += 1
                 control.set(heartbeat_key(rank), str(count))
                 time.sleep(BEAT_EVERY_S)
-        except RuntimeError:  # the store is gone; whoever waits for it says so
+        except StoreLost:  # whoever waits for it says so
             return
 
     threading.Thread(target=run, name=f"heartbeat-{rank}", daemon=True).start()

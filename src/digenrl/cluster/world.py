@@ -12,6 +12,8 @@ from pathlib import Path
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
+from digenrl.cluster.handshake import Handshake
+
 
 @dataclass(frozen=True)
 class World:
@@ -57,10 +59,8 @@ class Session:
 
     store_host: str
     store_port: int
-    prefix: str
-    """Namespace on the store; carries the restart count, so that a restarted run meets no old keys."""
-    token: str
-    """Secret of this run; a data connection without it is dropped."""
+    handshake: Handshake
+    """How ranks of this run, and nobody else, reach the store and each other."""
     run_dir: Path
     epoch: float
     """Wall-clock second that spans call zero."""
@@ -72,6 +72,11 @@ class Session:
     """Limit of a wait for another rank."""
     watched: bool = True
     """A launcher sees every death and judges it. Without one the ranks see to each other: any death ends the run."""
+
+    @property
+    def store(self) -> tuple[str, int, Handshake]:
+        """What a `StoreClient` needs."""
+        return self.store_host, self.store_port, self.handshake
 
 
 class RoleEnvironment(ClusterEnvironment):

@@ -84,6 +84,13 @@ class Allocation(Closed):
     )
 
 
+class Handshake(Closed):
+    """handshake.*"""
+
+    seconds: Positive = Field(description="in which a connection to a rank must prove that it belongs to the run")
+    waiting: AtLeast1 = Field(description="connections of a rank that have not done so yet; one more ends the oldest")
+
+
 class Parallel(Closed):
     """parallel.*"""
 
@@ -272,6 +279,7 @@ class Train(Closed):
         description="further packages that `_target_` may name; counts on the command line only"
     )
     allocation: Allocation
+    handshake: Handshake
     parallel: Parallel
     strategy: Component = Field(description="DisaggregatedStrategy, or a subclass with other hooks")
     data: Data
@@ -315,6 +323,7 @@ class Score(Closed):
     heldout: bool = Field(description="also the mixture's held-out rewards")
     batch: AtLeast1 = Field(description="files read and scored together, if of equal size")
     max_frames: AtLeast1 = Field(description="of a video; longer ones are cut")
+    max_pixels: AtLeast1 = Field(description="frames x height x width of a file, and about those held at once")
     hardware: Build
     reward: dict[str, Any] = Field(description="the scorers: an option of the group")
 
@@ -326,6 +335,8 @@ class Limits(Closed):
     max_samples: AtLeast1 = Field(description="of a request")
     max_pixels: AtLeast1 = Field(description="frames x height x width of a sample")
     max_pending: AtLeast1 = Field(description="requests that may wait")
+    max_connections: AtLeast1 = Field(description="open ones; one more ends the one that waits longest for a request")
+    head_s: Positive = Field(description="seconds in which the head of a request must have arrived")
     body_s: Positive = Field(description="seconds in which a request must have arrived")
     score_s: Positive = Field(description="seconds that scoring may take")
     retry_after_s: Positive = Field(description="seconds after which a refused client may ask again")

@@ -154,7 +154,8 @@ class RewardSuite:
         """([B] scores, why some of them are missing)."""
         try:
             with torch.no_grad():
-                scores = check_scores(name, self._scorers[name](media, prompts), len(prompts))
+                # A scorer may write into what it is given: the next one, and the caller, keep what was generated.
+                scores = check_scores(name, self._scorers[name](media.clone(), prompts), len(prompts))
             return scores.clone(), "the scorer gave no finite score"
         except RewardUnavailable as error:
             kept = torch.full((len(prompts),), math.nan) if error.scores is None else error.scores

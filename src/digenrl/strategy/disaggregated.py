@@ -26,7 +26,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from digenrl.cluster.claims import note_version
-from digenrl.cluster.control import Aborted, Control, join_store
+from digenrl.cluster.control import Aborted, Control
+from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment, Session, World
 from digenrl.data import PromptSampler
 from digenrl.record.decision_log import DecisionLog
@@ -141,11 +142,10 @@ class DisaggregatedStrategy(DDPStrategy):
         reset_seed()
         self.set_world_ranks()
         session, world = self.session, self.world
-        where = (session.store_host, session.store_port, session.prefix)
-        store = join_store(*where)
+        store = StoreClient(*session.store)
         self.control = Control(store, world.rank, session.patience_s)
-        self.link = SocketLink(self.control, world.rank, session.host, session.token, watched=session.watched)
-        self._state_control = Control(join_store(*where), world.rank, session.patience_s)
+        self.link = SocketLink(self.control, world.rank, session.host, session.handshake, watched=session.watched)
+        self._state_control = Control(StoreClient(*session.store), world.rank, session.patience_s)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
