@@ -133,8 +133,9 @@ def on_ranks(count: int, body: Callable[[BenchRank], int]) -> int:
 def _run_rank(rank: int, count: int, port: int, handshake: Handshake, body: Callable[[BenchRank], int]) -> None:
     torch.set_num_threads(1)
     keep_memory()  # as every rank does
-    dist.init_process_group("gloo", store=StoreClient(HOST, port, handshake), rank=rank, world_size=count)
-    control = Control(StoreClient(HOST, port, handshake), rank)
+    store = StoreClient(HOST, port, handshake)
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=count)
+    control = Control(store, rank)
     link = SocketLink(control, rank, HOST, handshake)
     code = body(BenchRank(rank, control, link))
     link.close()

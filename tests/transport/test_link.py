@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from digenrl.cluster.control import Aborted, Control
-from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.handshake import Gate, Handshake
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.transport.link import SocketLink
 from digenrl.transport.wire import Kind, Message, WireError, encode
@@ -134,7 +134,13 @@ def test_a_broken_message_of_a_known_peer_raises_where_it_is_received(
 
 def test_a_full_queue_blocks_until_the_run_is_aborted(controls: list[Control], links: list[SocketLink]) -> None:
     """Back-pressure: a peer that does not read cannot make this rank's memory grow; an abort ends the wait."""
-    with socket.create_server((HOST, 0)) as deaf:  # accepts, never reads
+    awake = threading.Event()
+    with socket.create_server((HOST, 0)) as deaf:
+
+        def never_read(sock: socket.socket, rank: int) -> None:
+            awake.wait(30.0)
+
+        gate = Gate(deaf, OURS, "link 9", never_read)
         controls[0].set("address/9", f"{HOST}:{deaf.getsockname()[1]}")
         threading.Timer(1.0, lambda: controls[1].abort("enough")).start()
         sent = [0]
@@ -149,6 +155,8 @@ def test_a_full_queue_blocks_until_the_run_is_aborted(controls: list[Control], l
         began = time.monotonic()
         links[0].close()
         assert time.monotonic() - began < 5.0, "closing waits for a peer that nobody needs any more"
+        awake.set()
+        gate.close()
 
 
 @pytest.mark.heavy

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
-from digenrl.cluster.store import StoreClient, StoreServer
+from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.world import Session, World
 
 LEAVE_S = 12.0
@@ -218,10 +218,13 @@ def attach(
         if (cause := control.get("stop")) is not None:
             outcome = Outcome("stopped", cause, EXIT_STOPPED)
     except Exception as error:
-        cause = control.get("abort") or f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
-        control.abort(cause)
+        cause = f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
+        with suppress(StoreLost):
+            cause = control.get("abort") or cause
+            control.abort(cause)
         outcome = Outcome("failed", cause, 1)
-    control.set(f"left/{place.rank}", "1")
+    with suppress(StoreLost):  # process 0 is gone
+        control.set(f"left/{place.rank}", "1")
     if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
         _wait_until_left(control, place.size, LEAVE_S if outcome.status != "failed" else ABORT_GRACE_S)
     if server is not None:

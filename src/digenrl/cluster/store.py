@@ -2,7 +2,8 @@
 
 `torch.distributed`'s own TCPStore answers everybody who reaches its port. This one serves a dictionary over
 connections that begin with a handshake (`digenrl.cluster.handshake`), one thread each; every call waits for its answer,
-so that what one rank has set, another one finds. Process groups of torch take a `StoreClient` for their rendezvous.
+so that what one rank has set, another one finds. Process groups of torch take a `StoreClient` for their rendezvous;
+they do not keep it alive.
 
 A frame on the wire is its length (u32), then fields, each with its length (u32); the first field of a request is its
 name.
@@ -19,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from digenrl.cluster.handshake import Gate, Handshake
+from digenrl.cluster.handshake import Gate, Handshake, NotOfThisRun
 
 _PURPOSE = "store"
 _SIZE_BYTES = 4
@@ -85,7 +86,9 @@ class StoreClient(dist.Store):
         super().__init__()
         try:
             self._socket = handshake.connect(host, port, _PURPOSE)
-        except (ConnectionRefusedError, TimeoutError) as error:
+        except NotOfThisRun:
+            raise
+        except OSError as error:
             raise StoreLost(f"no store answers at {host}:{port}: {error}") from error
         self._frames = _Frames(self._socket)
         self._lock = threading.Lock()
