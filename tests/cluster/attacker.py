@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 from contextlib import suppress
 from datetime import timedelta
 
@@ -116,10 +117,10 @@ def main() -> None:
         attacker = Attacker(trap.getsockname()[1])
         own = {trap.getsockname()[1]}
         print("ready", flush=True)
-        while not select.select([sys.stdin], [], [], 0.05)[0]:
+        while not select.select([sys.stdin], [], [], 0.2)[0]:
             for port in listening(pid) - own:
-                if port not in attacked:
-                    attacker.as_torch(port)
+                if port not in attacked:  # it waits for an answer until the run ends its connection
+                    threading.Thread(target=attacker.as_torch, args=(port,), daemon=True).start()
                 attacked.add(port)
                 attacker.attack(port)
         if select.select([trap], [], [], 0)[0]:
