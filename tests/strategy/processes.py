@@ -25,6 +25,7 @@ import digenrl.models.digits  # noqa: F401  (diffusers loads once, here, and not
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.world import Session, World
 from digenrl.strategy.checkpoint_io import newest_valid
 from digenrl.types import TrainBatch
@@ -255,7 +256,7 @@ def _work(jobs: Sequence[Job], run_dir: Path, world: World, session: Session) ->
     for job in jobs:
         directory = run_dir / job.name
         (directory / "probe").mkdir(parents=True, exist_ok=True)
-        own = replace(session, prefix=f"{session.prefix}/{job.name}", run_dir=directory, patience_s=300.0)
+        own = replace(session, prefix=f"{session.prefix}/{job.name}", run_dir=directory, limits=Limits(start_s=300.0))
         rank = run.build(job.config, world, own, callbacks=[Probe(directory / "probe")])
         if job.after_build is not None:
             job.after_build(rank, world)

@@ -14,6 +14,7 @@ from rich.console import Console
 from digenrl import run
 from digenrl.cluster.attach import Place, attach, check_allocation
 from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.world import Session, World
 from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
 from digenrl.display import Display, final_table
@@ -97,6 +98,7 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         rollouts,
         run_dir,
         max_lost=None if most == "auto" else most,
+        limits=Limits(**settings.limits),
         on_tick=tick,
         on_end=end,
         on_orphaned=orphaned,
@@ -126,7 +128,7 @@ def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
 
     check_allocation(place, trainers, rollouts)
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)
-    return attach(place, numbers, trainers, prepare, rank_main)
+    return attach(place, numbers, trainers, prepare, rank_main, Limits(**composed.config.limits))
 
 
 def report(run_dir: Path, outcome: Outcome) -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from digenrl.cluster.control import Control, host_store, join_store
 from digenrl.cluster.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.world import Session, World
 
 LEAVE_S = 12.0
@@ -180,6 +181,7 @@ def attach(
     trainers: int,
     prepare: Callable[[], Path],
     rank_main: Callable[[World, Session], None],
+    limits: Limits,
 ) -> tuple[Path, Outcome]:
     """Run this process's rank to its end; returns the run directory and how it ended.
 
@@ -191,7 +193,7 @@ def attach(
     server: dist.TCPStore | None = None
     if place.hosts_store:
         server = host_store(place.host, place.port)
-    control = Control(join_store(place.address, place.port, place.prefix), place.rank)
+    control = Control(join_store(place.address, place.port, place.prefix), place.rank, limits.start_s)
     if place.rank == 0:
         run_dir = prepare()
         control.set("token", secrets.token_hex(16))
@@ -211,6 +213,7 @@ def attach(
         run_dir=run_dir,
         epoch=float(control.wait_for("epoch", "process 0")),
         host=place.host,
+        limits=limits,
         watched=False,
     )
     world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)

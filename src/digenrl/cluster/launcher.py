@@ -29,6 +29,7 @@ from types import FrameType
 
 from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.control import Aborted, Control, host_store, join_store, listen
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.record.redact import redact_text
@@ -70,6 +71,7 @@ class Launch:
     stop_grace_s: float = 5.0
     """Ctrl-C: how long ranks may take to finish the step in progress and save, before they are killed."""
     host: str = "127.0.0.1"
+    limits: Limits = field(default_factory=Limits)
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
     """Called several times per second with a function that reads what each rank does (the live display)."""
     on_end: Callable[[], None] = field(default=lambda: None)
@@ -89,7 +91,7 @@ def launch(spec: Launch) -> Outcome:
     gc.collect()
     gc.freeze()
     listener = listen(spec.host)
-    monitor, port = LauncherMonitor(spec.on_orphaned), listener.getsockname()[1]
+    monitor, port = LauncherMonitor(spec.on_orphaned, spec.limits.suspended_s), listener.getsockname()[1]
     prefix, epoch = f"run-{secrets.token_hex(4)}", time.time()
     token = secrets.token_hex(16)
     logs = spec.run_dir / "logs"
@@ -99,7 +101,7 @@ def launch(spec: Launch) -> Outcome:
         try:
             for rank in range(spec.trainers + spec.rollouts):
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
-                session = Session(spec.host, port, prefix, token, spec.run_dir, epoch, spec.host)
+                session = Session(spec.host, port, prefix, token, spec.run_dir, epoch, spec.host, spec.limits)
                 log = logs / f"rank-{rank:03d}.log"
                 process = multiprocessing.get_context("fork").Process(
                     target=_child, args=(spec.rank_main, world, session, log, os.getpid(), monitor, listener)
@@ -203,7 +205,8 @@ class _Watch:
         self._dead: set[int] = set()
         self._suspects: dict[int, str] = {}
         """rank -> why the launcher killed it."""
-        self._heartbeats = HeartbeatMonitor(control, {rank: process.pid for rank, process in ranks.items()})
+        pids = {rank: process.pid for rank, process in ranks.items()}
+        self._heartbeats = HeartbeatMonitor(control, pids, spec.limits)
         rollouts = max(0, spec.rollouts - 1)
         self._may_lose = rollouts if spec.max_lost is None else min(spec.max_lost, rollouts)
 
