@@ -78,11 +78,6 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         if display is not None:
             display.close()
 
-    def orphaned(cause: str) -> None:
-        close(run_dir, "failed", cause)
-        print(run_dir, flush=True)
-        _say_end(run_dir, "failed", cause)
-
     most = settings.allocation.max_lost_rollouts
     if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
         most = 0
@@ -101,7 +96,7 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         limits=Limits(**settings.limits),
         on_tick=tick,
         on_end=end,
-        on_orphaned=orphaned,
+        on_orphaned=partial(_end_alone, run_dir),
     )
     try:
         return run_dir, launch(plan)
@@ -128,7 +123,7 @@ def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
 
     check_allocation(place, trainers, rollouts)
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)
-    return attach(place, numbers, trainers, prepare, rank_main, Limits(**composed.config.limits))
+    return attach(place, numbers, trainers, prepare, rank_main, Limits(**composed.config.limits), _end_alone)
 
 
 def report(run_dir: Path, outcome: Outcome) -> None:
@@ -140,6 +135,13 @@ def report(run_dir: Path, outcome: Outcome) -> None:
         print(f"went on without a rank: {loss}", file=sys.stderr)
     if outcome.status != "completed":
         _say_end(run_dir, outcome.status, cause)
+
+
+def _end_alone(run_dir: Path, cause: str) -> None:
+    """Close a run whose launcher, or process 0, can no longer do so."""
+    close(run_dir, "failed", cause)
+    print(run_dir, flush=True)
+    _say_end(run_dir, "failed", cause)
 
 
 def _counts(composed: Composed) -> tuple[int, int]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from digenrl.cluster.control import Control, host_store, join_store
 from digenrl.cluster.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.vitals import judge_heartbeats, start_heartbeat
 from digenrl.cluster.world import Session, World
 
 LEAVE_S = 12.0
@@ -182,6 +184,7 @@ def attach(
     prepare: Callable[[], Path],
     rank_main: Callable[[World, Session], None],
     limits: Limits,
+    on_hang: Callable[[Path, str], None],
 ) -> tuple[Path, Outcome]:
     """Run this process's rank to its end; returns the run directory and how it ended.
 
@@ -189,6 +192,8 @@ def attach(
         ranks: rank of every started process; the first `trainers` ranks train.
         prepare: makes the run directory; called by process 0 alone, the others learn its path from the store.
         rank_main: as in `launcher.Launch`.
+        limits: how long ranks are waited for.
+        on_hang: called with the run directory and the cause where process 0 hangs and can report nothing itself.
     """
     server: dist.TCPStore | None = None
     if place.hosts_store:
@@ -217,6 +222,10 @@ def attach(
         watched=False,
     )
     world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
+    if place.rank == 0:
+        names = {rank: f"rank {rank} ({'trainer' if rank < trainers else 'rollout'})" for rank in ranks}
+        judge_heartbeats(session, names, partial(on_hang, run_dir))
+    start_heartbeat(session, world.rank)
     watcher = Control(join_store(place.address, place.port, place.prefix), place.rank)
     outcome = Outcome()
     try:

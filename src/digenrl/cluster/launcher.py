@@ -72,6 +72,7 @@ class Launch:
     """Ctrl-C: how long ranks may take to finish the step in progress and save, before they are killed."""
     host: str = "127.0.0.1"
     limits: Limits = field(default_factory=Limits)
+    """How long ranks are waited for."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
     """Called several times per second with a function that reads what each rank does (the live display)."""
     on_end: Callable[[], None] = field(default=lambda: None)

@@ -95,6 +95,34 @@ def start_heartbeat(session: Session, rank: int) -> None:
     threading.Thread(target=run, name=f"heartbeat-{rank}", daemon=True).start()
 
 
+def judge_heartbeats(session: Session, names: Mapping[int, str], on_own: Callable[[str], None]) -> None:
+    """Where no launcher watches, one process judges the heartbeats of all ranks, in a thread of its own. The first
+    verdict aborts the run: ranks that wait for others leave with the cause, and the scheduler ends those that hang.
+
+    Args:
+        names: rank -> how messages call it. The process's own rank comes first.
+        on_own: called with the cause if it is this process that hangs; then it ends.
+    """
+    own = next(iter(names))
+    control = Control(join_store(session.store_host, session.store_port, session.prefix), own)
+    for rank in names:
+        control.set(heartbeat_key(rank), "0")
+
+    def run() -> None:
+        monitor = HeartbeatMonitor(control, dict.fromkeys(names), session.limits)
+        with suppress(RuntimeError):  # the store is gone; whoever waits for it says so
+            while control.get("abort") is None and control.get("done") is None:
+                for rank, cause in monitor.unresponsive(list(names)).items():
+                    control.abort(f"{names[rank]} {cause}")
+                    if rank == own:
+                        faulthandler.dump_traceback(2)
+                        on_own(f"{names[rank]} {cause}")
+                        os._exit(1)
+                time.sleep(BEAT_EVERY_S)
+
+    threading.Thread(target=run, name="judge", daemon=True).start()
+
+
 def heartbeat_key(rank: int) -> str:
     """Where a rank leaves its heartbeats; the launcher sets all of them when the store begins."""
     return f"beat/{rank}"
@@ -127,9 +155,10 @@ class HeartbeatMonitor:
         doing: dict[int, list[Stretch]] = {}
         for rank, beat in zip(ranks, self._control.get_all([heartbeat_key(rank) for rank in ranks]), strict=True):
             sign = (beat, cpu_ticks(self._pids[rank]))
-            if self._silent[rank].observe(self._seen.get(rank) == sign) > self._limits.silent_s:
-                silence = f"process {self._pids[rank]} gave no sign of life for {self._limits.silent_s:g} s"
-                found.setdefault(rank, f"stopped responding ({silence})")
+            # Elsewhere nobody sees whether it computes: a library may hold Python's lock as long as a stage may take.
+            limit = self._limits.silent_s if self._pids[rank] is not None else self._limits.stage_floor_s
+            if self._silent[rank].observe(self._seen.get(rank) == sign) > limit:
+                found.setdefault(rank, f"stopped responding (it gave no sign of life for {limit:g} s)")
             self._seen[rank] = sign
             doing[rank] = _stretches(beat)
         hanging = self._progress.hanging(doing)

@@ -84,7 +84,7 @@ class RewardSuite:
         max_batch: int = 0,
         cache_size: int = 4096,
         start_s: float = 600.0,
-        call_s: float = 300.0,
+        call_s: float = 240.0,
     ) -> None:
         if not rewards:
             raise ValueError("The reward mixture is empty: name at least one reward under `reward.rewards`.")
