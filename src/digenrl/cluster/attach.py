@@ -30,9 +30,9 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.vitals import judge_heartbeats, start_heartbeat
 from digenrl.cluster.world import Session, World
 
-LEAVE_S = 12.0
-"""How long process 0 waits for the others to leave, a little longer than a link takes to close; ABORT_GRACE_S after a
-failure. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
+LEAVE_MORE_S = 2.0
+"""How much longer than `Limits.leave_s`, in which links close, process 0 waits for the others to leave; after a failure
+ABORT_GRACE_S. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
 SOMEWHERE = "192.0.2.1"
 """An address of no machine (RFC 5737): the route to it begins at this machine's outward address."""
 
@@ -239,7 +239,9 @@ def attach(
         outcome = Outcome("failed", cause, 1)
     control.set(f"left/{place.rank}", "1")
     if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
-        _wait_until_left(control, place.size, LEAVE_S if outcome.status != "failed" else ABORT_GRACE_S)
+        _wait_until_left(
+            control, place.size, limits.leave_s + LEAVE_MORE_S if outcome.status != "failed" else ABORT_GRACE_S
+        )
     del server
     return run_dir, outcome
 
