@@ -141,12 +141,12 @@ def commands(tmp_path: Path) -> Iterator[Callable[..., Train]]:
             train.finish()
 
 
-def fault(point: str, rank: int, action: str, call: int = 1, target: str | int = "self") -> list[str]:
+def fault(point: str, rank: int, action: str, name: str = "fault", **more: str | int | float) -> list[str]:
     """Words that order a fault (see tests.strategy.faults)."""
     settings = {"_target_": "tests.strategy.faults.Fault", "point": point, "rank": rank, "action": action}
-    settings |= {"call": call, "target": target}
+    settings |= more
     inside = ",".join(f"{key}:{value}" for key, value in settings.items())
-    return ["allow_targets=[tests]", f"+callbacks.fault={{{inside}}}"]
+    return ["allow_targets=[tests]", f"+callbacks.{name}={{{inside}}}"]
 
 
 def watch(train: Train) -> float:

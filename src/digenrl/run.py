@@ -98,6 +98,7 @@ def build(
         policy.only_generate()
     rewards: RewardSuite = configuration.instantiate(config.reward if emulated is None else REWARD)
     rewards.on_missing = partial(_write_missing, session.run_dir, world.rank)
+    rewards.stage = session.progress.stage
     module = configuration.instantiate(config.algorithm, policy=policy)
     module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
     engine = RolloutEngine(

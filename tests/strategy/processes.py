@@ -28,6 +28,7 @@ from digenrl import run
 from digenrl.cluster.control import Control
 from digenrl.cluster.launcher import Launch, Outcome, launch
 from digenrl.cluster.store import StoreClient, StoreServer
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.world import Session, World
 from digenrl.strategy.checkpoint_io import newest_valid
 from digenrl.types import TrainBatch
@@ -263,7 +264,7 @@ def _work(jobs: Sequence[Job], run_dir: Path, world: World, session: Session) ->
             server = StoreServer(socket.create_server((session.host, 0)), session.handshake)
             common.set(f"store/{job.name}", str(server.port))
         port = int(common.wait_for(f"store/{job.name}", "the job's store"))
-        own = replace(session, store_port=port, run_dir=directory, patience_s=300.0)
+        own = replace(session, store_port=port, run_dir=directory, limits=Limits(start_s=300.0))
         rank = run.build(job.config, world, own, callbacks=[Probe(directory / "probe")])
         if job.after_build is not None:
             job.after_build(rank, world)

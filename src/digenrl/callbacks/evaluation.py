@@ -229,8 +229,15 @@ def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
     """[n, ...] of each rank -> [ranks * n, ...] on the CPU, in rank order. A collective of the trainers."""
     if trainer.world_size == 1:
         return local
-    everywhere = trainer.strategy.all_gather(local.to(trainer.strategy.root_device))
+    with _waiting(trainer):
+        everywhere = trainer.strategy.all_gather(local.to(trainer.strategy.root_device))
     return everywhere.flatten(0, 1).cpu()
+
+
+def _waiting(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """Inside, this trainer waits for a slower one, where the strategy keeps a timeline."""
+    spans = getattr(trainer.strategy, "spans", None)
+    return nullcontext() if spans is None else spans.stage("wait straggler")
 
 
 def _span(trainer: pl.Trainer, rl_step: int) -> AbstractContextManager[Any]:

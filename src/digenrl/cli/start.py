@@ -15,6 +15,7 @@ from digenrl import run
 from digenrl.cluster.attach import Place, attach, check_allocation
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.world import Session, World
 from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
 from digenrl.display import Display, final_table
@@ -78,11 +79,6 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         if display is not None:
             display.close()
 
-    def orphaned(cause: str) -> None:
-        close(run_dir, "failed", cause)
-        print(run_dir, flush=True)
-        _say_end(run_dir, "failed", cause)
-
     most = settings.allocation.max_lost_rollouts
     if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
         most = 0
@@ -99,9 +95,10 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         run_dir,
         max_lost=None if most == "auto" else most,
         handshake=Handshake(**settings.handshake),
+        limits=Limits(**settings.limits),
         on_tick=tick,
         on_end=end,
-        on_orphaned=orphaned,
+        on_orphaned=partial(_end_alone, run_dir),
     )
     try:
         return run_dir, launch(plan)
@@ -128,7 +125,8 @@ def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
 
     check_allocation(place, trainers, rollouts)
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)
-    return attach(place, numbers, trainers, prepare, rank_main, Handshake(**composed.config.handshake))
+    handshake, limits = Handshake(**composed.config.handshake), Limits(**composed.config.limits)
+    return attach(place, numbers, trainers, prepare, rank_main, handshake, limits, _end_alone)
 
 
 def report(run_dir: Path, outcome: Outcome) -> None:
@@ -140,6 +138,13 @@ def report(run_dir: Path, outcome: Outcome) -> None:
         print(f"went on without a rank: {loss}", file=sys.stderr)
     if outcome.status != "completed":
         _say_end(run_dir, outcome.status, cause)
+
+
+def _end_alone(run_dir: Path, cause: str) -> None:
+    """Close a run whose launcher, or process 0, can no longer do so."""
+    close(run_dir, "failed", cause)
+    print(run_dir, flush=True)
+    _say_end(run_dir, "failed", cause)
 
 
 def _counts(composed: Composed) -> tuple[int, int]:

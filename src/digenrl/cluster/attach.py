@@ -20,8 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -30,14 +31,14 @@ import torch.distributed as dist
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
+from digenrl.cluster.vitals import judge_heartbeats, start_heartbeat
 from digenrl.cluster.world import Session, World
 
-LEAVE_S = 12.0
-"""How long process 0 waits for the others to leave, a little longer than a link takes to close; ABORT_GRACE_S after a
-failure. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
-PATIENCE_S = 1800.0
-"""How long a process waits for process 0 to make the run directory."""
+LEAVE_MORE_S = 2.0
+"""How much longer than `Limits.leave_s`, in which links close, process 0 waits for the others to leave; after a failure
+ABORT_GRACE_S. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
 ACCESS = "access.json"
 """In the run directory while the run lasts: the store's address and the run's token, mode 0600."""
 SOMEWHERE = "192.0.2.1"
@@ -191,6 +192,8 @@ def attach(
     prepare: Callable[[], Path],
     rank_main: Callable[[World, Session], None],
     handshake: Handshake,
+    limits: Limits,
+    on_hang: Callable[[Path, str], None],
 ) -> tuple[Path, Outcome]:
     """Run this process's rank to its end; returns the run directory and how it ended.
 
@@ -199,6 +202,8 @@ def attach(
         prepare: makes the run directory; called by process 0 alone, the others learn its path from the store.
         rank_main: as in `launcher.Launch`.
         handshake: the limits of this process, and the token where it is process 0.
+        limits: how long ranks are waited for.
+        on_hang: called with the run directory and the cause where process 0 hangs and can report nothing itself.
     """
     notices = _notices(place)
     server: StoreServer | None = None
@@ -207,10 +212,14 @@ def attach(
         server = StoreServer(socket.create_server((place.host, 0), backlog=4096), handshake)
         _leave_access(run_dir, place, server, handshake)
         notices.set("run_dir", str(run_dir))
-    run_dir = _learn_run_dir(notices, place)
-    session = _take_access(run_dir, place, handshake)
+    run_dir = _learn_run_dir(notices, place, limits.start_s)
+    session = replace(_take_access(run_dir, place, handshake), limits=limits)
     world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
-    control, watcher = (Control(StoreClient(*session.store), place.rank) for _ in range(2))
+    if place.rank == 0:
+        names = {rank: f"rank {rank} ({'trainer' if rank < trainers else 'rollout'})" for rank in ranks}
+        judge_heartbeats(session, names, partial(on_hang, run_dir))
+    start_heartbeat(session, world.rank)
+    control, watcher = (Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2))
     outcome = Outcome()
     try:
         with _stop_on_signals(watcher):
@@ -226,7 +235,9 @@ def attach(
     with suppress(StoreLost):  # process 0 is gone
         control.set(f"left/{place.rank}", "1")
     if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
-        _wait_until_left(control, place.size, LEAVE_S if outcome.status != "failed" else ABORT_GRACE_S)
+        _wait_until_left(
+            control, place.size, limits.leave_s + LEAVE_MORE_S if outcome.status != "failed" else ABORT_GRACE_S
+        )
     if server is not None:
         (run_dir / ACCESS).unlink(missing_ok=True)
         server.close()
@@ -243,14 +254,14 @@ def _notices(place: Place) -> dist.Store:
     return dist.PrefixStore(place.prefix, store)
 
 
-def _learn_run_dir(notices: dist.Store, place: Place) -> Path:
+def _learn_run_dir(notices: dist.Store, place: Place, patience: float) -> Path:
     """Where process 0 says that the run directory is.
 
     Raises:
         ValueError: it says nothing, or this machine does not see the directory.
     """
     try:
-        notices.wait(["run_dir"], timedelta(seconds=PATIENCE_S))
+        notices.wait(["run_dir"], timedelta(seconds=patience))
         run_dir = Path(notices.get("run_dir").decode())
     except dist.DistError as error:
         raise ValueError(

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from digenrl.cluster.store import StoreClient, StoreLost
 
+from digenrl.cluster.limits import Limits
+
 
 class Aborted(RuntimeError):
     """The run is over for this rank: another rank or the launcher gave the cause."""
@@ -30,7 +32,7 @@ class Control:
         patience: longest wait in seconds for something that another rank must do; expired = `Aborted`.
     """
 
-    def __init__(self, store: StoreClient, rank: int, patience: float = 1800.0) -> None:
+    def __init__(self, store: StoreClient, rank: int, patience: float = Limits.start_s) -> None:
         self._store, self._rank, self._patience = store, rank, patience
 
     def add(self, key: str, amount: int) -> int:
@@ -96,7 +98,7 @@ class Control:
             if rank is not None and rank in self.lost_ranks():
                 raise PeerLost(f"rank {rank} is lost: {what} will not come.")
             if time.monotonic() > deadline:
-                raise Aborted(f"rank {self._rank} waited {self._patience:.0f} s for {what}; nobody gave it in time.")
+                raise Aborted(f"rank {self._rank} waited {self._patience:.0f} s (limits.start_s) for {what}.")
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
         return value

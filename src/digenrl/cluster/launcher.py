@@ -30,6 +30,7 @@ from types import FrameType
 from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
@@ -74,6 +75,8 @@ class Launch:
     host: str = "127.0.0.1"
     handshake: Handshake = field(default_factory=Handshake)
     """With a token of its own for each run."""
+    limits: Limits = field(default_factory=Limits)
+    """How long ranks are waited for."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
     """Called several times per second with a function that reads what each rank does (the live display)."""
     on_end: Callable[[], None] = field(default=lambda: None)
@@ -93,7 +96,7 @@ def launch(spec: Launch) -> Outcome:
     gc.collect()
     gc.freeze()
     listener = socket.create_server((spec.host, 0), backlog=4096)
-    monitor, port = LauncherMonitor(spec.on_orphaned), listener.getsockname()[1]
+    monitor, port = LauncherMonitor(spec.on_orphaned, spec.limits.suspended_s), listener.getsockname()[1]
     epoch = time.time()
     logs = spec.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -102,7 +105,7 @@ def launch(spec: Launch) -> Outcome:
         try:
             for rank in range(spec.trainers + spec.rollouts):
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
-                session = Session(spec.host, port, spec.handshake, spec.run_dir, epoch, spec.host)
+                session = Session(spec.host, port, spec.handshake, spec.run_dir, epoch, spec.host, spec.limits)
                 log = logs / f"rank-{rank:03d}.log"
                 process = multiprocessing.get_context("fork").Process(
                     target=_child, args=(spec.rank_main, world, session, log, os.getpid(), monitor, listener)
@@ -205,7 +208,8 @@ class _Watch:
         self._dead: set[int] = set()
         self._suspects: dict[int, str] = {}
         """rank -> why the launcher killed it."""
-        self._heartbeats = HeartbeatMonitor(control, {rank: process.pid for rank, process in ranks.items()})
+        pids = {rank: process.pid for rank, process in ranks.items()}
+        self._heartbeats = HeartbeatMonitor(control, pids, spec.limits)
         rollouts = max(0, spec.rollouts - 1)
         self._may_lose = rollouts if spec.max_lost is None else min(spec.max_lost, rollouts)
 

@@ -7,12 +7,14 @@ no override reaches: Lightning broadcasts on it before every micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.limits import Limits
+from digenrl.record.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class World:
 
 @dataclass(frozen=True)
 class Session:
-    """How a rank reaches its run: the control store, the run directory, and the limits of patience."""
+    """How a rank reaches its run: the control store, the run directory, and how long it is waited for."""
 
     store_host: str
     store_port: int
@@ -66,10 +68,9 @@ class Session:
     """Wall-clock second that spans call zero."""
     host: str = "127.0.0.1"
     """Address that this rank's data link listens on."""
-    timeout_s: float = 600.0
-    """Limit of a collective among trainers."""
-    patience_s: float = 1800.0
-    """Limit of a wait for another rank."""
+    limits: Limits = field(default_factory=Limits)
+    progress: Progress = field(default_factory=Progress)
+    """What this rank does at the moment; its heartbeat carries it."""
     watched: bool = True
     """A launcher sees every death and judges it. Without one the ranks see to each other: any death ends the run."""
 

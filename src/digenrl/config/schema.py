@@ -102,6 +102,20 @@ class Parallel(Closed):
     )
 
 
+class Patience(Closed):
+    """limits.*: how long ranks are waited for, in seconds unless said otherwise."""
+
+    stage_factor: Annotated[float, Field(ge=1)] | None = Field(
+        description="a rank hangs after this many times its stage's longest stretch without progress; null: never"
+    )
+    stage_floor_s: Positive = Field(description="... and not before so many seconds; also where all ranks wait")
+    start_s: Positive = Field(description="in place of both: a rank's start, and its first stretch of each stage")
+    collective_s: Positive = Field(description="one collective of the trainers, the wait for the slowest included")
+    silent_s: Positive = Field(description="a rank without heartbeat and processor time counts as dead")
+    suspended_s: Positive = Field(description="so does a suspended one (SIGSTOP), and a suspended launcher")
+    leave_s: Positive = Field(description="at the end of a run, for what is still on its way to other ranks")
+
+
 class Data(Closed):
     """data.*"""
 
@@ -209,6 +223,8 @@ class Reward(Open):
     pending: AtLeast1 = Field(ABSENT, description="tasks that may wait for scores before generation waits too")
     max_batch: AtLeast0 = Field(ABSENT, description="samples of waiting tasks scored together; 0: each task alone")
     cache_size: AtLeast0 = Field(ABSENT, description="scores kept by content; 0: off")
+    start_s: Positive = Field(ABSENT, description="placement process: seconds until a scorer must be built")
+    call_s: Positive = Field(ABSENT, description="placement process or http: seconds that a batch may take")
 
 
 class Lora(Open):
@@ -281,6 +297,7 @@ class Train(Closed):
     allocation: Allocation
     handshake: Handshake
     parallel: Parallel
+    limits: Patience
     strategy: Component = Field(description="DisaggregatedStrategy, or a subclass with other hooks")
     data: Data
     schedule: Schedule

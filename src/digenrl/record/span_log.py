@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from digenrl.record.progress import Progress
+
 
 class SpanLog:
     """Spans of one rank, in seconds since the run started.
@@ -19,12 +21,19 @@ class SpanLog:
         path: JSON-lines file, created with its directory; None keeps spans in memory only.
         epoch: wall-clock second that the launcher calls zero. Durations use the monotonic clock alone.
         on_stage: called with a short text when a stage begins (the live display's "what does each rank do").
+        progress: where the stages in progress are marked.
     """
 
     def __init__(
-        self, path: Path | None, rank: int, role: str, epoch: float, on_stage: Callable[[str], None] | None = None
+        self,
+        path: Path | None,
+        rank: int,
+        role: str,
+        epoch: float,
+        on_stage: Callable[[str], None] = lambda text: None,
+        progress: Progress | None = None,
     ) -> None:
-        self.rank, self.role = rank, role
+        self.rank, self.role, self.progress = rank, role, progress or Progress()
         self._offset = time.time() - epoch - time.monotonic()
         self._on_stage = on_stage
         self._file = None
@@ -40,21 +49,25 @@ class SpanLog:
         """Seconds since the run started."""
         return time.monotonic() + self._offset
 
-    def announce(self, text: str) -> None:
-        """Say what this rank does now, without a span."""
-        if self._on_stage is not None:
-            self._on_stage(text)
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Inside, the rank is in stage `name`: what `span` does without the record."""
+        self._on_stage(name)
+        with self.progress.stage(name):
+            yield
 
     @contextmanager
     def span(self, stage: str, quiet: bool = False, **args: Any) -> Iterator[dict[str, Any]]:
         """Record the body as one span; the yielded dict takes facts that are known only inside. `quiet` spans of other
         threads do not change what the rank is said to do."""
         start = self.now()
+        name = " ".join([stage, *(args[key] for key in ("cause", "what") if key in args)])
         where = next((f" {key[0]}{args[key]}" for key in ("group", "version") if key in args), "")
         if not quiet:
-            self.announce(f"{stage}{where}")
+            self._on_stage(f"{name}{where}")
         try:
-            yield args
+            with self.progress.stage(name):
+                yield args
         finally:
             self.add(stage, start, self.now(), **args)
 

@@ -200,9 +200,9 @@ class RolloutEngine:
     def _plan(self, task: Task) -> StepPlan:
         return self._selection.plan(self.seed, task.step, self.sampling.steps)
 
-    def close(self) -> None:
-        """Stop the scorers."""
-        self._scorer.close()
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop the scorers; the batch in progress has `timeout_s` to end."""
+        self._scorer.close(timeout_s)
 
     def reward_trouble(self) -> str | None:
         """Why the run should stop: more samples than `reward.max_missing_share` allows have no score; else None."""

@@ -85,7 +85,7 @@ class DisaggregatedStrategy(DDPStrategy):
         expected: Mapping[tuple[str, int], float] | None = None,
         checkpoint_io: Any = None,
     ) -> None:
-        timeout = timedelta(seconds=session.timeout_s)
+        timeout = timedelta(seconds=session.limits.collective_s)
         super().__init__(cluster_environment=RoleEnvironment(world), checkpoint_io=checkpoint_io, timeout=timeout)
         self.world, self.session, self.spec, self.engine = world, session, spec, engine
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
@@ -142,12 +142,21 @@ class DisaggregatedStrategy(DDPStrategy):
         reset_seed()
         self.set_world_ranks()
         session, world = self.session, self.world
+        limits, progress = session.limits, session.progress
         store = StoreClient(*session.store)
-        self.control = Control(store, world.rank, session.patience_s)
-        self.link = SocketLink(self.control, world.rank, session.host, session.handshake, watched=session.watched)
-        self._state_control = Control(StoreClient(*session.store), world.rank, session.patience_s)
+        self.control = Control(store, world.rank, limits.start_s)
+        self.link = SocketLink(
+            self.control,
+            world.rank,
+            session.host,
+            session.handshake,
+            watched=session.watched,
+            close_s=limits.leave_s,
+            stage=progress.stage,
+        )
+        self._state_control = Control(StoreClient(*session.store), world.rank)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
-        self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
+        self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show, progress)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
         roles = Roles(world.trainers, world.rollouts, self._sharded, self._split_claims, self.published.kept)
         head = header(self.spec, roles, self._last_step)
@@ -247,8 +256,17 @@ class DisaggregatedStrategy(DDPStrategy):
     def _agree(self, choice: int) -> int:
         """Trainer 0's `choice`, on every trainer."""
         tensor = torch.tensor(choice, device=self.root_device)
-        dist.broadcast(tensor, src=0)
+        with self._turn_of_others():
+            dist.broadcast(tensor, src=0)
         return int(tensor)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._turn_of_others():
+            super().barrier(*args, **kwargs)
+
+    def _turn_of_others(self) -> AbstractContextManager[None]:
+        """Inside, this trainer waits for a slower one."""
+        return self.session.progress.stage("wait straggler")
 
     # ---- gradients: the one place that scales (design, "Scaling of gradients")
 
@@ -272,6 +290,7 @@ class DisaggregatedStrategy(DDPStrategy):
         scaled = closure_loss * (self.micro_batches_per_update * self.world.trainers)
         loss = super().backward(scaled, optimizer, *args, **kwargs)
         self.shares.end()
+        self.session.progress.tick()
         if not self._accumulating:
             self.ledger.end_fragment()  # what follows belongs to the update
             if self.world.trainers > 1:
@@ -304,8 +323,7 @@ class DisaggregatedStrategy(DDPStrategy):
             if self.is_global_zero:
                 note_version(self.control, version)
                 ranks = self.control.survivors(self.world.rollout_ranks)
-            agree = partial(gradients.assert_equal_digests, trainers=self.world.trainers, version=version)
-            made = publish(version, source, self.link, ranks, agree)
+            made = publish(version, source, self.link, ranks, partial(self._agree_on_digest, version))
             facts["digest"] = made.digest
             self.published.keep(made.tensors)
             self.shares.fix(version)
@@ -315,6 +333,10 @@ class DisaggregatedStrategy(DDPStrategy):
                 append_event(self.session.run_dir, "publish", {"version": version, "digest": made.digest})
                 self.runner.claims.forget(version)
         self.version = version
+
+    def _agree_on_digest(self, version: int, digest: str) -> None:
+        with self._turn_of_others():
+            gradients.assert_equal_digests(digest, self.world.trainers, version)
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Publish the version that training starts from (and, for an exact asynchronous resume, the one before)."""
@@ -354,18 +376,23 @@ class DisaggregatedStrategy(DDPStrategy):
             self.link.close()
             self.spans.close()
             self._decisions.close()
-        self.engine.close()
+        self.engine.close(self.session.limits.leave_s)
         super().teardown()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def run_rollouts(self) -> None:
         """The life of a rollout rank (called in place of the fit loop)."""
-        self._first_step = int(self.control.wait_for("first_step", "the trainers to start"))
+        with self.spans.stage("wait startup"):
+            self._first_step = int(self.control.wait_for("first_step", "the trainers to start"))
         model = self.engine.policy
         RolloutWorker(self.world.rank, self.runner, model, self.control, self.link, self.spans).run()
 
     # ---- checkpoints: whole tensors, whatever the sharding
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.spans.stage("checkpoint"):
+            super().save_checkpoint(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None

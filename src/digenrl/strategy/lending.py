@@ -6,7 +6,7 @@ Every move is the policy's. This file shows it what there is to see, and carries
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -93,23 +93,22 @@ class Lending:
 
     def _wait(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
         """The fragment to train now, as soon as there is one; None as soon as a task should be generated."""
-        since: float | None = None
-        while True:
-            while self._hooks.receive(0.0):
-                pass
-            fragment = self._hooks.cut_fragment(pending, board)
-            move = self._move(board, update, pending, fragment)
-            if move in (TRAIN, LEND):
-                if since is not None:
-                    first = update == 0 and len(pending) == len(fragments(self._spec, 0))
-                    cause = "first_fragment" if first else "tail"
-                    self._spans.add("wait", since, self._spans.now(), cause=cause, step=board.step)
-                return fragment if move == TRAIN else None
-            if since is None:
-                since = self._spans.now()
-                self._spans.announce("wait fragment")
-            self._recall(board.step)
-            self._pause()
+        first = update == 0 and len(pending) == len(fragments(self._spec, 0))
+        wait = self._spans.span("wait", cause="first_fragment" if first else "tail", step=board.step)
+        waited = False
+        with ExitStack() as span:
+            while True:
+                while self._hooks.receive(0.0):
+                    pass
+                fragment = self._hooks.cut_fragment(pending, board)
+                move = self._move(board, update, pending, fragment)
+                if move in (TRAIN, LEND):
+                    return fragment if move == TRAIN else None
+                if not waited:
+                    waited = True
+                    span.enter_context(wait)
+                self._recall(board.step)
+                self._pause()
 
     def _move(self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None) -> str:
         """The policy's move, the search having been asked where the policy wants that."""

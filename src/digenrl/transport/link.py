@@ -22,18 +22,20 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Protocol
 
 from digenrl.cluster.control import Aborted, Control, PeerLost
 from digenrl.cluster.handshake import Gate, Handshake
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreLost
 from digenrl.transport.wire import Buffers, Message, WireError, decode, encode
 
 _BUFFER = 4 << 20
 _VECTOR = 1024
 """Buffers that one system call takes (IOV_MAX of Linux)."""
-_CLOSE_SECONDS = 10.0
 _VERDICT_SECONDS = 6.0
 """How long the launcher may take to say that the run goes on without a dead peer."""
 MAX_MESSAGE_BYTES = 64 << 30
@@ -59,6 +61,8 @@ class SocketLink:
 
     Args:
         watched: a launcher judges every death. Otherwise a connection that ends before the run does is an error.
+        close_s: how long `close` waits for what is still queued.
+        stage: entered with "send" while a message is written.
     """
 
     def __init__(
@@ -69,9 +73,11 @@ class SocketLink:
         handshake: Handshake,
         queue_depth: int = 64,
         watched: bool = True,
+        close_s: float = Limits.leave_s,
+        stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._control, self._rank, self._handshake, self._depth = control, rank, handshake, queue_depth
-        self._watched = watched
+        self._watched, self._close_s, self._stage = watched, close_s, stage
         self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
         self._outboxes: dict[int, tuple[queue.Queue[Buffers | None], threading.Thread]] = {}
         self._opening, self._closing = threading.Lock(), threading.Event()
@@ -118,7 +124,7 @@ class SocketLink:
         return item
 
     def close(self) -> None:
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + self._close_s
         for outbox, thread in self._outboxes.values():
             ended = False
             while thread.is_alive() and time.monotonic() < deadline and not self._aborted():
@@ -151,7 +157,8 @@ class SocketLink:
             with self._handshake.connect(host, int(port), _purpose(peer), self._rank) as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
                 while (buffers := outbox.get()) is not None:
-                    _write(sock, buffers)
+                    with self._stage("send"):
+                        _write(sock, buffers)
         except PeerLost:
             return
         except (OSError, Aborted) as error:
