@@ -27,8 +27,8 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.control import Control
 from digenrl.cluster.launcher import Launch, Outcome, launch
-from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
 from digenrl.strategy.checkpoint_io import newest_valid
 from digenrl.types import TrainBatch

@@ -10,9 +10,8 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-from digenrl.cluster.store import StoreClient, StoreLost
-
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.store import StoreClient, StoreLost
 
 
 class Aborted(RuntimeError):
