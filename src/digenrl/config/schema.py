@@ -95,6 +95,16 @@ class Parallel(Closed):
     )
 
 
+class Record(Closed):
+    """record.*"""
+
+    keep_mib: Positive = Field(
+        description="MiB of all ranks' spans, and of their decisions; events get a quarter; then steps are left out"
+    )
+    logger_pending: AtLeast1 = Field(description="calls that may wait for a slow logger; more are dropped and counted")
+    logger_finish_s: Amount = Field(description="seconds that a logger gets at the end for the calls that wait")
+
+
 class Data(Closed):
     """data.*"""
 
@@ -273,6 +283,7 @@ class Train(Closed):
     )
     allocation: Allocation
     parallel: Parallel
+    record: Record
     strategy: Component = Field(description="DisaggregatedStrategy, or a subclass with other hooks")
     data: Data
     schedule: Schedule
