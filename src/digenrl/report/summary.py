@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -145,7 +146,8 @@ def wall_seconds(run: Run) -> float | None:
     edges = [*(starts or times[:1]), float("inf")]
     total = 0.0
     for start, following in pairwise(edges):
-        total += max([t for t in times if start <= t < following], default=start) - start
+        before = bisect_left(times, following)
+        total += max(start, times[before - 1] if before else start) - start
     return total
 
 
