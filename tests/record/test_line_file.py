@@ -127,6 +127,8 @@ def test_a_file_that_takes_no_more_leaves_whole_lines_and_a_count(tmp_path: Path
         file = LineFile(path)
         results = [file.write(b'{"n":1}\n' * 100) for _ in range(8)]
         assert results == [True] * 5 + [False] * 3
+        for step in range(20):
+            append_jsonl(tmp_path / "metrics.jsonl", {"kind": "step", "rl_step": step, "note": "x" * 1000})
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         assert file.write(b'{"n":2}\n')
         tell_unwritten(tmp_path)
@@ -134,7 +136,7 @@ def test_a_file_that_takes_no_more_leaves_whole_lines_and_a_count(tmp_path: Path
     in_child(act)
     assert path.read_bytes() == b'{"n":1}\n' * 500 + b'{"n":2}\n'
     summary = build_summary(read_run(tmp_path))
-    assert summary["unwritten"] == {"spans/rank-000.jsonl": 300}
+    assert summary["unwritten"] == {"spans/rank-000.jsonl": 300, "metrics.jsonl": 17}
     assert [warning for warning in summary["warnings"] if "lacks 300 line(s)" in warning]
 
 
