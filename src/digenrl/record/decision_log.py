@@ -31,6 +31,7 @@ class DecisionLog:
         self._over = path.exists() and path.stat().st_size >= limit
         self._lines: list[bytes] = []
         self._take(header)
+        self._flush()  # a rank that is killed early leaves at least the header
         self._seen: dict[int, dict[str, Any]] = {}
         self._answers: dict[str, Any] = {}
 
