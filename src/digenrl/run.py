@@ -17,18 +17,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.utils import get_object
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl import config as configuration
 from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
+from digenrl.callbacks.guarded import Guarded
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.policy import Policy
 from digenrl.preflight import shard_group, trainer_speeds
-from digenrl.record.run_dir import append_event
+from digenrl.record.run_dir import append_event, limit_events
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
@@ -117,6 +119,8 @@ def build(
     if world.rank == 0:
         identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
         append_event(session.run_dir, "rewards", {"identities": identities})
+    keep = config.record.keep_mib * 2**20
+    limit_events(keep / 4)
     strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(
         world,
         session,
@@ -128,9 +132,9 @@ def build(
         shard_group=shard_group(config, world.trainers),
         split_claims=config.schedule.claims == "split",
         expected=expected,
+        record_bytes=keep / world.size,
         checkpoint_io=DirectoryCheckpointIO(),
     )
-    loggers = config.logger.values() if world.rank == 0 and config.logger else ()
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     trainer = configuration.instantiate(
         config.trainer,
@@ -139,7 +143,7 @@ def build(
         max_epochs=config.max_rl_steps,
         accumulate_grad_batches=micro_batches_per_update(spec, world.trainers),
         callbacks=[*named, *callbacks],
-        logger=[configuration.instantiate(logger)(save_dir=str(session.run_dir)) for logger in loggers],
+        logger=_loggers(config, session.run_dir) if world.rank == 0 else [],
         default_root_dir=str(session.run_dir),
     )
     return Rank(trainer, module, data, strategy)
@@ -173,6 +177,21 @@ def model_of(config: DictConfig, world: World) -> DictConfig:
     merged = OmegaConf.merge(model, own)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _loggers(config: DictConfig, run_dir: Path) -> list[Logger]:
+    """The configured loggers, each where it can neither stop nor slow the run."""
+    record = config.record
+    return [
+        Guarded(
+            configuration.instantiate(logger)(save_dir=str(run_dir)),
+            name,
+            run_dir,
+            record.logger_pending,
+            record.logger_finish_s,
+        )
+        for name, logger in (config.logger or {}).items()
+    ]
 
 
 def _write_missing(run_dir: Path, rank: int, reward: str, samples: int, cause: str) -> None:

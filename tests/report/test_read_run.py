@@ -123,7 +123,7 @@ def test_spans_that_break_the_format_are_named_not_lost_silently(tmp_path: Path)
     path = write_run(tmp_path / "run", steps=2)
     with (path / "spans" / "rank-000.jsonl").open("a") as file:
         file.write(json.dumps({"rank": 0, "role": "trainer", "stage": "napping", "start": 1, "end": 2}) + "\n")
-    assert any("1 span(s) left out" in warning and "napping" in warning for warning in read_run(path).warnings)
+    assert any("1 damaged line(s) left out" in warning and "napping" in warning for warning in read_run(path).warnings)
 
 
 def test_no_run_directory_names_the_runs_nearby(tmp_path: Path) -> None:

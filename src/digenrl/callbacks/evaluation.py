@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from digenrl.data import load_prompts
-from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl
+from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl, replaced, unwritten
 from digenrl.rewards.hacking_alarms import canary, of_evaluations
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.types import Prompt
@@ -76,7 +76,11 @@ def measure(
 
 
 def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
-    """Write the first `per_prompt` pictures of each prompt: `media` uint8 [N, ...], `prompts` (N texts), scores [N]."""
+    """Write the first `per_prompt` pictures of each prompt: `media` uint8 [N, ...], `prompts` (N texts), scores [N].
+
+    Raises:
+        OSError: they cannot be written; nothing is left of them.
+    """
     seen: dict[int, int] = {}
     kept = []
     for row, prompt in enumerate(pictures.prompts):
@@ -90,10 +94,8 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
     }
     scores = {name: values[index].numpy() for name, values in pictures.rewards.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")
-    with unfinished.open("wb") as file:
+    with replaced(path) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(file, **(scores | arrays))  # type: ignore[arg-type]  # no array is called allow_pickle
-    unfinished.replace(path)
 
 
 class Evaluation(pl.Callback):
@@ -172,7 +174,11 @@ class Evaluation(pl.Callback):
                 return
             numbers = self.measure(engine, pictures)
         run_dir = Path(trainer.default_root_dir)
-        save_pictures(run_dir / SAMPLES / f"eval-{rl_step}.npz", pictures, self.saved_per_prompt)
+        samples = run_dir / SAMPLES / f"eval-{rl_step}.npz"
+        try:
+            save_pictures(samples, pictures, self.saved_per_prompt)
+        except OSError as error:
+            unwritten(samples, len(pictures.prompts), error)
         append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
         self._raise_alarms(run_dir, rl_step, pictures, engine)
         for logger in trainer.loggers:

@@ -20,8 +20,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -133,7 +134,7 @@ def launch(spec: Launch) -> Outcome:
 
 def _own_failure(error: Exception, logs: Path) -> Outcome:
     """The launcher's own mistake, or that of what it calls (the display): the run ends, and says why."""
-    with (logs / "launcher.log").open("a") as file:
+    with suppress(OSError), (logs / "launcher.log").open("a") as file:
         traceback.print_exception(error, file=file)
     return Outcome("failed", f"the launcher raised {type(error).__name__}: {error}; see logs/launcher.log", 1)
 
@@ -180,11 +181,21 @@ def _child(
 
 
 def mask_secrets() -> None:
-    """Mask secrets in what this rank prints from now on: its output is a file of the run directory. The streams stay
-    the same objects, because logging handlers hold on to them."""
+    """Mask secrets in what this rank prints from now on: its output is a file of the run directory, which a full disk
+    cuts short. The streams stay the same objects, because logging handlers hold on to them."""
     for stream in (sys.stdout, sys.stderr):
-        write = stream.write
-        stream.write = lambda text, write=write: write(redact_text(text))  # type: ignore[method-assign]
+        stream.write = partial(_print, stream.write)  # type: ignore[method-assign]
+        stream.flush = partial(_or_nothing, stream.flush)  # type: ignore[method-assign]
+
+
+def _print(write: Callable[[str], int], text: str) -> int:
+    _or_nothing(partial(write, redact_text(text)))
+    return len(text)
+
+
+def _or_nothing(call: Callable[[], object]) -> None:
+    with suppress(OSError):
+        call()
 
 
 def keep_memory() -> None:

@@ -116,6 +116,16 @@ class Patience(Closed):
     leave_s: Positive = Field(description="at the end of a run, for what is still on its way to other ranks")
 
 
+class Record(Closed):
+    """record.*"""
+
+    keep_mib: Positive = Field(
+        description="MiB of all ranks' spans, and of their decisions; events get a quarter; then steps are left out"
+    )
+    logger_pending: AtLeast1 = Field(description="calls that may wait for a slow logger; more are dropped and counted")
+    logger_finish_s: Amount = Field(description="seconds that a logger gets at the end for the calls that wait")
+
+
 class Data(Closed):
     """data.*"""
 
@@ -298,6 +308,7 @@ class Train(Closed):
     handshake: Handshake
     parallel: Parallel
     limits: Patience
+    record: Record
     strategy: Component = Field(description="DisaggregatedStrategy, or a subclass with other hooks")
     data: Data
     schedule: Schedule

@@ -11,6 +11,7 @@ into the pure `digenrl.schedule`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -31,7 +32,7 @@ from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment, Session, World
 from digenrl.data import PromptSampler
 from digenrl.record.decision_log import DecisionLog
-from digenrl.record.run_dir import DECISIONS, append_event
+from digenrl.record.run_dir import DECISIONS, append_event, tell_unwritten
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
@@ -67,6 +68,7 @@ class DisaggregatedStrategy(DDPStrategy):
         shard_group: trainers that hold one copy of the weights under hsdp.
         split_claims: divide every queue equally beforehand instead of claiming (what published colocated loops do).
         expected: (stage, rank) -> seconds, as `SchedulePolicy.expected` takes them: what the hardware profile says.
+        record_bytes: of this rank's spans, and of its decisions; more are left out.
     """
 
     strategy_name = "disaggregated"
@@ -83,13 +85,14 @@ class DisaggregatedStrategy(DDPStrategy):
         shard_group: int = 1,
         split_claims: bool = False,
         expected: Mapping[tuple[str, int], float] | None = None,
+        record_bytes: float = math.inf,
         checkpoint_io: Any = None,
     ) -> None:
         timeout = timedelta(seconds=session.limits.collective_s)
         super().__init__(cluster_environment=RoleEnvironment(world), checkpoint_io=checkpoint_io, timeout=timeout)
         self.world, self.session, self.spec, self.engine = world, session, spec, engine
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
-        self._expected = expected or {}
+        self._expected, self._record_bytes = expected or {}, record_bytes
         self._sampler, self._last_step = sampler, last_step
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
@@ -156,11 +159,11 @@ class DisaggregatedStrategy(DDPStrategy):
         )
         self._state_control = Control(StoreClient(*session.store), world.rank)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
-        self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show, progress)
+        self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show, progress, self._record_bytes)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
         roles = Roles(world.trainers, world.rollouts, self._sharded, self._split_claims, self.published.kept)
         head = header(self.spec, roles, self._last_step)
-        self._decisions = DecisionLog(session.run_dir / DECISIONS / path.name, head)
+        self._decisions = DecisionLog(session.run_dir / DECISIONS / path.name, head, self._record_bytes)
         self.policy = SchedulePolicy(self.spec, roles, lambda version: self.plan_tasks(version), self._decisions)
         for (stage, rank), seconds in self._expected.items():
             self.policy.expected(stage, rank, seconds)
@@ -376,6 +379,7 @@ class DisaggregatedStrategy(DDPStrategy):
             self.link.close()
             self.spans.close()
             self._decisions.close()
+            tell_unwritten(self.session.run_dir)
         self.engine.close(self.session.limits.leave_s)
         super().teardown()
         if dist.is_initialized():
