@@ -52,7 +52,8 @@ class Fault(pl.Callback):
     """Args:
     point: a key of `POINTS`, before_join or after_join.
     rank: launch rank that must come to the point.
-    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGUSR1, where that raises).
+    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGUSR1, where that raises); in its own
+        process also leave (exit with code 0), wait (for ever) or exhaust (take all memory).
     call: at the how-manieth passage.
     target: whom it happens to: self, launcher, or another launch rank.
     """
@@ -102,6 +103,13 @@ class Fault(pl.Callback):
                 return
         if self._target == "self" and self._action == "raise":
             raise InjectedError("injected fault")
+        if self._action == "leave":
+            os._exit(0)
+        held = []
+        while self._action == "exhaust":
+            held.append(b"x" * (64 << 20))
+        if self._action == "wait":
+            threading.Event().wait()
         os.kill(self._victim(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}[self._action])
         if self._target == "launcher":  # it dies here, not somewhat later
             threading.Event().wait(60.0)

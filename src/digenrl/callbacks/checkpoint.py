@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from digenrl.record.run_dir import append_event
+from digenrl.types import StepGivenUp
 
 KEY = "digenrl"
 """Our entry in Lightning's checkpoint dictionary."""
 
 
 class Checkpoint(pl.Callback):
-    """Writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run, a requested stop included.
+    """Writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run, a requested stop included: where
+    the step in progress is given up (`StepGivenUp`), the version before it.
 
     The run's directory is the Trainer's `default_root_dir`.
     """
@@ -24,15 +29,55 @@ class Checkpoint(pl.Callback):
         if every < 1:
             raise ValueError(f"callbacks.checkpoint.every = {every}: use at least 1 RL step.")
         self._every, self._failures = every, 0
+        self._finished, self._saved = 0, 0
+        """RL steps finished, and those in the newest checkpoint."""
+        self._progress: dict[str, Any] = {}
+        """Entries of a checkpoint as they were when the last step was finished, but for the weights."""
+        self._weights: dict[str, Any] = {}
+        """Those of the weights, before the first of several updates."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._finished = self._saved = trainer.current_epoch
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        strategy: Any = trainer.strategy
+        several = strategy.updates_done == 0 and strategy.spec.updates_per_batch > 1
+        if several and self._finished > self._saved and strategy.engine.policy.lora is not None:
+            dumped = _dump(trainer)
+            kept = {name: dumped[name] for name in ("state_dict", "optimizer_states", "algorithm")}
+            self._weights = tree_map(lambda leaf: leaf.to("cpu", copy=True) if torch.is_tensor(leaf) else leaf, kept)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, StepGivenUp):
+            return
+        version = trainer.strategy.version  # type: ignore[attr-defined]
+        if version > self._finished:  # the evaluation after that step was given up
+            self._save(trainer, version, {})
+        elif self._finished > self._saved:
+            self._save(trainer, self._finished, self._progress | self._weights)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.current_epoch + 1
+        self._finished, self._weights = step, {}
+        self._progress = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "loops": deepcopy(trainer._checkpoint_connector._get_loops_state_dict()),
+            KEY: _own(trainer),
+        }
         if step % self._every and step != trainer.max_epochs and not trainer.should_stop:
             return
+        self._save(trainer, step, {})
+
+    def _save(self, trainer: pl.Trainer, step: int, entries: dict[str, Any]) -> None:
+        """Write the checkpoint of `step`, with `entries` in place of the present ones."""
         path = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}"
         try:
-            trainer.save_checkpoint(path)
-            self._failures = 0
+            trainer.strategy.save_checkpoint(_dump(trainer) | entries, path)
+            trainer.strategy.barrier()
+            self._failures, self._saved = 0, step
         except OSError as error:
             self._failures += 1
             self._event(trainer, "checkpoint_failed", {"path": str(path), "cause": str(error)})
@@ -44,12 +89,7 @@ class Checkpoint(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint[KEY] = {
-            "rng": torch.get_rng_state(),
-            "version": trainer.strategy.version,  # type: ignore[attr-defined]
-            "previous": trainer.strategy.previous or {},  # type: ignore[attr-defined]
-            "shares": trainer.strategy.shares.state(trainer.strategy.version),  # type: ignore[attr-defined]
-        }
+        checkpoint[KEY] = _own(trainer)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -61,3 +101,18 @@ class Checkpoint(pl.Callback):
     def _event(self, trainer: pl.Trainer, kind: str, facts: dict[str, Any]) -> None:
         if trainer.is_global_zero:
             append_event(trainer.default_root_dir, kind, facts)
+
+
+def _own(trainer: pl.Trainer) -> dict[str, Any]:
+    strategy: Any = trainer.strategy
+    return {
+        "rng": torch.get_rng_state(),
+        "version": strategy.version,
+        "previous": strategy.previous or {},
+        "shares": strategy.shares.state(strategy.version),
+    }
+
+
+def _dump(trainer: pl.Trainer) -> dict[str, Any]:
+    """The checkpoint of this moment. A collective of the trainers where weights are sharded."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

@@ -8,6 +8,7 @@ profile says which of them train, and the run directory must be on a file system
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 import secrets
@@ -16,20 +17,24 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from queue import Empty
 
 import torch.distributed as dist
 
 from digenrl.cluster.control import Control, host_store, join_store
 from digenrl.cluster.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
+from digenrl.cluster.signals import StopSignals, obeyed
 from digenrl.cluster.world import Session, World
 
 LEAVE_S = 12.0
 """How long process 0 waits for the others to leave, a little longer than a link takes to close; ABORT_GRACE_S after a
 failure. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
+SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
+"""KillWait as SLURM has it by default; how long before a job's end its signal announces that end."""
 SOMEWHERE = "192.0.2.1"
 """An address of no machine (RFC 5737): the route to it begins at this machine's outward address."""
 
@@ -127,37 +132,45 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
     return counts[int(environment["SLURM_NODEID"])]
 
 
+def scheduler_limit(now: float, environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds between a signal that comes at Unix second `now` and SIGKILL, as the scheduler has it; infinity where
+    nobody says so. SLURM's own: what is left of the job in its last ten minutes (`--signal`), otherwise its KillWait
+    (`scancel`)."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return float(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    if "SLURM_JOB_ID" in environment:
+        left = float(environment.get("SLURM_JOB_END_TIME", "0")) - now
+        return left if SLURM_KILL_WAIT_S < left < SLURM_ANNOUNCED_S else SLURM_KILL_WAIT_S
+    return math.inf
+
+
 @contextmanager
-def _stop_on_signals(control: Control) -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT ask for a clean stop after the step in progress (SLURM's --signal, torchrun's end).
-    Afterwards they are ignored: an agent that sees one rank leave sends SIGTERM to the others, of which process 0 may
-    still write the report.
+def _stop_on_signals(signals: StopSignals, control: Control, grace: Callable[[], float]) -> Iterator[None]:
+    """Inside, a stop signal asks for a clean stop after the step in progress (SLURM's --signal, torchrun's end); the
+    second one, or the end of the grace, gives that step up. One that came before counts too. Afterwards they are
+    ignored: an agent that sees one rank leave sends SIGTERM to the others, of which process 0 may still write the
+    report.
 
-    The handler only wakes a thread: the main thread may hold the lock of its own store client.
+    A thread does so: the main thread may hold the lock of its own store client.
     """
-    asked, over = threading.Event(), threading.Event()
-    causes: list[str] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        causes.append(f"signal {signal.Signals(number).name}")
-        asked.set()
+    signals.count_all()
 
     def watch() -> None:
-        asked.wait()
-        if not over.is_set():
-            control.request_stop(causes[0])
+        if number := signals.requests.get():
+            control.set("signal", str(number))
+            control.request_stop(f"signal {signal.Signals(number).name}")
+            with suppress(Empty):
+                number = signals.requests.get(timeout=0.0 if control.get("first_step") is None else grace())
+            if number:
+                control.set("give_up", "1")
 
     threading.Thread(target=watch, name="stop-on-signals", daemon=True).start()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        signal.signal(number, handle)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in obeyed():
             signal.signal(number, signal.SIG_IGN)
-        over.set()
-        asked.set()
+        signals.requests.put(0)
 
 
 def check_allocation(place: Place, trainers: int, rollouts: int) -> None:
@@ -180,13 +193,15 @@ def attach(
     trainers: int,
     prepare: Callable[[], Path],
     rank_main: Callable[[World, Session], None],
+    stop_grace: Callable[[Path], float],
+    signals: StopSignals,
 ) -> tuple[Path, Outcome]:
     """Run this process's rank to its end; returns the run directory and how it ended.
 
     Args:
         ranks: rank of every started process; the first `trainers` ranks train.
         prepare: makes the run directory; called by process 0 alone, the others learn its path from the store.
-        rank_main: as in `launcher.Launch`.
+        rank_main, stop_grace, signals: as in `launcher.Launch`; the grace is told the run directory.
     """
     server: dist.TCPStore | None = None
     if place.hosts_store:
@@ -217,10 +232,11 @@ def attach(
     watcher = Control(join_store(place.address, place.port, place.prefix), place.rank)
     outcome = Outcome()
     try:
-        with _stop_on_signals(watcher):
+        with _stop_on_signals(signals, watcher, partial(stop_grace, run_dir)):
             rank_main(world, session)
         if (cause := control.get("stop")) is not None:
-            outcome = Outcome("stopped", cause, EXIT_STOPPED)
+            number = control.get("signal")
+            outcome = Outcome("stopped", cause, EXIT_STOPPED if number is None else 128 + int(number))
     except Exception as error:
         cause = control.get("abort") or f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
         control.abort(cause)
