@@ -25,7 +25,7 @@ from digenrl.cluster.signals import STOPS
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.training import SMALL, Train, commands, state_of
 
-STEPS = 10
+STEPS = 8
 RUNS = {
     "apart": ("schedule=gap", "allocation.trainers=1", "allocation.rollouts=2", "algorithm.updates_per_batch=2"),
     "together": ("schedule=colocated", "allocation.trainers=2", "algorithm.updates_per_batch=2"),

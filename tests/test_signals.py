@@ -169,8 +169,9 @@ def test_too_few_open_files_are_refused_with_the_number_that_is_needed(running: 
     assert not (train.root / "outputs").exists()
 
 
+@pytest.mark.timeout(900)
 def test_twenty_random_signals(tmp_path: Path) -> None:
-    ends, wrong = storm(tmp_path, 20, seed=0, resume_every=5)
+    ends, wrong = storm(tmp_path, 20, seed=0, resume_every=7)
     assert not wrong, "\n".join(wrong)
     assert sum(ends.values()) == 20
 

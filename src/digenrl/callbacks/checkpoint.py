@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,29 +56,32 @@ class Checkpoint(pl.Callback):
             return
         version = trainer.strategy.version  # type: ignore[attr-defined]
         if version > self._finished:  # the evaluation after that step was given up
-            self._save(trainer, version, {})
+            self._save(trainer, version, trainer.save_checkpoint)
         elif self._finished > self._saved:
-            self._save(trainer, self._finished, self._progress | self._weights)
+            self._save(trainer, self._finished, partial(self._save_finished, trainer))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.current_epoch + 1
         self._finished, self._weights = step, {}
-        self._progress = {
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-            "loops": deepcopy(trainer._checkpoint_connector._get_loops_state_dict()),
-            KEY: _own(trainer),
-        }
-        if step % self._every and step != trainer.max_epochs and not trainer.should_stop:
-            return
-        self._save(trainer, step, {})
+        if step % self._every == 0 or step == trainer.max_epochs or trainer.should_stop:
+            self._save(trainer, step, trainer.save_checkpoint)
+        if self._saved < step:
+            self._progress = {
+                "epoch": trainer.current_epoch,
+                "global_step": trainer.global_step,
+                "loops": deepcopy(trainer._checkpoint_connector._get_loops_state_dict()),
+                KEY: _own(trainer),
+            }
 
-    def _save(self, trainer: pl.Trainer, step: int, entries: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`, with `entries` in place of the present ones."""
+    def _save_finished(self, trainer: pl.Trainer, path: Path) -> None:
+        """Write the checkpoint of the last finished step, from the middle of the next one."""
+        trainer.strategy.save_checkpoint(_dump(trainer) | self._progress | self._weights, path)
+        trainer.strategy.barrier()
+
+    def _save(self, trainer: pl.Trainer, step: int, write: Callable[[Path], None]) -> None:
         path = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}"
         try:
-            trainer.strategy.save_checkpoint(_dump(trainer) | entries, path)
-            trainer.strategy.barrier()
+            write(path)
             self._failures, self._saved = 0, step
         except OSError as error:
             self._failures += 1
