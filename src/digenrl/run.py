@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.schedule.shares import relative
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.types import StepGivenUp
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Rank:
 
     def fit(self, checkpoint: Path | None = None) -> None:
         """Run this rank to the end of the run; `checkpoint` is a directory to resume from."""
-        self.trainer.fit(self.module, datamodule=self.data, ckpt_path=checkpoint)
+        with suppress(StepGivenUp):  # the version before it is saved
+            self.trainer.fit(self.module, datamodule=self.data, ckpt_path=checkpoint)
 
 
 def fit(

@@ -18,6 +18,10 @@ from torch import Tensor
 _T = TypeVar("_T")
 
 
+class StepGivenUp(RuntimeError):
+    """A stop that cannot wait for the RL step in progress: all trainers drop it, and save the version before it."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One line of a prompt file."""

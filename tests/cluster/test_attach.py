@@ -18,7 +18,6 @@ import psutil
 import pytest
 
 from digenrl.cluster.attach import Place, check_allocation, find_place, first_host
-from digenrl.cluster.launcher import EXIT_STOPPED
 from digenrl.simulate.hardware import numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.conftest import ROOT
@@ -323,7 +322,7 @@ def test_sigterm_of_a_scheduler_ends_in_a_checkpoint(tmp_path: Path, processes: 
     wait_for_a_step(tmp_path)
     for process in processes._started:
         process.terminate()
-    assert processes.codes() == [EXIT_STOPPED] * 2, processes.tails()
+    assert processes.codes() == [128 + signal.SIGTERM] * 2, processes.tails()
     found = summary(processes)
     assert (found["status"], found["cause"]) == ("stopped", "signal SIGTERM")
     assert list(tmp_path.glob("outputs/*/*/checkpoints/last/manifest.json"))

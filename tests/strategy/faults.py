@@ -59,8 +59,8 @@ class Fault(pl.Callback):
     """Args:
     point: a key of `POINTS`, before_join or after_join.
     rank: launch rank that must come to the point.
-    action: kill (SIGKILL), stop (SIGSTOP), raise (in another process by SIGUSR1, where that raises) or hang
-        (self only).
+    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGUSR1, where that raises); in its own
+        process also hang, leave (exit with code 0) or exhaust (take all memory).
     call: at the how-manieth passage.
     target: whom it happens to: self, launcher, or another launch rank.
     seconds: how long it hangs; None = for ever.
@@ -122,6 +122,11 @@ class Fault(pl.Callback):
         if self._action == "hang":
             threading.Event().wait(self._seconds)
             return
+        if self._action == "leave":
+            os._exit(0)
+        held = []
+        while self._action == "exhaust":
+            held.append(b"x" * (64 << 20))
         os.kill(self._victim(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}[self._action])
         if self._target == "launcher":  # it dies here, not somewhat later
             threading.Event().wait(60.0)

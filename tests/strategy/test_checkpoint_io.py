@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -220,6 +221,9 @@ class _Trainer:
         self.default_root_dir, self._failures, self.strategy = str(root), failures, _Alone(torch.device("cpu"))
         self.current_epoch, self.max_epochs, self.should_stop, self.is_global_zero = 0, 10, False, True
         self.saved: list[str] = []
+        self.global_step = 0
+        self.strategy = SimpleNamespace(version=0, previous=None, shares=SimpleNamespace(state=lambda version: {}))
+        self._checkpoint_connector = SimpleNamespace(_get_loops_state_dict=dict)
 
     def save_checkpoint(self, path: Path) -> None:
         if self._failures > 0:

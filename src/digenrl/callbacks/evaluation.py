@@ -166,9 +166,12 @@ class Evaluation(pl.Callback):
             raise TypeError(
                 f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use DisaggregatedStrategy"
             )
+        consent = getattr(trainer.strategy, "consent", None)
+        begin = (lambda: None) if consent is None else consent.begin
         with _span(trainer, rl_step):
             with getattr(pl_module, "averaged", nullcontext)():  # the moving average, where there is one
-                local = self.sample(engine, trainer.global_rank, trainer.world_size)
+                local = self.sample(engine, trainer.global_rank, trainer.world_size, begin)
+                begin()
             pictures = self._gather(trainer, local)
             if not trainer.is_global_zero:
                 return
@@ -198,12 +201,17 @@ class Evaluation(pl.Callback):
         for alarm in [*found, *(alarm for alarm in changed if alarm is not None)]:
             append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
 
-    def sample(self, engine: RolloutEngine, rank: int = 0, ranks: int = 1) -> Pictures:
-        """Rank `rank`'s share of the pictures; with one rank all of them, in the order of the prompts."""
+    def sample(
+        self, engine: RolloutEngine, rank: int = 0, ranks: int = 1, before_step: Callable[[], None] = lambda: None
+    ) -> Pictures:
+        """Rank `rank`'s share of the pictures; with one rank all of them, in the order of the prompts. `before_step`:
+        as in `RolloutEngine.evaluate`."""
         share = -(-len(self.prompts) // ranks)
         # A rank without a prompt of its own repeats one: sharded weights need the same forwards everywhere.
         mine = [self.prompts[(rank * share + i) % len(self.prompts)] for i in range(share)]
-        scored = [engine.evaluate([prompt], self.samples_per_prompt, self.seed, self.steps) for prompt in mine]
+        scored = [
+            engine.evaluate([prompt], self.samples_per_prompt, self.seed, self.steps, before_step) for prompt in mine
+        ]
         return Pictures(
             media=torch.cat([part.media.mul(255.0).round().to(torch.uint8).cpu() for part in scored]),
             prompts=tuple(prompt for prompt in mine for _ in range(self.samples_per_prompt)),

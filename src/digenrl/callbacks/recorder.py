@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from digenrl.record.run_dir import METRICS, append_event, append_jsonl, hold_reserve
+from digenrl.types import StepGivenUp
 
 
 class Recorder(pl.Callback):
@@ -59,7 +60,7 @@ class Recorder(pl.Callback):
             append_event(trainer.default_root_dir, "stop", facts)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        interrupted = isinstance(exception, KeyboardInterrupt)
+        interrupted = isinstance(exception, (KeyboardInterrupt, StepGivenUp))
         if interrupted and not trainer.is_global_zero:
             return
         facts = {

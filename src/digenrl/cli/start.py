@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,25 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl import run
-from digenrl.cluster.attach import Place, attach, check_allocation
+from digenrl.cluster.attach import Place, attach, check_allocation, scheduler_limit
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Outcome, launch
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.world import Session, World
 from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
 from digenrl.display import Display, final_table
 from digenrl.emulate import durations
 from digenrl.preflight import expected_seconds, memory_lines
-from digenrl.record.run_dir import LAUNCH, append_event
+from digenrl.record.run_dir import LAUNCH, METRICS, append_event
 from digenrl.report.build import close, finish
+from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.simulate.hardware import numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
+
+_LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
+"""`allocation.stop_grace_s=auto`: so many times the longest of the last ten steps, and no less than so many seconds;
+before the first step, seconds."""
 
 
 def ranks(composed: Composed) -> int:
@@ -59,13 +66,14 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
     return lines + ([f"resume    {checkpoint}"] if checkpoint else [])
 
 
-def fork(composed: Composed) -> tuple[Path, Outcome]:
+def fork(composed: Composed, signals: StopSignals) -> tuple[Path, Outcome]:
     """Start every rank on this machine, and show the run until the last one is gone; returns as `join`.
 
     Raises:
         CheckpointError: a resumed run has no whole checkpoint.
     """
     settings, (trainers, rollouts) = composed.config, _counts(composed)
+    signals.count_all()  # what exists from here on is ended in order
     run_dir = prepare_run_dir_or_exit(composed)
     _announce(composed, run_dir)
     display: Display | None = None
@@ -96,6 +104,9 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         max_lost=None if most == "auto" else most,
         handshake=Handshake(**settings.handshake),
         limits=Limits(**settings.limits),
+        stop_grace=partial(_stop_grace, settings, run_dir),
+        stop_save_s=settings.allocation.stop_save_s,
+        signals=signals,
         on_tick=tick,
         on_end=end,
         on_orphaned=partial(_end_alone, run_dir),
@@ -106,7 +117,7 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         return run_dir, Outcome("failed", str(error), 1)
 
 
-def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
+def join(composed: Composed, place: Place, signals: StopSignals) -> tuple[Path, Outcome]:
     """Be the rank that torchrun or SLURM started; returns the run directory and how the run ended.
 
     Raises:
@@ -115,6 +126,7 @@ def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
     trainers, rollouts = _counts(composed)
 
     def prepare() -> Path:
+        signals.count_all()  # what exists from here on is ended in order
         run_dir = prepare_run_dir_or_exit(composed)
         _announce(composed, run_dir)
         return run_dir
@@ -126,7 +138,8 @@ def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
     check_allocation(place, trainers, rollouts)
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)
     handshake, limits = Handshake(**composed.config.handshake), Limits(**composed.config.limits)
-    return attach(place, numbers, trainers, prepare, rank_main, handshake, limits, _end_alone)
+    grace = partial(_stop_grace, composed.config)
+    return attach(place, numbers, trainers, prepare, rank_main, handshake, limits, _end_alone, grace, signals)
 
 
 def report(run_dir: Path, outcome: Outcome) -> None:
@@ -150,6 +163,22 @@ def _end_alone(run_dir: Path, cause: str) -> None:
 def _counts(composed: Composed) -> tuple[int, int]:
     """(trainers, rollouts) of a settled run."""
     return composed.config.allocation.trainers, composed.config.allocation.rollouts
+
+
+def _stop_grace(config: DictConfig, run_dir: Path) -> float:
+    """Seconds that a stop leaves to the step in progress, said on standard error."""
+    seconds = config.allocation.stop_grace_s
+    if seconds == "auto":
+        measured = [row["step_s"] for row in JsonlTail(run_dir / METRICS).read() if is_number(row.get("step_s"))]
+        wanted = max(_LEAST_S, _LONGEST_STEPS * max(measured[-10:])) if measured else _UNKNOWN_STEP_S
+        seconds = min(wanted, scheduler_limit(time.time()) / 2)  # the other half is for saving
+    print(
+        f"stopping after the step in progress, for which there are {seconds:.0f} s; a second signal gives it up. "
+        "Finished steps are saved either way.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return float(seconds)
 
 
 def _newest(composed: Composed, run_dir: Path) -> Path | None:

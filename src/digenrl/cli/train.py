@@ -15,12 +15,21 @@ from __future__ import annotations
 import os
 import sys
 
-from digenrl import config as configuration
-from digenrl.config.multirun import is_multirun, sweep
+from digenrl.cluster.signals import StopSignals, outlast_terminal
 
 
 def main(words: list[str]) -> int:
-    """Run once (or, with -m, once per combination); returns the exit code."""
+    """Run once (or, with -m, once per combination); returns the exit code, 128 + n after signal n."""
+    with StopSignals() as signals:
+        signals.leave_after(0, 2, "stopped by {signal}; no rank was running")
+        return _run(words, signals)
+
+
+def _run(words: list[str], signals: StopSignals) -> int:
+    from digenrl import config as configuration  # nothing is imported before signals are taken
+    from digenrl.config.multirun import is_multirun, sweep
+
+    outlast_terminal()
     if is_multirun(words):
         return sweep(words)
     composed = configuration.load_or_exit(words, doc=__doc__)
@@ -30,6 +39,7 @@ def main(words: list[str]) -> int:
     from digenrl import run  # torch and Lightning load here, once, before the ranks are forked
     from digenrl.cli import start
     from digenrl.cluster.attach import find_place
+    from digenrl.cluster.launcher import check_open_files
     from digenrl.preflight import allocated
     from digenrl.strategy.checkpoint_io import CheckpointError
 
@@ -38,24 +48,22 @@ def main(words: list[str]) -> int:
         composed = allocated(composed, None if place is None else place.size)  # settle: `auto` becomes numbers
         run.check(composed.config)
         run.check_devices(composed.config, start.ranks(composed) if place is None else place.local_size)
-        joined = None if place is None else start.join(composed, place)  # be one of the ranks
+        check_open_files(start.ranks(composed))
+        joined = None if place is None else start.join(composed, place, signals)  # be one of the ranks
     except ValueError as error:
         print(error, file=sys.stderr)
         return configuration.EXIT_CODE
     try:
-        run_dir, outcome = joined or start.fork(composed)  # start the ranks and watch them
+        run_dir, outcome = joined or start.fork(composed, signals)  # start the ranks and watch them
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
     if place is None or place.rank == 0:
+        signals.leave_after(1, 1, str(run_dir))  # the report is finished, unless it is asked for twice
         start.report(run_dir, outcome)
-        print(run_dir)
-    return outcome.exit_code
+        print(run_dir, flush=True)
+    return outcome.exit_code or signals.exit_code
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # before the launcher took the signals over, or after it gave them back
-        print("interrupted; no rank was running", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from queue import Empty
 
 import torch.distributed as dist
 
@@ -32,6 +33,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.signals import StopSignals, obeyed
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import judge_heartbeats, start_heartbeat
 from digenrl.cluster.world import Session, World
@@ -41,6 +43,8 @@ LEAVE_MORE_S = 2.0
 ABORT_GRACE_S. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
 ACCESS = "access.json"
 """In the run directory while the run lasts: the store's address and the run's token, mode 0600."""
+SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
+"""KillWait as SLURM has it by default; how long before a job's end its signal announces that end."""
 SOMEWHERE = "192.0.2.1"
 """An address of no machine (RFC 5737): the route to it begins at this machine's outward address."""
 
@@ -138,37 +142,45 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
     return counts[int(environment["SLURM_NODEID"])]
 
 
+def scheduler_limit(now: float, environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds between a signal that comes at Unix second `now` and SIGKILL, as the scheduler has it; infinity where
+    nobody says so. SLURM's own: what is left of the job in its last ten minutes (`--signal`), otherwise its KillWait
+    (`scancel`)."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return float(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    if "SLURM_JOB_ID" in environment:
+        left = float(environment.get("SLURM_JOB_END_TIME", "0")) - now
+        return left if SLURM_KILL_WAIT_S < left < SLURM_ANNOUNCED_S else SLURM_KILL_WAIT_S
+    return math.inf
+
+
 @contextmanager
-def _stop_on_signals(control: Control) -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT ask for a clean stop after the step in progress (SLURM's --signal, torchrun's end).
-    Afterwards they are ignored: an agent that sees one rank leave sends SIGTERM to the others, of which process 0 may
-    still write the report.
+def _stop_on_signals(signals: StopSignals, control: Control, grace: Callable[[], float]) -> Iterator[None]:
+    """Inside, a stop signal asks for a clean stop after the step in progress (SLURM's --signal, torchrun's end); the
+    second one, or the end of the grace, gives that step up. One that came before counts too. Afterwards they are
+    ignored: an agent that sees one rank leave sends SIGTERM to the others, of which process 0 may still write the
+    report.
 
-    The handler only wakes a thread: the main thread may hold the lock of its own store client.
+    A thread does so: the main thread may hold the lock of its own store client.
     """
-    asked, over = threading.Event(), threading.Event()
-    causes: list[str] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        causes.append(f"signal {signal.Signals(number).name}")
-        asked.set()
+    signals.count_all()
 
     def watch() -> None:
-        asked.wait()
-        if not over.is_set():
-            control.request_stop(causes[0])
+        if number := signals.requests.get():
+            control.set("signal", str(number))
+            control.request_stop(f"signal {signal.Signals(number).name}")
+            with suppress(Empty):
+                number = signals.requests.get(timeout=0.0 if control.get("first_step") is None else grace())
+            if number:
+                control.set("give_up", "1")
 
     threading.Thread(target=watch, name="stop-on-signals", daemon=True).start()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        signal.signal(number, handle)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in obeyed():
             signal.signal(number, signal.SIG_IGN)
-        over.set()
-        asked.set()
+        signals.requests.put(0)
 
 
 def check_allocation(place: Place, trainers: int, rollouts: int) -> None:
@@ -194,16 +206,18 @@ def attach(
     handshake: Handshake,
     limits: Limits,
     on_hang: Callable[[Path, str], None],
+    stop_grace: Callable[[Path], float],
+    signals: StopSignals,
 ) -> tuple[Path, Outcome]:
     """Run this process's rank to its end; returns the run directory and how it ended.
 
     Args:
         ranks: rank of every started process; the first `trainers` ranks train.
         prepare: makes the run directory; called by process 0 alone, the others learn its path from the store.
-        rank_main: as in `launcher.Launch`.
         handshake: the limits of this process, and the token where it is process 0.
         limits: how long ranks are waited for.
         on_hang: called with the run directory and the cause where process 0 hangs and can report nothing itself.
+        rank_main, stop_grace, signals: as in `launcher.Launch`; the grace is told the run directory.
     """
     notices = _notices(place)
     server: StoreServer | None = None
@@ -222,10 +236,11 @@ def attach(
     control, watcher = (Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2))
     outcome = Outcome()
     try:
-        with _stop_on_signals(watcher):
+        with _stop_on_signals(signals, watcher, partial(stop_grace, run_dir)):
             rank_main(world, session)
         if (cause := control.get("stop")) is not None:
-            outcome = Outcome("stopped", cause, EXIT_STOPPED)
+            number = control.get("signal")
+            outcome = Outcome("stopped", cause, EXIT_STOPPED if number is None else 128 + int(number))
     except Exception as error:
         cause = f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
         with suppress(StoreLost):

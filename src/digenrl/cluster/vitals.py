@@ -28,6 +28,7 @@ from pathlib import Path
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.signals import held_back, obeyed
 from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.world import Session
 from digenrl.record.progress import OUTSIDE, Stretch
@@ -63,6 +64,22 @@ def _stat(pid: int | None) -> list[str] | None:
         return None
 
 
+def oom_kills() -> int:
+    """Processes that the kernel has killed for lack of memory: in this process's cgroup where it counts them, else on
+    this machine."""
+    cgroups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    for path in (
+        f"/sys/fs/cgroup{cgroups.get('', '')}/memory.events",
+        f"/sys/fs/cgroup/memory{cgroups.get('memory', '')}/memory.oom_control",
+        "/proc/vmstat",
+    ):
+        with suppress(OSError):
+            counts = [line.split()[1] for line in Path(path).read_text().splitlines() if line.startswith("oom_kill ")]
+            if counts:
+                return int(counts[0])
+    return 0
+
+
 class ConditionTimer:
     """How long a condition has held, by the observer's own observations."""
 
@@ -78,7 +95,8 @@ class ConditionTimer:
 
 
 def start_heartbeat(session: Session, rank: int) -> None:
-    """Say once per second what this process does, from a thread of its own, until the process or the store ends."""
+    """Say once per second what this process does, from a thread of its own, until the process or the store ends; pass a
+    stop signal on."""
     faulthandler.register(STACKS, file=2)
 
     def run() -> None:
@@ -89,7 +107,10 @@ def start_heartbeat(session: Session, rank: int) -> None:
                 count += 1
                 doing = [astuple(stretch) for stretch in session.progress.now()]
                 control.set(heartbeat_key(rank), json.dumps([count, doing]))
-                time.sleep(BEAT_EVERY_S)
+                if not session.watched:  # no launcher: the process has its own handlers
+                    time.sleep(BEAT_EVERY_S)
+                elif (caught := signal.sigtimedwait(obeyed(), BEAT_EVERY_S)) is not None:
+                    control.set("signal", str(caught.si_signo))
         except StoreLost:  # whoever waits for it says so
             return
 
@@ -260,7 +281,8 @@ class LauncherMonitor:
         self._read, self._write = os.pipe()
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=self._watch, args=(os.getpid(), on_death))
-        self._process.start()
+        with held_back():
+            self._process.start()
         os.close(self._read)
 
     def close_in_rank(self) -> None:
@@ -272,12 +294,12 @@ class LauncherMonitor:
         with suppress(BrokenPipeError):  # somebody killed the monitor
             os.write(self._write, b".")
         os.close(self._write)
-        self._process.join(timeout=5.0)
+        self._process.join(timeout=1.0)
+        self._process.kill()  # somebody suspended the monitor
+        self._process.join()
 
     def _watch(self, launcher: int, on_death: Callable[[str], None]) -> None:
         os.close(self._write)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # the terminal sends them to everybody; the launcher decides
         suspended = ConditionTimer(2 * _CHECK_S)
         while True:
             ready, _, _ = select.select([self._read], [], [], _CHECK_S)

@@ -82,6 +82,13 @@ class Allocation(Closed):
     max_lost_rollouts: AtLeast0 | Auto = Field(
         description="rollout ranks that may die while the run goes on; auto: all but the last"
     )
+    stop_grace_s: Amount | Auto = Field(
+        description="seconds for the step in progress after a stop signal; auto: 3 x the longest recent step, at least "
+        "5, at most half of what SLURM or torchrun leave"
+    )
+    stop_save_s: Positive = Field(
+        description="seconds for saving when that step is given up; ranks that are still there are killed"
+    )
 
 
 class Handshake(Closed):

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -195,6 +196,8 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     """Builds the scorer and serves it to one parent until that goes away."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # a group gets them; the rank still finishes its step
     asked = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")

@@ -39,6 +39,7 @@ from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy import gradients, shard
+from digenrl.strategy.consent import Consent
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
@@ -49,6 +50,7 @@ from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
 from digenrl.transport.weights import publish
+from digenrl.types import StepGivenUp
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -200,7 +202,8 @@ class DisaggregatedStrategy(DDPStrategy):
             agree=self._agree,
             versions=lambda: (self.previous, self.current),
         )
-        self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans)
+        self.consent = Consent(self.control, world, self._sharded, self._droppable)
+        self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.consent)
 
     def _new_board(self, step: int) -> StepBoard:
         return StepBoard(
@@ -224,7 +227,7 @@ class DisaggregatedStrategy(DDPStrategy):
             return
         if self.world.is_trainer:  # before every other callback, so that rollouts work while the first evaluation runs
             trainer.callbacks.insert(0, Begin(self.begin))  # type: ignore[attr-defined]
-            run_free(trainer.fit_loop)
+            run_free(trainer)
         else:
             trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop, self.run_rollouts)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
@@ -248,13 +251,18 @@ class DisaggregatedStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self.world.is_trainer and self.lightning_module.trainer.training:
             per_update = self.micro_batches_per_update
-            return FragmentStream(self.spec, per_update, lambda: self.version, self.inbox, self._lending, self.ledger)
+            return FragmentStream(
+                self.spec, per_update, lambda: self.version, self.inbox, self._lending, self.ledger, self.consent
+            )
         return dataloader
 
     @property
     def _sharded(self) -> bool:
         """Whether every forward is a collective of the trainers."""
         return self.sharding != "ddp" and self.world.trainers > 1
+
+    def _droppable(self) -> bool:
+        return self.updates_done == 0 or self.engine.policy.lora is not None
 
     def _agree(self, choice: int) -> int:
         """Trainer 0's `choice`, on every trainer."""
@@ -298,6 +306,7 @@ class DisaggregatedStrategy(DDPStrategy):
             self.ledger.end_fragment()  # what follows belongs to the update
             if self.world.trainers > 1:
                 with self.spans.span("wait", cause="straggler", step=self.version):
+                    self.consent.begin_update()
                     dist.barrier()
             with self.spans.span("optimizer", step=self.version, what="reduce"):
                 gradients.average(self._trained().values(), self.world.trainers)
@@ -371,7 +380,9 @@ class DisaggregatedStrategy(DDPStrategy):
         self.barrier()  # no trainer closes its link before rollouts, which still send, can know that the run is over
 
     def on_exception(self, exception: BaseException) -> None:
-        if hasattr(self, "control") and not isinstance(exception, Aborted):
+        if isinstance(exception, StepGivenUp):
+            self.on_train_end()
+        elif hasattr(self, "control") and not isinstance(exception, Aborted):
             self.control.report(self.world.is_trainer, exception)
 
     def teardown(self) -> None:

@@ -156,10 +156,10 @@ class TaskRunner:
         wait = self.policy.work_of(receiver).idle
         return self._control.add(f"take/{receiver}/{wait}", 1) == 1
 
-    def run_discarded(self, task: Task) -> None:
+    def run_discarded(self, task: Task, interrupt: Interrupt) -> None:
         """Make a task's forwards and throw the result away: sharded ranks move together."""
         with self._spans.span("lend", step=task.step, discarded=True):
-            self._denoise(self._engine.begin(task, self._prompt(task)), self._spans.now(), None)
+            self._denoise(self._engine.begin(task, self._prompt(task)), self._spans.now(), interrupt)
 
     def settle(self, wait: bool = False) -> None:
         """Raise what went wrong in scoring or shipping of earlier tasks; with `wait`, also wait for those under way."""
