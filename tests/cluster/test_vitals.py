@@ -52,7 +52,7 @@ def test_a_stretch_has_the_floor_and_ten_times_the_longest_of_its_stage_on_any_r
     with fast.stage("decode"):
         assert judged(30, slow, fast) == {}
         found = judged(5, slow, fast)
-    assert found == {1: "hangs in stage decode: no progress for 31 s; its log has the stacks of its threads; "
+    assert found == {1: "hangs in stage decode: no progress for 31 s; "
                         "raise limits.stage_floor_s if it only needs longer"}  # fmt: skip
     with slow.stage("wait tail"), fast.stage("decode"):
         assert judged(300, slow, fast) == {}, "31 s, times ten"
@@ -78,10 +78,7 @@ def test_first_stretches_and_work_outside_of_stages_have_the_start_limit(judged:
     assert judged(5, rank)[0].startswith("hangs in no stage (its start, a callback, a logger): no progress for 101 s")
     with rank.stage("decode"):
         assert judged(100, rank) == {}
-        assert (
-            "stage decode: no progress for 101 s; its log has the stacks of its threads; raise limits.start_s"
-            in (judged(5, rank)[0])
-        )
+        assert "stage decode: no progress for 101 s; raise limits.start_s" in (judged(5, rank)[0])
 
 
 def test_who_waits_is_excused_while_anybody_works(judged: Judge) -> None:

@@ -185,7 +185,8 @@ class HeartbeatMonitor:
             doing[rank] = _stretches(beat)
         hanging = self._progress.hanging(doing)
         self._ask_for_stacks([rank for rank in hanging if rank not in found])
-        return hanging | found
+        told = {rank: "; its log has the stacks of its threads" for rank in hanging if self._pids[rank] is not None}
+        return {rank: cause + told.get(rank, "") for rank, cause in hanging.items()} | found
 
     def _ask_for_stacks(self, ranks: Sequence[int]) -> None:
         """Have `ranks`, which are about to be killed, say where their threads are."""
@@ -264,7 +265,7 @@ def _also(others: Sequence[str]) -> str:
 
 
 def _remedy(key: str) -> str:
-    return f"its log has the stacks of its threads; raise {key} if it only needs longer"
+    return f"raise {key} if it only needs longer"
 
 
 class LauncherMonitor:
