@@ -121,7 +121,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """Read everything that a run directory holds.
 
     Raises:
-        FileNotFoundError: `path` is no directory, or holds neither config.yaml nor metrics.jsonl nor events.jsonl.
+        FileNotFoundError: `path` is no directory, that of a plan, or holds neither config.yaml nor metrics.jsonl nor
+            events.jsonl.
     """
     path = Path(path)
     if not path.is_dir():
@@ -132,6 +133,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise FileNotFoundError(f"run={path}: not a run directory (no config.yaml, {METRICS} or {EVENTS}).{nearest}")
     warnings: list[str] = []
     config = _read_config(path / "config.yaml", warnings)
+    if "plan" in config:
+        raise FileNotFoundError(f"run={path}: is the directory of a plan; name that of a run (with make: RUN=...).")
     metrics = _read_jsonl(path / METRICS, warnings)
     events = _read_jsonl(path / EVENTS, warnings)
     spans: list[Span] = []

@@ -1,0 +1,45 @@
+"""A resume of a run until its ranks have loaded the checkpoint: one that ends before leaves the run as it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from digenrl.record.run_dir import CONFIG, DECISIONS, EVENTS, SPANS
+
+
+class ResumeAttempt:
+    """Made before a resume writes its first line. config.yaml is replaced as soon as every trainer has loaded the
+    checkpoint, and by that alone.
+
+    Args:
+        run_dir: the run's directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._config = run_dir, _stamp(run_dir / CONFIG)
+        self._sizes = {path: path.stat().st_size for path in _records(run_dir)}
+
+    def undone(self) -> bool:
+        """Cut the records back to what they were, unless the checkpoint was loaded: whether they were. logs/ stays."""
+        if _stamp(self._run_dir / CONFIG) != self._config:
+            return False
+        for path in _records(self._run_dir):
+            if path in self._sizes:
+                os.truncate(path, self._sizes[path])
+            else:
+                path.unlink()
+        return True
+
+
+def _records(run_dir: Path) -> Iterator[Path]:
+    """The files that ranks and launcher write before training begins."""
+    yield from run_dir.glob(EVENTS)
+    for name in (SPANS, DECISIONS):
+        yield from (run_dir / name).glob("*.jsonl")
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    facts = path.stat()
+    return facts.st_ino, facts.st_mtime_ns
