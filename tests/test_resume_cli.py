@@ -1,4 +1,4 @@
-"""`make resume` and the commands that read a run, as a user meets them: what is refused, and that nothing is touched."""
+"""`make resume` and the commands that read a run, as a user meets them: what is refused, and what is untouched."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_resume_that_cannot_load_its_checkpoint_leaves_the_run_as_it_was(runni
     before = tree(run)
     failing = running(f"resume={run}", "max_rl_steps=3", tiny=(), fork=True)
     assert failing.finish() == 1
-    assert "size mismatch" in failing.stderr, failing.stderr
+    assert "must match the size of tensor" in failing.stderr
     assert f"the checkpoint was not loaded, and the run is as it was; see {run}/logs" in failing.stderr
     assert tree(run) == before
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
@@ -98,6 +98,7 @@ def test_a_manifest_without_files_falls_back_to_the_older_checkpoint(running: An
     resumed = running(f"resume={run}", tiny=(), fork=True)
     assert resumed.finish() == 0, resumed.stderr
     assert f"passed over for step-000001: {newest / MANIFEST} does not list" in resumed.stderr
+    assert json.loads((run / "summary.json").read_text())["rl_steps"] == 2
     rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [row["rl_step"] for row in rows if row["kind"] == "resume"] == [1]
     checkpoint_io.verify(newest)
@@ -132,9 +133,11 @@ def listener() -> Iterator[socket.socket]:
 
 
 def remote(run: Path, url: str) -> None:
+    """Make the held-out judge of a run a service at `url`."""
     scorer = {"_target_": "reward_models.remote.RemoteScorer", "urls": [url], "deadline_s": 3.0}
+    evaluation = {"_target_": "digenrl.callbacks.evaluation.Evaluation", "prompts": "digits.jsonl"}
     store(run, reward__heldout__judge_b__scorer=None)
-    store(run, reward__heldout__judge_b__scorer=scorer, callbacks__evaluation={})
+    store(run, reward__heldout__judge_b__scorer=scorer, callbacks__evaluation=evaluation)
 
 
 READERS = [("evaluate", "run"), ("export", "run"), ("train", "resume")]
@@ -155,3 +158,39 @@ def test_a_hostile_configuration_sends_nothing(listener: socket.socket, run: Pat
     assert CANARY not in hosts.stderr + environment.stderr
     with pytest.raises(TimeoutError):
         listener.accept()
+
+
+@pytest.mark.slow
+def test_a_confirmed_host_is_asked(listener: socket.socket, run: Path) -> None:
+    """The control of the test above: the same directory reaches the listener when its reader says so."""
+    host = f"0.0.0.0:{listener.getsockname()[1]}"
+    remote(run, f"http://{host}")
+    words = ["step=base", f"confirm_hosts=[{host}]", "callbacks.evaluation.samples_per_prompt=1"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    line = [sys.executable, "-m", "digenrl.cli.evaluate", f"run={run}", *words]
+    with subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL) as evaluating:
+        try:
+            listener.settimeout(120.0)
+            connection, _ = listener.accept()
+            connection.close()
+        finally:
+            evaluating.kill()
+
+
+def test_a_mistyped_run_is_named_with_what_it_was_taken_for(run: Path) -> None:
+    for module, word in (("export", "run"), ("train", "resume")):
+        done = command(module, f"{word}={run}x")
+        assert done.returncode == 2
+        assert f"{word} = {run}x: is no directory; name a run directory" in done.stderr
+        assert f"(with make: RUN=...). Nearest: {run}." in done.stderr
+
+
+def test_a_prompt_that_a_judge_cannot_score_is_found_before_ranks_start(running: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "number one"}\n{"prompt": "a horse"}\n{"prompt": "a cow", "target": "2"}\n')
+    train = running(*SMALL, f"data.prompts={prompts}", fork=True)
+    assert train.finish() == 2
+    assert f"data.prompts: {prompts}:2: reward judge_a cannot score it: prompt 'a horse' names no digit" in train.stderr
+    assert ":1: " not in train.stderr
+    assert ":3: " not in train.stderr
+    assert not (train.root / "outputs").exists()

@@ -170,5 +170,5 @@ def _say_end(run_dir: Path, status: str, cause: str | None, undone: bool = False
     print(f"{status}: {cause}", file=sys.stderr, flush=True)
     if undone:
         print(f"the checkpoint was not loaded, and the run is as it was; see {run_dir}/logs", file=sys.stderr)
-    if any((run_dir / "checkpoints").glob("step-*")):
+    elif any((run_dir / "checkpoints").glob("step-*")):
         print(f"to continue: make resume RUN={run_dir}", file=sys.stderr, flush=True)

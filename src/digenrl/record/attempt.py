@@ -19,16 +19,19 @@ class ResumeAttempt:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._config = run_dir, _stamp(run_dir / CONFIG)
-        self._sizes = {path: path.stat().st_size for path in _records(run_dir)}
+        self._records = {path: path.stat() for path in _records(run_dir)}
 
     def undone(self) -> bool:
-        """Cut the records back to what they were, unless the checkpoint was loaded: whether they were. logs/ stays."""
+        """Cut the records back to what they were, unless the checkpoint was loaded: whether they were. logs/ stays, and
+        so does a record that was written anew."""
         if _stamp(self._run_dir / CONFIG) != self._config:
             return False
-        for path in _records(self._run_dir):
-            if path in self._sizes:
-                os.truncate(path, self._sizes[path])
-            else:
+        sizes = {facts.st_ino: facts.st_size for facts in self._records.values()}
+        for path in list(_records(self._run_dir)):
+            facts = path.stat()
+            if facts.st_ino in sizes:  # by its number: a record may have been renamed since
+                os.truncate(path, min(facts.st_size, sizes[facts.st_ino]))
+            elif path not in self._records:
                 path.unlink()
         return True
 

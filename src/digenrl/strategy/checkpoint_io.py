@@ -144,7 +144,8 @@ def newest_valid(checkpoints: Path, say: Callable[[str], object] = log.warning) 
         CheckpointError: there is none; the message tells what is wrong with each.
     """
     aside = sorted(checkpoints.glob(f"{_ASIDE}*"), reverse=True)  # there only after a crash between two renames
-    found = [*sorted(checkpoints.glob("step-*"), reverse=True), *aside]
+    named = [*sorted(checkpoints.glob("step-*"), reverse=True), *aside]
+    found = [path for path in named if path.name.rpartition("-")[2].isdecimal()]
     problems: list[str] = []
     for directory in found:
         try:
