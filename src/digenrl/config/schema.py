@@ -56,9 +56,6 @@ Name = Annotated[
     StringConstraints(pattern=r"^\w[\w.+= -]*$"),
     WithJsonSchema({"phrase": "name of a directory: letters, digits, spaces, _ . + = -; a letter or digit first"}),
 ]
-TokenVariable = Annotated[
-    str, StringConstraints(pattern=r"^DIGENRL_\w+$"), WithJsonSchema({"phrase": "name of a variable DIGENRL_..."})
-]
 Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory"})]
 File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file"})]
 PromptFile = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a .txt or .jsonl prompt file"})]
@@ -77,6 +74,7 @@ Recomputation = bool | Share | Literal["auto", "products", "attention"] | Kept
 ByTrainer = Annotated[
     list[Recomputation], Field(min_length=1), WithJsonSchema({"phrase": "a list of these, one for each trainer"})
 ]
+Urls = Annotated[dict[str, list[Text]], WithJsonSchema({"phrase": "{reward: [URL, ...]}"})]
 Seconds = Annotated[
     dict[str, dict[str, Positive]], WithJsonSchema({"phrase": "{stage: {pool: seconds}}, as `make profile` writes it"})
 ]
@@ -205,7 +203,7 @@ class Reward(Open):
     """reward.*"""
 
     placement: Literal["inline", "thread", "process", "http"] = Field(ABSENT, description="where scorers run")
-    urls: dict[str, list[Text]] = Field(ABSENT, description="reward services of the scorers placed http, by reward")
+    urls: Urls = Field(ABSENT, description="reward services of the scorers placed http")
     max_missing_share: Share = Field(ABSENT, description="of a reward's samples; beyond it the run saves and stops")
     min_missing_samples: AtLeast1 = Field(ABSENT, description="samples of a rank before that share counts")
     pending: AtLeast1 = Field(ABSENT, description="tasks that may wait for scores before generation waits too")
@@ -350,7 +348,7 @@ class ServeReward(Closed):
     name: Text | None = Field(description="which reward of the mixture; null: its only one")
     host: Text = Field(description="address; anything but loopback needs a token")
     port: int = Field(ge=0, le=65535, description="0: a free one, which is printed")
-    token_env: TokenVariable = Field(description="environment variable that holds the token")
+    token_env: Text = Field(description="environment variable DIGENRL_... that holds the token")
     token_file: File = Field(description="where a new token is written, off loopback without that variable")
     limits: Limits
     hardware: Build
@@ -360,7 +358,7 @@ class ServeReward(Closed):
 RESUMABLE: tuple[str, ...] = (
     "max_rl_steps",
     "allocation",
-    "parallel",
+    "parallel.shard_group",
     "schedule.gap",
     "schedule.claims",
     "schedule.order",
