@@ -136,6 +136,7 @@ def remote(run: Path, url: str) -> None:
     """Make the held-out judge of a run a service at `url`."""
     scorer = {"_target_": "reward_models.remote.RemoteScorer", "urls": [url], "deadline_s": 3.0}
     evaluation = {"_target_": "digenrl.callbacks.evaluation.Evaluation", "prompts": "digits.jsonl"}
+    evaluation |= {"samples_per_prompt": 1}
     store(run, reward__heldout__judge_b__scorer=None)
     store(run, reward__heldout__judge_b__scorer=scorer, callbacks__evaluation=evaluation)
 
@@ -165,7 +166,7 @@ def test_a_confirmed_host_is_asked(listener: socket.socket, run: Path) -> None:
     """The control of the test above: the same directory reaches the listener when its reader says so."""
     host = f"0.0.0.0:{listener.getsockname()[1]}"
     remote(run, f"http://{host}")
-    words = ["step=base", f"confirm_hosts=[{host}]", "callbacks.evaluation.samples_per_prompt=1"]
+    words = ["step=base", f"confirm_hosts=[{host}]"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     line = [sys.executable, "-m", "digenrl.cli.evaluate", f"run={run}", *words]
     with subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL) as evaluating:

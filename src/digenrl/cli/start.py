@@ -169,6 +169,8 @@ def _say_end(run_dir: Path, status: str, cause: str | None, undone: bool = False
     """Say why a run ended early, and the way on where there is one."""
     print(f"{status}: {cause}", file=sys.stderr, flush=True)
     if undone:
-        print(f"the checkpoint was not loaded, and the run is as it was; see {run_dir}/logs", file=sys.stderr)
+        print(
+            f"the checkpoint was not loaded, and the run is as it was; see {run_dir}/logs", file=sys.stderr, flush=True
+        )
     elif any((run_dir / "checkpoints").glob("step-*")):
         print(f"to continue: make resume RUN={run_dir}", file=sys.stderr, flush=True)
