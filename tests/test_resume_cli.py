@@ -161,23 +161,6 @@ def test_a_hostile_configuration_sends_nothing(listener: socket.socket, run: Pat
         listener.accept()
 
 
-@pytest.mark.slow
-def test_a_confirmed_host_is_asked(listener: socket.socket, run: Path) -> None:
-    """The control of the test above: the same directory reaches the listener when its reader says so."""
-    host = f"0.0.0.0:{listener.getsockname()[1]}"
-    remote(run, f"http://{host}")
-    words = ["step=base", f"confirm_hosts=[{host}]"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    line = [sys.executable, "-m", "digenrl.cli.evaluate", f"run={run}", *words]
-    with subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL) as evaluating:
-        try:
-            listener.settimeout(120.0)
-            connection, _ = listener.accept()
-            connection.close()
-        finally:
-            evaluating.kill()
-
-
 def test_a_mistyped_run_is_named_with_what_it_was_taken_for(run: Path) -> None:
     for module, word in (("export", "run"), ("train", "resume")):
         done = command(module, f"{word}={run}x")
