@@ -134,6 +134,12 @@ def test_no_run_directory_names_the_runs_nearby(tmp_path: Path) -> None:
         read_run(tmp_path / "outputs")
 
 
+def test_the_directory_of_a_plan_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("plan: {show: 3}\n")
+    with pytest.raises(FileNotFoundError, match="directory of a plan"):
+        read_run(tmp_path)
+
+
 def test_events_carry_their_time(tmp_path: Path) -> None:
     append_event(tmp_path, "launch", {"world": {"trainer": 1}})
     (event,) = read_run(tmp_path).events_of("launch")

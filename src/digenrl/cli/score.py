@@ -25,6 +25,7 @@ from digenrl import prompts
 from digenrl.config import ConfigError, config_directory, group_options, instantiate, problems_of
 from digenrl.config.compose import KnownKeys, compose_words
 from digenrl.config.help import configuration_help, show, wants_help
+from digenrl.rewards.needs import require_weights, unscorable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +77,10 @@ def reward_config(argv: Sequence[str], name: str) -> DictConfig:
     problems += problems_of(config, name, KnownKeys(config, name), ())
     if problems:
         raise ConfigError(problems)
+    try:
+        require_weights(config.reward)
+    except ValueError as error:
+        raise ConfigError(str(error).splitlines()) from None
     return config
 
 
@@ -98,13 +103,10 @@ def score(config: DictConfig) -> Path:
             f"{config.images} holds {len(files)} pictures or videos, {config.prompts} {len(asked)} prompts: "
             "give one prompt a file, in the files' order of name."
         )
+    if problems := unscorable(config.reward, [(f"{config.prompts}:{line}", prompt) for line, prompt in asked]):
+        raise ValueError("\n".join(problems))
     suite = reward_suite(config)
     try:
-        for line, prompt in asked:
-            try:
-                suite.check_prompts([prompt])
-            except ValueError as error:
-                raise ValueError(f"{config.prompts}:{line}: {error}") from error
         rows = list(_rows(config, suite, files, [prompt for _, prompt in asked]))
         failures = suite.failures()
     finally:

@@ -51,6 +51,11 @@ ABSENT: Any = None
 """Default of a key that a configuration need not have; it is never read."""
 _Text = StringConstraints(pattern=r"\S")
 Text = Annotated[str, _Text, WithJsonSchema({"phrase": "text"})]
+Name = Annotated[
+    str,
+    StringConstraints(pattern=r"^\w[\w.+= -]*$"),
+    WithJsonSchema({"phrase": "name of a directory: letters, digits, spaces, _ . + = -; a letter or digit first"}),
+]
 Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory"})]
 File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file"})]
 PromptFile = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a .txt or .jsonl prompt file"})]
@@ -69,6 +74,7 @@ Recomputation = bool | Share | Literal["auto", "products", "attention"] | Kept
 ByTrainer = Annotated[
     list[Recomputation], Field(min_length=1), WithJsonSchema({"phrase": "a list of these, one for each trainer"})
 ]
+Urls = Annotated[dict[str, list[Text]], WithJsonSchema({"phrase": "{reward: [URL, ...]}"})]
 Seconds = Annotated[
     dict[str, dict[str, Positive]], WithJsonSchema({"phrase": "{stage: {pool: seconds}}, as `make profile` writes it"})
 ]
@@ -235,6 +241,7 @@ class Reward(Open):
     """reward.*"""
 
     placement: Literal["inline", "thread", "process", "http"] = Field(ABSENT, description="where scorers run")
+    urls: Urls = Field(ABSENT, description="reward services of the scorers placed http")
     max_missing_share: Share = Field(ABSENT, description="of a reward's samples; beyond it the run saves and stops")
     min_missing_samples: AtLeast1 = Field(ABSENT, description="samples of a rank before that share counts")
     pending: AtLeast1 = Field(ABSENT, description="tasks that may wait for scores before generation waits too")
@@ -254,6 +261,7 @@ class Lora(Open):
 class Model(Open):
     """model.*"""
 
+    path: Text | None = Field(ABSENT, description="the base model: a directory, a file or a hub id")
     gradient_checkpointing: Recomputation | ByTrainer = Field(
         ABSENT, description="which blocks are computed again in the backward pass; auto: what memory asks for"
     )
@@ -303,13 +311,16 @@ class Hardware(Closed):
 class Train(Closed):
     """A run: configs/train.yaml and its groups."""
 
-    experiment_name: Text = Field(description="name of the run's directory and of its reports")
+    experiment_name: Name = Field(description="name of the run's directory and of its reports")
     seed: int = Field(ge=0, le=2**63 - 1, description="of every random choice")
     max_rl_steps: AtLeast1 = Field(description="RL steps of the run")
     resume: Directory | None = Field(description="directory of the run to continue")
     output_root: Directory = Field(description="where run directories are made")
     allow_targets: list[Package] = Field(
         description="further packages that `_target_` may name; counts on the command line only"
+    )
+    confirm_hosts: list[Text] = Field(
+        description="hosts that the config.yaml of an earlier run may name; counts on the command line only"
     )
     allocation: Allocation
     handshake: Handshake
@@ -383,12 +394,53 @@ class ServeReward(Closed):
     name: Text | None = Field(description="which reward of the mixture; null: its only one")
     host: Text = Field(description="address; anything but loopback needs a token")
     port: int = Field(ge=0, le=65535, description="0: a free one, which is printed")
-    token_env: Text = Field(description="environment variable that holds the token")
+    token_env: Text = Field(description="environment variable DIGENRL_... that holds the token")
     token_file: File = Field(description="where a new token is written, off loopback without that variable")
     limits: Limits
     hardware: Build
     reward: dict[str, Any] = Field(description="the scorers: an option of the group")
 
+
+RESUMABLE: tuple[str, ...] = (
+    "max_rl_steps",
+    "allocation",
+    "handshake",
+    "limits",
+    "parallel.shard_group",
+    "record",
+    "schedule.gap",
+    "schedule.claims",
+    "schedule.order",
+    "schedule.tsp",
+    "schedule.tag",
+    "schedule.handoff",
+    "schedule.shares",
+    "schedule.skip_zero",
+    "sampling.task_size",
+    "data.prompts",
+    "data.heldout",
+    "model.path",
+    "model.gradient_checkpointing",
+    "reward.call_s",
+    "reward.placement",
+    "reward.start_s",
+    "reward.urls",
+    "reward.max_missing_share",
+    "reward.min_missing_samples",
+    "reward.pending",
+    "reward.max_batch",
+    "reward.cache_size",
+    "hardware.time_scale",
+    "hardware.pools",
+    "hardware.efficiency",
+    "hardware.seconds",
+    "logger",
+    "callbacks",
+    "allow_targets",
+    "confirm_hosts",
+)
+"""Keys and groups that may change when a run is resumed: what decides about time, memory and places, what watches the
+run, and where it ends. Every other key is part of what the checkpoint was trained with, and keeps its value."""
 
 SCHEMAS: dict[str, type[Closed]] = {"train": Train, "plan": Plan, "score": Score, "serve_reward": ServeReward}
 """Primary file of configs/ -> what it may hold."""
@@ -397,3 +449,8 @@ _DERIVED = Path(__file__).with_name("derived_trainer_keys.yaml")
 DERIVED_TRAINER_KEYS: dict[str, str] = yaml.safe_load(_DERIVED.read_text(encoding="utf-8"))
 """Trainer arguments that the rest of the configuration decides, or that would break an RL step -> what to set in their
 place."""
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may change the dotted `key` (see `RESUMABLE`)."""
+    return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE)

@@ -22,6 +22,7 @@ from digenrl.record.redact import redact
 
 Row = dict[str, Any]
 
+CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SPANS = "spans"

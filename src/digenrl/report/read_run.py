@@ -245,7 +245,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """Read everything that a run directory holds.
 
     Raises:
-        FileNotFoundError: `path` is no directory, or holds neither config.yaml nor metrics.jsonl nor events.jsonl.
+        FileNotFoundError: `path` is no directory, that of a plan, or holds neither config.yaml nor metrics.jsonl nor
+            events.jsonl.
     """
     path = Path(path)
     if not path.is_dir():
@@ -256,6 +257,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise FileNotFoundError(f"run={path}: not a run directory (no config.yaml, {METRICS} or {EVENTS}).{nearest}")
     warnings: list[str] = []
     config = _read_config(path / "config.yaml", warnings)
+    if "plan" in config:
+        raise FileNotFoundError(f"run={path}: is the directory of a plan; name that of a run (with make: RUN=...).")
     steps, evals = _latest(_checked(path / METRICS, _Metric, warnings))
     events = tuple(_checked(path / EVENTS, _Event, warnings))
     starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+log = logging.getLogger(__name__)
 POLICY = "policy.safetensors"
 STATE = "state.pt"
 MANIFEST = "manifest.json"
@@ -112,7 +115,8 @@ def verify(directory: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        CheckpointError: no manifest (the write never finished), a missing file, or other bytes than were written.
+        CheckpointError: no manifest (the write never finished) or one that does not list the checkpoint's files, a
+            missing file, or other bytes than were written.
     """
     try:
         text = (directory / MANIFEST).read_text()
@@ -128,6 +132,11 @@ def verify(directory: Path) -> None:
             f"{directory / MANIFEST} is damaged: it does not give its own digest. "
             "Resume from an older checkpoint of the run, or restore the file."
         )
+    if not isinstance(files, dict) or not {POLICY, STATE} <= files.keys():
+        raise CheckpointError(
+            f"{directory / MANIFEST} does not list {POLICY} and {STATE}: {directory} is not a complete checkpoint. "
+            "Resume from an older checkpoint of the run."
+        )
     for name, written in files.items():
         found = _describe(directory / name) if (directory / name).is_file() else None
         if found != written:
@@ -137,21 +146,25 @@ def verify(directory: Path) -> None:
             )
 
 
-def newest_valid(checkpoints: Path) -> Path:
-    """The newest checkpoint of a run that verifies; damaged ones are passed over.
+def newest_valid(checkpoints: Path, say: Callable[[str], object] = log.warning) -> Path:
+    """The newest checkpoint of a run that verifies; `say` is told which damaged ones were passed over, and why.
 
     Raises:
         CheckpointError: there is none; the message tells what is wrong with each.
     """
     aside = sorted(checkpoints.glob(f"{_ASIDE}*"), reverse=True)  # there only after a crash between two renames
-    found = [*sorted(checkpoints.glob("step-*"), reverse=True), *aside]
+    named = [*sorted(checkpoints.glob("step-*"), reverse=True), *aside]
+    found = [path for path in named if path.name.rpartition("-")[2].isdecimal()]
     problems: list[str] = []
     for directory in found:
         try:
             verify(directory)
-            return directory
         except CheckpointError as error:
             problems.append(str(error))
+            continue
+        for problem in problems:
+            say(f"passed over for {directory.name}: {problem}")
+        return directory
     raise CheckpointError("\n".join([f"no valid checkpoint in {checkpoints} ({len(found)} looked at).", *problems]))
 
 
@@ -175,6 +188,11 @@ def _save_state(state: dict[str, Any], path: Path) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+
+
+def step_of(checkpoint: Path) -> int:
+    """RL steps that a checkpoint's run had finished, from its directory's name."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _manifest(facts: dict[str, Any]) -> str:
