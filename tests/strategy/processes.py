@@ -272,6 +272,10 @@ def _work(jobs: Sequence[Job], run_dir: Path, world: World, session: Session) ->
         (directory / f"finished-{world.rank}").touch()
         del rank
         gc.collect()
+    common.set(f"worked/{world.rank}", "1")
+    if world.rank == 0:  # the others still talk to the last job's store
+        for other in range(world.size):
+            common.wait_for(f"worked/{other}", f"rank {other} to end its last job")
 
 
 def completed(cluster: Cluster) -> Record:
