@@ -197,3 +197,10 @@ class Forgetful(DigitJudge):
 
 
 FORGOTTEN = "three"
+
+
+class Indifferent(DigitJudge):
+    """A scorer that likes everything as much."""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        return torch.full_like(super().__call__(media, prompts), 0.5)

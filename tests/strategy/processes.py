@@ -90,6 +90,8 @@ class Record:
     """Trainer ranks that trained each cell with weight 1; exactly one each (I2)."""
     micro_batches: dict[int, int] = field(default_factory=dict)
     """Trainer rank -> micro-batches it ran."""
+    padded: dict[int, int] = field(default_factory=dict)
+    """Trainer rank -> cells of weight 0 that it computed."""
 
 
 def configured(*overrides: str) -> DictConfig:
@@ -107,7 +109,7 @@ class Probe(pl.Callback):
         self._directory = directory
         self._tensors: dict[str, Tensor] = {}
         self._updates = 0
-        self._batches = 0
+        self._batches = self._padded = 0
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: TrainBatch, batch_idx: int
@@ -115,10 +117,11 @@ class Probe(pl.Callback):
         self._batches += 1
         for block in batch.blocks:
             if block.weight == 0.0:
+                self._padded += block.samples * len(block.steps)
                 continue
             (name,) = batch.reward_weights
             for row in range(block.samples):
-                sample = block.first_sample + row
+                sample = block.numbers[row]
                 for k, denoise_step in enumerate(block.steps.tolist()):
                     key = f"{block.step}/{block.group}/{sample}/{denoise_step}"
                     assert f"{key}/latents" not in self._tensors, f"cell {key} was trained twice on one rank (I2)"
@@ -145,7 +148,7 @@ class Probe(pl.Callback):
             save_file(weights, self._directory / "weights.safetensors")
         rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         save_file(self._tensors, self._directory / f"cells-{rank}.safetensors")
-        (self._directory / f"batches-{rank}.json").write_text(json.dumps(self._batches))
+        (self._directory / f"batches-{rank}.json").write_text(json.dumps([self._batches, self._padded]))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -298,7 +301,7 @@ def read_record(probes: Path) -> Record:
         record.weights = load_file(probes / "weights.safetensors")
     for path in sorted(probes.glob("cells-*.safetensors")):
         rank = int(path.stem.split("-")[1])
-        record.micro_batches[rank] = json.loads((probes / f"batches-{rank}.json").read_text())
+        record.micro_batches[rank], record.padded[rank] = json.loads((probes / f"batches-{rank}.json").read_text())
         tensors = load_file(path)
         for name in {name.rsplit("/", 1)[0] for name in tensors}:
             key = _key(name)

@@ -173,6 +173,7 @@ class Schedule(Closed):
     shares: Literal["equal", "measured"] | Annotated[list[Amount], Field(min_length=1)] = Field(
         description="each trainer's part of the training: its relative speed"
     )
+    skip_zero: bool = Field(description="cells whose gradient is known to be zero (advantage 0, no KL) are not trained")
     async_steps: int = Field(ge=0, le=1, description="1: some groups of a batch use weights one version old")
     stale_fraction: Share = Field(description="share of a batch's groups that do so; read with async_steps=1")
 

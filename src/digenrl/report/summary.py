@@ -60,6 +60,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "staleness_max": max((int(value) for value in run.column("staleness_max")[1]), default=None),
         "bubble": bubble(run),
         "predicted_step_s": _median(run, "predicted_step_s"),
+        "cells": {name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")},
         "dropped": samples_by(run, "dropped", "reason"),
         "missing": samples_by(run, "missing", "reward"),
         "alarms": suspicions(run),

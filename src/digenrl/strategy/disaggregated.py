@@ -212,8 +212,13 @@ class DisaggregatedStrategy(DDPStrategy):
             self.world.rank,
             step,
             self.engine.reward_weights,
+            self._useful if self.spec.skip_zero else None,
             lockstep=self._sharded,
         )
+
+    def _useful(self, rewards: Mapping[str, Tensor]) -> Tensor:
+        """[P, G] bool: samples whose cells can have a gradient."""
+        return self.learner.useful(rewards, self.engine.reward_weights)
 
     def _published_weights(self, updates_done: int) -> AbstractContextManager[None]:
         """Inside, the model holds the published version (I6)."""

@@ -26,6 +26,7 @@ class StepLedger:
         self._predicted_end: float | None = None
         self._staleness = 0
         self._missing: Counter[str] = Counter()
+        self._useful = 0
         self._training: tuple[float, StepBoard, tuple[int, ...], ExitStack] | None = None
         self.ledger = Ledger()
         """Samples of this process's life: issued, trained, dropped, in flight (I10)."""
@@ -43,6 +44,7 @@ class StepLedger:
         self._predicted_end = predicted_end
         self._staleness = 0
         self._missing.clear()
+        self._useful = 0
         self._policy.step_begun(self._world.rank)
 
     def begin_fragment(self, board: StepBoard, fragment: tuple[int, ...]) -> None:
@@ -56,6 +58,7 @@ class StepLedger:
             self._staleness = max(self._staleness, check_staleness(version, board.step, self._spec.async_steps))
         for name, scores in board.rewards.items():
             self._missing[name] += int(scores[list(fragment)].isnan().sum())
+        self._useful += int(board.useful(fragment).sum())
         span = ExitStack()
         span.enter_context(self._spans.span("train", step=board.step, group=fragment[0], groups=len(fragment)))
         self._training = (self._spans.now(), board, fragment, span)
@@ -77,7 +80,8 @@ class StepLedger:
                 self.ledger.train(board.step, group)
         rank, roles = self._world.rank, self._policy.roles
         cells = cells_of(self._spec, roles.trainers, roles.lockstep, rank, fragment)
-        self._policy.measured("train", rank, (ended - began) / cells)
+        if cells:
+            self._policy.measured("train", rank, (ended - began) / cells)
 
     def close(self, version: int) -> None:
         """The step's weights are published: balance the ledger, settle the loans, and take down the step's numbers.
@@ -99,6 +103,8 @@ class StepLedger:
             "step_s": seconds,
             "samples_per_s": samples / seconds,
             "staleness_max": self._staleness,
+            "cells_trained": self._useful * self._spec.trained_steps,
+            "cells_skipped": (samples - self._useful) * self._spec.trained_steps,
             **{f"missing/{name}": count for name, count in self._missing.items()},
         }
         for (stage, cause), spent in self._spans.take_seconds().items():

@@ -104,12 +104,13 @@ class FragmentStream:
         board = self._inbox.open(self._step())
         self._ledger.open(self._lending.predicted_end(board.step))
         for update in range(self._spec.updates_per_batch):
-            pending = list(fragments(self._spec, update))
+            # A replica does not wait for what others train while something of its own is ready.
+            pending = sorted(fragments(self._spec, update), key=lambda fragment: not board.concerns(fragment))
             while pending:
                 fragment = self._lending.next_fragment(board, update, pending)
                 pending.remove(fragment)
                 self._ledger.begin_fragment(board, fragment)
-                for batch in board.batches(fragment):
+                for batch in board.batches(fragment, last=not pending):
                     self._consent.begin_micro_batch()
                     yield batch
                 self._ledger.end_fragment()

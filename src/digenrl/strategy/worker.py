@@ -223,10 +223,10 @@ class TaskRunner:
         try:
             trajectory = scored.result()
             part = task.first_sample // self._spec.task_size
-            place = partial(self._place, step=task.step)
+            place, lockstep = partial(self._place, step=task.step), self.policy.roles.lockstep
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
-                    positions = owned_positions(self._spec, place, rank, task.group, part)
+                    positions = owned_positions(self._spec, place, rank, task.group, part, lockstep)
                     self._link.send(rank, pack(trajectory, positions, claim, seconds))
             if (trouble := self._engine.reward_trouble()) is not None:
                 self._control.request_stop(trouble)  # the step in progress is finished and saved before the run stops
