@@ -21,7 +21,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train resume sweep plan bench test test-fast test-all coverage report eval export score serve-reward tiny \
+.PHONY: help setup train encode resume sweep plan bench test test-fast test-all coverage report eval export score serve-reward tiny \
         pretrain profile lint format types notebooks clean
 
 define need
@@ -57,6 +57,9 @@ plan: $(STAMP)  ## What a run will cost: memory per rank, s/step, bubbles, best 
 
 profile: $(STAMP)  ## Measure seconds per unit on this machine, for a hardware profile. EXP= HW=
 	@$(PY) -m digenrl.cli.profile $(WORDS)
+
+encode: $(STAMP)  ## Encode the prompts of a run into the prompt store, and nothing else. EXP= HW=
+	@$(PY) -m digenrl.cli.encode $(WORDS)
 
 report: $(STAMP)  ## Rebuild summary, trace, pictures and report.html from a run's files. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,14 +25,16 @@ from digenrl import config as configuration
 from digenrl import prompts
 from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
+from digenrl.callbacks.evaluation import Evaluation
 from digenrl.callbacks.guarded import Guarded
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData, prompt_of
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.policy import Policy
+from digenrl.models.tiny_builds import cache_root
 from digenrl.preflight import shard_group, trainer_speeds
-from digenrl.record.run_dir import append_event, limit_events
+from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space, limit_events
 from digenrl.rewards.needs import unscorable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
@@ -154,7 +156,65 @@ def build(
         logger=_loggers(config, session.run_dir) if world.rank == 0 else [],
         default_root_dir=str(session.run_dir),
     )
+    filled = None
+    with session.progress.stage("encode"):
+        try:
+            filled = fill_prompt_store(config, policy, data, world.local_rank, named, session.progress.tick)
+        except OSError as error:
+            logging.getLogger(__name__).warning(
+                f"{error} Prompts that are not in the store are encoded by every rank that needs them."
+            )
+    if filled is not None and (filled.encoded or world.rank == 0):
+        append_event(session.run_dir, PROMPT_STORE, {"rank": world.rank, **asdict(filled)})
     return Rank(trainer, module, data, strategy)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A prompt store that has what a run needs."""
+
+    root: str
+    texts: int
+    """Of the run: prompts and negative prompts of its steps and of its evaluation."""
+    encoded: int
+    """By this process."""
+
+
+def fill_prompt_store(
+    config: DictConfig,
+    policy: Policy,
+    data: PromptData,
+    device: int = 0,
+    callbacks: Sequence[pl.Callback] = (),
+    progress: Callable[[], None] = lambda: None,
+) -> Filled | None:
+    """Have every prompt of the run, and of the evaluation among `callbacks`, in the store of `data.prompt_store`, from
+    which `policy` then reads. None: there is no store, or no encoder worth one.
+
+    Args:
+        device: index of the GPU that encodes, where this machine has any.
+        progress: as in `PromptStore.fill`.
+
+    Raises:
+        OSError: the store cannot be written; the policy reads what it has.
+    """
+    setting = config.data.prompt_store
+    if setting is None:
+        return None
+    root = cache_root("prompts") if setting == "auto" else Path(setting).expanduser()
+    steps = range(config.max_rl_steps)
+    all_of_them = len(steps) * config.data.prompts_per_batch >= len(data.prompts)
+    wanted = list(data.prompts) if all_of_them else [prompt for step in steps for prompt in data.sampler.batch(step)]
+    wanted += [prompt for callback in callbacks if isinstance(callback, Evaluation) for prompt in callback.prompts]
+    place = torch.device("cuda", device) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        found = policy.fill_store(root, wanted, place, progress)
+    except OSError as error:
+        raise OSError(
+            f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, {free_space(root)}): make "
+            "room, name another directory, or set data.prompt_store=null."
+        ) from error
+    return None if found is None else Filled(str(root), *found)
 
 
 def schedule_spec(config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1) -> ScheduleSpec:

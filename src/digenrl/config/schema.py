@@ -146,6 +146,9 @@ class Data(Closed):
     heldout: PromptFile | None = Field(description="prompts of the evaluation; null: the training prompts")
     prompts_per_batch: int = Field(ge=1, le=65536, description="groups of an RL step, each of one prompt")
     group_size: int = Field(ge=2, le=4096, description="samples of a group")
+    prompt_store: Auto | Directory | None = Field(
+        description="where encoded prompts are kept for all ranks and later runs; auto: the user's cache; null: nowhere"
+    )
 
 
 class Tsp(Closed):
@@ -420,6 +423,7 @@ RESUMABLE: tuple[str, ...] = (
     "sampling.task_size",
     "data.prompts",
     "data.heldout",
+    "data.prompt_store",
     "model.path",
     "model.gradient_checkpointing",
     "reward.call_s",

@@ -54,7 +54,7 @@ class FluxPolicy(DiffusersPolicy):
         self.report_long_prompt(pipeline.tokenizer_2, text, self.max_sequence_length)
         self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
         embeddings, pooled, _ = pipeline.encode_prompt(
-            text, prompt_2=None, device=self.device, max_sequence_length=self.max_sequence_length
+            text, prompt_2=None, device=pipeline.device, max_sequence_length=self.max_sequence_length
         )
         return {"text": embeddings, "pooled": pooled}
 

@@ -58,7 +58,7 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         self.report_long_prompt(pipeline.tokenizer_2, text, 77)
         embeddings, pooled, mask = pipeline.encode_prompt(
-            text, device=self.device, max_sequence_length=self.max_sequence_length
+            text, device=pipeline.device, max_sequence_length=self.max_sequence_length
         )
         return {"text": embeddings, "pooled": pooled, "mask": mask}
 

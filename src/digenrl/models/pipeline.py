@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +24,9 @@ from torch import Tensor, nn
 from digenrl.models import latents, pretrained, tiny_builds
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
+from digenrl.models.prompt_store import Condition, PromptStore, files_digest
 from digenrl.recompute import parse_recompute
+from digenrl.types import Prompt
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
 
@@ -184,17 +188,33 @@ class DiffusersPolicy(Policy):
 
     def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """One text at a time: values must not depend on which prompts happened to be encoded together."""
-        pipeline = self._pipeline
-        modules = [module for module in pipeline.components.values() if isinstance(module, nn.Module)]
-        device = self.device
-        for module in modules:
-            module.to(device)
-        rows = [self.encode_text(pipeline, text) for text in texts]
+        rows = list(self._encode_each(texts, self.device))
         if self.offload_encoders:
-            for module in modules:
-                module.to("cpu")
-        encoded = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
-        return {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in encoded.items()}
+            for encoder in self._encoders():
+                encoder.to("cpu")
+        return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+
+    def fill_store(
+        self, root: Path, prompts: Iterable[Prompt], device: torch.device, progress: Callable[[], None] = lambda: None
+    ) -> tuple[int, int] | None:
+        """As of `Policy`; encoders of other weights, dtype, length, libraries or kind of device have another store."""
+        facts = {
+            "family": self.family,
+            "encoders": files_digest(pretrained.encoder_files(self.path), root / "digests"),
+            "dtype": str(self.dtype),
+            "length": self.max_sequence_length,
+            "device": device.type,
+            "libraries": {name: version(name) for name in ("diffusers", "transformers", "tokenizers", "torch")},
+        }
+        self.store = PromptStore(root, facts)
+        positive, negative = self._texts(prompts)
+        texts = dict.fromkeys(positive + negative)
+        try:
+            encoded = self.store.fill(texts, partial(self._encode_each, device=device), progress)
+        finally:
+            self.__dict__.pop("_pipeline", None)
+            torch.cuda.empty_cache()
+        return len(texts), encoded
 
     def decode(self, latents: Tensor) -> Tensor:
         """[B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32, decoded one sample at a time."""
@@ -274,6 +294,18 @@ class DiffusersPolicy(Policy):
     def image_grid(self) -> tuple[int, int]:
         """Latent height and width in pixels of the VAE's output."""
         return self.height // 8, self.width // 8
+
+    @torch.no_grad()
+    def _encode_each(self, texts: Sequence[str], device: torch.device) -> Iterator[Condition]:
+        """Conditioning of one text after the other, by encoders that stay on `device`."""
+        for encoder in self._encoders():
+            encoder.to(device)
+        for text in texts:
+            encoded = self.encode_text(self._pipeline, text)
+            yield {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in encoded.items()}
+
+    def _encoders(self) -> list[nn.Module]:
+        return [module for module in self._pipeline.components.values() if isinstance(module, nn.Module)]
 
     @cached_property
     def _pipeline(self) -> Any:

@@ -12,8 +12,9 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora, wide
+from digenrl.models.prompt_store import Condition, PromptStore
 from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt, move
 
@@ -96,7 +98,8 @@ class Policy(nn.Module, ABC):
             transformer, [b for b in self.wrap_units() if b in trained], parse_recompute(gradient_checkpointing)
         )
         self._in_reference = False
-        self._embeddings: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._embeddings: OrderedDict[str, Condition] = OrderedDict()
+        self.store: PromptStore | None = None
         self._said: set[str] = set()
 
     @classmethod
@@ -181,10 +184,9 @@ class Policy(nn.Module, ABC):
         Under classifier-free guidance it includes the `negative_...` tensors. Raises ValueError when a negative prompt
         is needed and neither the prompt nor the family has one.
         """
-        positive = [prompt.text for prompt in prompts]
-        negative = [self._negative_text(prompt) for prompt in prompts] if self.two_forwards else []
+        positive, negative = self._texts(prompts)
         wanted = list(dict.fromkeys(positive + negative))
-        missing = [text for text in wanted if text not in self._embeddings]
+        missing = [text for text in wanted if text not in self._embeddings and not self._stored(text)]
         if missing:
             with torch.no_grad():
                 encoded = self.encode_prompts(missing)
@@ -201,6 +203,17 @@ class Policy(nn.Module, ABC):
         while len(self._embeddings) > CACHED_TEXTS:
             self._embeddings.popitem(last=False)
         return move(condition, self.device)
+
+    def fill_store(
+        self, root: Path, prompts: Iterable[Prompt], device: torch.device, progress: Callable[[], None] = lambda: None
+    ) -> tuple[int, int] | None:
+        """Have the conditioning of all `prompts` in the store under `root`, from which `encode` then reads, whether or
+        not all of it could be written; the encoders are moved to `device` once, if at all, and leave memory.
+
+        Returns (texts, those that this process has encoded); None where a family has no encoders worth it. `progress`
+        as in `PromptStore.fill`; raises ValueError as `encode` does, OSError where the store cannot be written.
+        """
+        return None
 
     def say_once(self, topic: str, message: str) -> None:
         """Log `message` as a warning, the first time that this policy speaks of `topic`."""
@@ -270,6 +283,19 @@ class Policy(nn.Module, ABC):
     def parameters_without_gradient(self) -> list[str]:
         """Names of trained parameters whose .grad is None: after a backward this must be empty."""
         return [name for name, parameter in self.trained_parameters().items() if parameter.grad is None]
+
+    def _texts(self, prompts: Iterable[Prompt]) -> tuple[list[str], list[str]]:
+        """The texts of both branches of guidance; the second is empty where one forward serves."""
+        prompts = list(prompts)
+        negative = [self._negative_text(prompt) for prompt in prompts] if self.two_forwards else []
+        return [prompt.text for prompt in prompts], negative
+
+    def _stored(self, text: str) -> bool:
+        """Whether the store has the text; then it is taken from there."""
+        found = None if self.store is None else self.store.read(text)
+        if found is not None:
+            self._embeddings[text] = found
+        return found is not None
 
     def _rows(self, texts: Sequence[str]) -> dict[str, Tensor]:
         rows = [self._embeddings[text] for text in texts]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
 
 HUB = "https://huggingface.co"
@@ -88,6 +89,18 @@ def _load_config(owner: Any, path: str, file: str, **where: str) -> dict[str, An
         return owner.load_config(path, local_files_only=True, **where)
     except (OSError, ValueError) as error:
         raise CheckpointError(missing_message(path, file, _first_line(error))) from error
+
+
+def encoder_files(path: str) -> list[Path]:
+    """Files of the text encoders and tokenizers of a checkpoint; raises CheckpointError where it has none."""
+    try:
+        folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(missing_message(path, "text encoders", _first_line(error))) from error
+    files = [file for kind in ("text_encoder*", "tokenizer*") for file in folder.glob(f"{kind}/**/*") if file.is_file()]
+    if not files:
+        raise CheckpointError(missing_message(path, "text_encoder/", "no such directory"))
+    return sorted(files)
 
 
 def require_shards(path: str, subfolder: str) -> None:

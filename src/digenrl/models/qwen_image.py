@@ -51,7 +51,7 @@ class QwenImagePolicy(DiffusersPolicy):
         """Qwen2.5-VL states [1, max_sequence_length, d], zero-padded, and the mask [1, max_sequence_length]."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         embeddings, mask = pipeline.encode_prompt(
-            text, device=self.device, max_sequence_length=self.max_sequence_length
+            text, device=pipeline.device, max_sequence_length=self.max_sequence_length
         )
         if mask is None:  # the pipeline's way of saying that every position counts
             mask = embeddings.new_ones(embeddings.shape[:2])

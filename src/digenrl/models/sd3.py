@@ -44,7 +44,7 @@ class SD3Policy(DiffusersPolicy):
             text,
             prompt_2=None,
             prompt_3=None,
-            device=self.device,
+            device=pipeline.device,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )

@@ -32,14 +32,15 @@ ENCODERS: dict[str, dict[str, Any]] = yaml.safe_load(_ENCODERS_FILE.read_text())
 """Text encoder in `BUILDERS` -> its tokenizer, class and configuration."""
 
 
-def cache_root() -> Path:
-    """Where builds are kept: $DIGENRL_CACHE, else .cache/ of a source checkout, else the user's cache directory."""
+def cache_root(kind: str = "tiny") -> Path:
+    """Where builds are kept, or another `kind` of what can be made again: $DIGENRL_CACHE, else .cache/ of a source
+    checkout, else the user's cache directory."""
     if os.environ.get("DIGENRL_CACHE"):
-        return Path(os.environ["DIGENRL_CACHE"]) / "tiny"
+        return Path(os.environ["DIGENRL_CACHE"]) / kind
     checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").exists():
-        return checkout / ".cache" / "tiny"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "digenrl" / "tiny"
+        return checkout / ".cache" / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "digenrl" / kind
 
 
 def ensure(family: str, seed: int = 0, root: Path | None = None) -> Path:

@@ -32,7 +32,10 @@ class WanPolicy(DiffusersPolicy):
         """UMT5 states [1, max_sequence_length, d], zero after the prompt; Wan attends to the zeros, so no mask."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         embeddings, _ = pipeline.encode_prompt(
-            text, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length, device=self.device
+            text,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+            device=pipeline.device,
         )
         return {"text": embeddings}
 

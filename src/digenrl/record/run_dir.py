@@ -46,6 +46,9 @@ LOGGER = "logger"
 """Kind of the event that tells of `failures` of a `logger`, with the first `cause`."""
 UNWRITTEN = "unwritten"
 """Kind of the event that tells of `lines` that `file` could not take, with the `cause`."""
+PROMPT_STORE = "prompt_store"
+"""Kind of the event that tells how many `texts` a run needs and how many of them this rank has `encoded`; rank 0 always
+writes it, the others where they have encoded."""
 LEFT_OUT = "left_out"
 """Kind of the event that tells how many routine events of a kind (`of`) were not written, and their `samples`."""
 ROUTINE = ("publish", "lend", "dropped", "missing", "shares", "warning", "checkpoint")

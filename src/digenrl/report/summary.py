@@ -19,6 +19,7 @@ from digenrl.record.run_dir import (
     LOGGER,
     LOST,
     METRICS,
+    PROMPT_STORE,
     UNWRITTEN,
     Row,
 )
@@ -61,6 +62,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "bubble": bubble(run),
         "predicted_step_s": _median(run, "predicted_step_s"),
         "cells": {name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")},
+        "prompt_store": prompt_store(run),
         "dropped": samples_by(run, "dropped", "reason"),
         "missing": samples_by(run, "missing", "reward"),
         "alarms": suspicions(run),
@@ -82,6 +84,14 @@ def bubble(run: Run) -> dict[str, dict[str, float]]:
             if stage == "wait":
                 table[role][cause] += seconds  # type: ignore[assignment]  # a Counter adds what it is given
     return {role: dict(sorted(causes.items())) for role, causes in sorted(table.items())}
+
+
+def prompt_store(run: Run) -> dict[str, int] | None:
+    """Texts that the run's ranks encoded, and those that the store had before; summed over attempts. None: no store."""
+    events = run.events_of(PROMPT_STORE)
+    encoded = sum(event.get("encoded", 0) for event in events)
+    texts = sum(event.get("texts", 0) for event in events if event.get("rank") == 0)
+    return {"encoded": encoded, "reused": max(0, texts - encoded)} if events else None
 
 
 def counted(run: Run, kind: str, name: str, amount: str) -> dict[str, int]:

@@ -1,0 +1,146 @@
+"""Conditionings of texts on disk: one safetensors file a text, mapped into memory by every process that reads it.
+
+A file appears by one rename, when it is whole and on the disk. Who writes holds the directory's lock, so that one
+process encodes what many miss, and the others find it. The lock goes with its owner; what a killed owner had not
+finished is a temporary file, which the next one removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+Condition = dict[str, Tensor]
+"""Conditioning of one text: every tensor has leading dimension 1."""
+_LOCK, _UNFINISHED = ".lock", ".tmp"
+_POLL_S = 0.2
+
+
+def digest_of(facts: object) -> str:
+    """Name of what JSON can hold."""
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+class PromptStore:
+    """The conditionings that one encoder makes.
+
+    Args:
+        root: directory of all stores; need not exist.
+        facts: whatever else than the text decides about a conditioning. Other facts, another store.
+    """
+
+    def __init__(self, root: Path, facts: Mapping[str, Any]) -> None:
+        self.directory = root / digest_of(facts)
+
+    def read(self, text: str) -> Condition | None:
+        """Views of the text's file, on the CPU; None where there is none, or a damaged one."""
+        try:
+            with safe_open(self._path(text), framework="pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
+        except (OSError, SafetensorError):
+            return None
+
+    def fill(
+        self,
+        texts: Iterable[str],
+        encode: Callable[[Sequence[str]], Iterator[Condition]],
+        progress: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Have every text in the store; returns how many this process has encoded.
+
+        Args:
+            texts: whatever may be asked for.
+            encode: called once, with what is missing, and only where something is.
+            progress: called when an entry has appeared, this process's or that of the one it waits for.
+
+        Raises:
+            OSError: an entry cannot be written. Nothing is left of it; those before it stay.
+        """
+        wanted = list(dict.fromkeys(texts))
+        if not self._missing(wanted):
+            return 0
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self._locked(progress):
+            for unfinished in self.directory.glob(f"*{_UNFINISHED}"):
+                unfinished.unlink(missing_ok=True)
+            missing = self._missing(wanted)
+            for text, condition in zip(missing, encode(missing) if missing else (), strict=True):
+                self._write(self._path(text), condition)
+                progress()
+        return len(missing)
+
+    def _missing(self, texts: Sequence[str]) -> list[str]:
+        return [text for text in texts if self.read(text) is None]
+
+    def _path(self, text: str) -> Path:
+        return self.directory / f"{digest_of(text)}.safetensors"
+
+    def _write(self, path: Path, condition: Condition) -> None:
+        unfinished = path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")
+        try:
+            with unfinished.open("wb") as file:
+                file.write(save({key: value.detach().cpu().contiguous() for key, value in condition.items()}))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    @contextmanager
+    def _locked(self, progress: Callable[[], None]) -> Iterator[None]:
+        with (self.directory / _LOCK).open("w") as file:
+            seen = -1
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    entries = len(os.listdir(self.directory))
+                    if entries != seen:
+                        progress()
+                    seen = entries
+                    time.sleep(_POLL_S)
+            yield
+
+
+def files_digest(files: Sequence[Path], notes: Path) -> str:
+    """Digest of the files' names and bytes (xxh3). It is kept in the directory `notes` and not taken again while path,
+    size and time of change of every file are the same.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    stats = [(str(file.resolve()), file.stat()) for file in files]
+    note = notes / digest_of([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    try:
+        return note.read_text()
+    except OSError:
+        pass
+    contents = []
+    for path in files:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        contents.append((path.parent.name, path.name, digest))
+    total = digest_of(contents)
+    unfinished = note.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")
+    try:
+        notes.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(total)
+        os.replace(unfinished, note)
+    except OSError:  # it is only taken again
+        unfinished.unlink(missing_ok=True)
+    return total
