@@ -20,8 +20,10 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl import config as configuration
+from digenrl import devices
 from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
+from digenrl.callbacks.evaluation import Evaluation
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData
 from digenrl.emulate import REWARD
@@ -90,6 +92,9 @@ def build(
     torch.manual_seed(config.seed)
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+    device = (
+        devices.take(world.local_rank) if emulated is None else None
+    )  # before anything that asks for the current one is built
     if emulated is None:
         policy: Policy = configuration.instantiate(model_of(config, world))
     else:
@@ -112,8 +117,11 @@ def build(
     )
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
     data = PromptData(config.data, config.seed)
-    rewards.check_prompts(data.prompts)
-    if world.rank == 0:
+    named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
+    trainers_score = spec.tag or not world.rollouts or any(isinstance(callback, Evaluation) for callback in named)
+    if trainers_score or not world.is_trainer:  # nobody else builds reward models
+        rewards.check_prompts(data.prompts)
+    if world.rank == (0 if trainers_score else world.trainers):
         identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
         append_event(session.run_dir, "rewards", {"identities": identities})
     strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(
@@ -130,10 +138,9 @@ def build(
         checkpoint_io=DirectoryCheckpointIO(),
     )
     loggers = config.logger.values() if world.rank == 0 and config.logger else ()
-    named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     trainer = configuration.instantiate(
         config.trainer,
-        devices=[world.local_rank] if torch.cuda.is_available() else 1,
+        devices=1 if device is None else [device],
         strategy=strategy,
         max_epochs=config.max_rl_steps,
         accumulate_grad_batches=micro_batches_per_update(spec, world.trainers),
@@ -210,29 +217,6 @@ def check(config: DictConfig) -> None:
         )
     if "surrogate" in algorithm:
         check_kernel(configuration.instantiate(algorithm.sde), configuration.instantiate(algorithm.surrogate))
-
-
-def check_devices(config: DictConfig, ranks: int) -> None:
-    """Raise ValueError where `ranks` ranks of this machine cannot have the devices that the hardware profile gives
-    them. Emulated GPUs need none."""
-    if config.hardware.emulate:
-        return
-    found = torch.cuda.device_count()
-    pools = {name: pool.gpu for name, pool in config.hardware.pools.items() if pool.gpu != "cpu"}
-    if pools and not found:
-        asked = ", ".join(f"{name}: {gpu}" for name, gpu in pools.items())
-        raise ValueError(
-            f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on this machine: start "
-            "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), hardware.emulate=true "
-            "(sleeps in their place), or ask `make plan`."
-        )
-    if found and ranks > found:
-        raise ValueError(
-            f"allocation.trainers = {config.allocation.trainers} and allocation.rollouts = "
-            f"{config.allocation.rollouts}: {ranks} ranks start on this machine, which has {found} GPUs; lower one, "
-            "start the run on every machine of the profile (scripts/torchrun.sh, scripts/slurm.sbatch), or set "
-            "CUDA_VISIBLE_DEVICES= to run on processors."
-        )
 
 
 def _target(config: DictConfig, group: str) -> Any:

@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
     try:
         composed = allocated(composed, None if place is None else place.size)  # settle: `auto` becomes numbers
         run.check(composed.config)
-        run.check_devices(composed.config, start.ranks(composed) if place is None else place.local_size)
+        start.check_devices(composed, place)
         joined = None if place is None else start.join(composed, place)  # be one of the ranks
     except ValueError as error:
         print(error, file=sys.stderr)

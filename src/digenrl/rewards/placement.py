@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from digenrl.rewards.protocol import Scorer, build_scorer, plain
@@ -10,8 +11,8 @@ from digenrl.rewards.protocol import Scorer, build_scorer, plain
 PLACEMENTS = ("inline", "thread", "process", "http")
 
 
-def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | None) -> Scorer:
-    """The scorer of one reward, ready to be called.
+def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | None) -> Callable[[], Scorer]:
+    """What makes the scorer of one reward where it is placed; until it is called, nothing is loaded.
 
     Args:
         name: the reward's name, for messages.
@@ -35,7 +36,7 @@ def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | N
             raise ValueError(f"Reward `{name}` is placed http: list its services under reward.urls.{name}.")
         from reward_models.remote import RemoteScorer
 
-        return RemoteScorer(urls=list(urls))
+        return partial(RemoteScorer, urls=list(urls))
     if placement == "process":
         if not described:
             raise ValueError(
@@ -44,5 +45,5 @@ def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | N
             )
         from digenrl.rewards.process import ProcessScorer
 
-        return ProcessScorer(plain(scorer))
-    return build_scorer(scorer) if described else scorer
+        return partial(ProcessScorer, plain(scorer))
+    return partial(build_scorer, scorer) if described else lambda: scorer

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class RewardSuite:
             )
         for name, entry in heldout.items():
             _check_entry(name, entry, _HELDOUT_KEYS)
-        self._scorers: dict[str, Scorer] = {
+        self._makers = {
             name: place_scorer(name, entry["scorer"], entry.get("placement") or placement, urls.get(name))
             for name, entry in {**rewards, **heldout}.items()
         }
@@ -112,8 +113,13 @@ class RewardSuite:
         self.heldout: tuple[str, ...] = tuple(heldout)
         self.on_missing: Callable[[str, int, str], None] = lambda name, samples, cause: None
         """Told (reward, samples, cause) whenever samples stay without a score; a run writes it down."""
-        self._failures = {name: FailureCount() for name in self._scorers}
+        self._failures = {name: FailureCount() for name in self._makers}
         self._lock = threading.Lock()
+
+    @cached_property
+    def _scorers(self) -> dict[str, Scorer]:
+        """Built on first use: a rank that never scores holds no reward model."""
+        return {name: make() for name, make in self._makers.items()}
 
     def score(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> dict[str, Tensor]:
         """Raw scores: name -> [B] fp32 on CPU, NaN = missing.
@@ -196,7 +202,7 @@ class RewardSuite:
 
     def close(self) -> None:
         """Stops processes and connections of the scorers. Idempotent."""
-        for scorer in self._scorers.values():
+        for scorer in self.__dict__.get("_scorers", {}).values():  # those that were built
             if close := getattr(scorer, "close", None):
                 close()
 
