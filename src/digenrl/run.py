@@ -29,7 +29,7 @@ from digenrl.data import PromptData
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.policy import Policy
-from digenrl.preflight import shard_group, trainer_speeds
+from digenrl.preflight import shard_group, sharding, trainer_speeds
 from digenrl.record.run_dir import append_event
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
@@ -131,7 +131,7 @@ def build(
         engine,
         data.sampler,
         last_step=config.max_rl_steps - 1,
-        sharding=config.parallel.sharding,
+        sharding=sharding(config),
         shard_group=shard_group(config, world.trainers),
         split_claims=config.schedule.claims == "split",
         expected=expected,
