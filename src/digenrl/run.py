@@ -170,13 +170,15 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
 
 
 def model_of(config: DictConfig, world: World) -> DictConfig:
-    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ."""
-    model: DictConfig = config.model
-    kept = model.get("gradient_checkpointing")
-    if not isinstance(kept, ListConfig):
-        return model
-    own = DictConfig({"gradient_checkpointing": kept[world.rank] if world.is_trainer else False})
-    merged = OmegaConf.merge(model, own)
+    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ; no
+    reference copy and nothing for a backward pass on a rank that only generates."""
+    own: dict[str, Any] = {}
+    kept = config.model.get("gradient_checkpointing")
+    if world.is_trainer and isinstance(kept, ListConfig):
+        own["gradient_checkpointing"] = kept[world.rank]
+    if not world.is_trainer:
+        own = {key: False for key in ("gradient_checkpointing", "keep_reference") if key in config.model}
+    merged = OmegaConf.merge(config.model, own)
     assert isinstance(merged, DictConfig)
     return merged
 

@@ -125,8 +125,11 @@ class Policy(nn.Module, ABC):
 
     def wrap_units(self) -> list[nn.Module]:
         """Blocks that FSDP wraps one by one, of the trained network and, where there is one, of the reference copy."""
-        networks = [net for net in (self.transformer, self.reference_transformer) if net is not None]
-        return [block for network in networks for name in self.block_lists for block in getattr(network, name)]
+        return [block for network in self.networks() for name in self.block_lists for block in getattr(network, name)]
+
+    def networks(self) -> list[nn.Module]:
+        """The trained network and, where there is one, the reference copy."""
+        return [network for network in (self.transformer, self.reference_transformer) if network is not None]
 
     def default_negative(self) -> str | None:
         """Text of the unconditional branch when a prompt brings none; None = there is no default."""

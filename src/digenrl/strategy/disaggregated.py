@@ -100,6 +100,8 @@ class DisaggregatedStrategy(DDPStrategy):
         self.current: dict[str, Tensor] = {}
         """Weights of `version`, kept for the same."""
         self._first_step = 0
+        self._agreed = 0
+        """Decisions that sharded trainers have taken together."""
         self._accumulating = False
 
     # ---- hooks for researchers: thin calls into schedule/
@@ -217,13 +219,18 @@ class DisaggregatedStrategy(DDPStrategy):
             trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop, self.run_rollouts)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
 
-    def configure_ddp(self) -> None:
-        """Replicas need no wrapper: `gradients.average` reduces once per update. Otherwise FSDP2 shards in place."""
+    def model_to_device(self) -> None:
+        """Weights that are to be sharded move block by block: no device ever holds more of them than its part and one
+        block."""
         if self.sharding != "ddp" and self.world.is_trainer:
             device = self.root_device.type
             shard.shard(
                 self.engine.policy, shard.mesh_of(self.sharding, self.world.trainers, self._shard_group, device)
             )
+        super().model_to_device()
+
+    def configure_ddp(self) -> None:
+        """Replicas need no wrapper: `gradients.average` reduces once per update. FSDP2 has sharded in place."""
 
     @property
     def learner(self) -> Learner:
@@ -245,10 +252,15 @@ class DisaggregatedStrategy(DDPStrategy):
         return self.sharding != "ddp" and self.world.trainers > 1
 
     def _agree(self, choice: int) -> int:
-        """Trainer 0's `choice`, on every trainer."""
-        tensor = torch.tensor(choice, device=self.root_device)
-        dist.broadcast(tensor, src=0)
-        return int(tensor)
+        """Trainer 0's `choice`, on every trainer. It travels over the store: trainer 0 may decide after longer than a
+        collective may last. Each decision is followed by collectives, so the one before the last has been read."""
+        self._agreed += 1
+        key = f"agreed/{self._agreed}"
+        if not self.is_global_zero:
+            return int(self.control.wait_for(key, "trainer 0 to decide what all do next"))
+        self.control.set(key, str(choice))
+        self.control.delete(f"agreed/{self._agreed - 2}")
+        return choice
 
     # ---- gradients: the one place that scales (design, "Scaling of gradients")
 

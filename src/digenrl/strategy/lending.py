@@ -39,7 +39,7 @@ class Hooks:
     published: Callable[[int], AbstractContextManager[None]]
     """updates done -> inside, the model holds the published weights."""
     agree: Callable[[int], int]
-    """Trainer 0's number, on every trainer: a collective."""
+    """Trainer 0's number, on every trainer."""
     versions: Callable[[], tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor]]]
     """Weights of the version before, where they are kept, and of the present one."""
 

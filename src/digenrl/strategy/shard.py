@@ -46,15 +46,17 @@ def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> Devic
 
 
 def shard(policy: Policy, mesh: DeviceMesh) -> None:
-    """Shard the transformer in place, block by block, then the rest of it.
+    """Shard the transformer and its frozen copy in place, block by block, then the rest of each.
 
     The rest is resharded after each forward as well: otherwise it would stay whole between a forward under
     `policy.reference()` or `no_grad` and the next one, and `trained_parameters()` would name other tensors meanwhile.
+    A copy whose blocks had no common root would stay whole altogether.
     """
     precision = mixed_precision(policy)
     for unit in policy.wrap_units():
         fully_shard(unit, mesh=mesh, mp_policy=precision)
-    fully_shard(policy.transformer, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+    for network in policy.networks():
+        fully_shard(network, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
 
 
 def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
