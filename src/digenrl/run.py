@@ -49,8 +49,10 @@ class Rank:
     strategy: DisaggregatedStrategy
 
     def fit(self, checkpoint: Path | None = None) -> None:
-        """Run this rank to the end of the run; `checkpoint` is a directory to resume from."""
-        self.trainer.fit(self.module, datamodule=self.data, ckpt_path=checkpoint)
+        """Run this rank to the end of the run; `checkpoint` is a directory to resume from. Rollouts read none: they
+        adopt what the trainers publish."""
+        own = checkpoint if self.strategy.world.is_trainer else None
+        self.trainer.fit(self.module, datamodule=self.data, ckpt_path=own)
 
 
 def fit(

@@ -28,7 +28,7 @@ def impatient_collectives_and_slow_rollouts(rank: run.Rank, world: World) -> Non
     def limited(*args: Any) -> None:
         begin(*args)
         if dist.get_world_size() > 1:
-            dist.distributed_c10d._get_default_group()._set_default_timeout(timedelta(seconds=LIMIT_S))
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT_S))
 
     def slow(generation: Any) -> Any:
         if generation.task.group == 0 and generation.task.step == 0:

@@ -91,6 +91,18 @@ def scorer_bytes(work: Workload, heldout: bool) -> int:
     return sum(4 * SCORER_PARAMETERS.get(name, 0) for name in names)
 
 
+def version_bytes(work: Workload) -> int:
+    """One version of the trained weights as it travels: in the dtype that rollouts hold, 16 bit. (Norms, which forwards
+    read in fp32, are neglected.)"""
+    return 2 * work.trained_parameters
+
+
+def sent_bytes(work: Workload, other_nodes: int) -> int:
+    """Bytes of a version over the network link of trainer 0's node: a copy for each other node with rollouts, which
+    passes it on inside."""
+    return other_nodes * version_bytes(work)
+
+
 def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     """The most that encoding, a forward of `rows` samples without gradients, or decoding takes for a moment.
 
@@ -111,7 +123,7 @@ def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Me
     full = work.lora_rank is None
     return Memory(
         frozen=0 if full else 2 * parameters,
-        trained=(2 if full else 4) * work.trained_parameters,
+        trained=2 * work.trained_parameters,
         rewards=scorer_bytes(work, heldout=False),
         workspace=int(generating_bytes(work, task_size, encoders) + RESERVED) + encoder_bytes(work) * encoders,
     )

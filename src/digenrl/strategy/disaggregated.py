@@ -46,7 +46,7 @@ from digenrl.strategy.stream import FragmentStream, Inbox
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
-from digenrl.transport.weights import publish
+from digenrl.transport.weights import attest, publish, take_part
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -304,7 +304,8 @@ class DisaggregatedStrategy(DDPStrategy):
     # ---- weights and life cycle
 
     def publish(self, version: int, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Make the current weights (or `tensors`) version `version` and send them to every rollout rank.
+        """Make the current weights (or `tensors`) version `version` and send them to every rollout rank. Of the
+        trainers, number 0 alone holds what is sent.
 
         Raises:
             WeightsError: replicated trainers disagree about their weights.
@@ -312,21 +313,43 @@ class DisaggregatedStrategy(DDPStrategy):
         with self.spans.span("publish", version=version) as facts:
             self.shares.tell()
             source = tensors if tensors is not None else self.learner.rollout_parameters()
-            ranks: Sequence[int] = ()
+            like = self.engine.policy.generating_parameters()
+            replicas = 1 if self.sharding == "fsdp" else self.world.trainers
+            agree = partial(gradients.assert_equal_digests, trainers=replicas, version=version)
             if self.is_global_zero:
                 note_version(self.control, version)
-                ranks = self.control.survivors(self.world.rollout_ranks)
-            agree = partial(gradients.assert_equal_digests, trainers=self.world.trainers, version=version)
-            made = publish(version, source, self.link, ranks, agree)
-            facts["digest"] = made.digest
-            self.published.keep(made.tensors)
-            self.shares.fix(version)
-            if self.spec.async_steps:
-                self.previous, self.current = self.current or None, dict(made.tensors)
-            if self.is_global_zero:
+                made = publish(version, source, self.link, self._routes(version), agree, like, there=version == 0)
+                facts["digest"] = made.digest
+                if self.spec.async_steps:
+                    self.previous, self.current = self.current or None, dict(made.tensors)
                 append_event(self.session.run_dir, "publish", {"version": version, "digest": made.digest})
                 self.runner.claims.forget(version)
+            elif replicas == 1:
+                take_part(source)
+            else:
+                facts["digest"] = attest(source, like)
+                agree(facts["digest"])
+            if not self.is_global_zero:
+                self.previous = None  # a checkpoint gave it to all
+            self.published.keep(source)
+            self.shares.fix(version)
         self.version = version
+
+    def _routes(self, version: int) -> dict[int, list[int]]:
+        """Rollout rank that gets `version` from here -> ranks of its node to which it passes it on. The weights that a
+        run begins with are not sent, so nobody waits for the addresses of rollouts that are still loading."""
+        ranks = self.control.survivors(self.world.rollout_ranks)
+        if self.session.watched or version == 0:
+            return {rank: [] for rank in ranks}
+        routes: dict[int, list[int]] = {}
+        first: dict[str, int] = {}
+        for rank in ranks:
+            host = self.control.wait_for(f"address/{rank}", f"the address of rank {rank}").rpartition(":")[0]
+            if host != self.session.host and host in first:
+                routes[first[host]].append(rank)
+            else:
+                first[host], routes[rank] = rank, []
+        return routes
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Publish the version that training starts from (and, for an exact asynchronous resume, the one before)."""

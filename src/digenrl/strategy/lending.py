@@ -199,5 +199,5 @@ class Lending:
             if receiver is None:
                 receiver = self._control.survivors(self._world.rollout_ranks)[0]
             for number, tensors in ((version - 1, before), (version, present)):
-                publish(number, tensors, self._link, [receiver], agree=lambda digest: None)
+                publish(number, tensors, self._link, {receiver: ()}, agree=lambda digest: None)
         self._recalled = waiting

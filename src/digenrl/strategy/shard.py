@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -93,9 +94,14 @@ def synchronise_gradients(policy: Policy, on: bool) -> None:
 
 
 def full_state(module: LightningModule) -> dict[str, Any]:
-    """The module's state dict with whole CPU tensors; a collective when parameters are sharded."""
+    """The module's state dict with whole tensors on the CPU: a collective when parameters are sharded, of which rank 0
+    alone keeps the result."""
     state = module.state_dict()
-    return {name: value.full_tensor().cpu() if isinstance(value, DTensor) else value for name, value in state.items()}
+    for name in [name for name, value in state.items() if isinstance(value, DTensor)]:
+        whole = state.pop(name).full_tensor()
+        if dist.get_rank() == 0:
+            state[name] = whole.cpu()
+    return dict(state)
 
 
 @torch.no_grad()
