@@ -22,16 +22,17 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl import config as configuration
-from digenrl import prompts
+from digenrl import devices, prompts
 from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
+from digenrl.callbacks.evaluation import Evaluation
 from digenrl.callbacks.guarded import Guarded
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData, prompt_of
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.policy import Policy
-from digenrl.preflight import shard_group, trainer_speeds
+from digenrl.preflight import shard_group, sharding, trainer_speeds
 from digenrl.record.run_dir import append_event, limit_events
 from digenrl.rewards.needs import unscorable
 from digenrl.rewards.suite import RewardSuite
@@ -53,9 +54,11 @@ class Rank:
     strategy: DisaggregatedStrategy
 
     def fit(self, checkpoint: Path | None = None) -> None:
-        """Run this rank to the end of the run; `checkpoint` is a directory to resume from."""
+        """Run this rank to the end of the run; `checkpoint` is a directory to resume from. Rollouts read none: they
+        adopt what the trainers publish."""
+        own = checkpoint if self.strategy.world.is_trainer else None
         with suppress(StepGivenUp):  # the version before it is saved
-            self.trainer.fit(self.module, datamodule=self.data, ckpt_path=checkpoint)
+            self.trainer.fit(self.module, datamodule=self.data, ckpt_path=own)
 
 
 def fit(
@@ -100,6 +103,9 @@ def build(
     torch.manual_seed(config.seed)
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+    device = (
+        devices.take(world.local_rank) if emulated is None else None
+    )  # before anything that asks for the current one is built
     if emulated is None:
         policy: Policy = configuration.instantiate(model_of(config, world))
     else:
@@ -123,8 +129,11 @@ def build(
     )
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
     data = PromptData(config.data, config.seed)
-    rewards.check_prompts(data.prompts)
-    if world.rank == 0:
+    named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
+    trainers_score = spec.tag or not world.rollouts or any(isinstance(callback, Evaluation) for callback in named)
+    if trainers_score or not world.is_trainer:  # nobody else builds reward models
+        rewards.check_prompts(data.prompts)
+    if world.rank == (0 if trainers_score else world.trainers):
         identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
         append_event(session.run_dir, "rewards", {"identities": identities})
     keep = config.record.keep_mib * 2**20
@@ -136,17 +145,16 @@ def build(
         engine,
         data.sampler,
         last_step=config.max_rl_steps - 1,
-        sharding=config.parallel.sharding,
+        sharding=sharding(config),
         shard_group=shard_group(config, world.trainers),
         split_claims=config.schedule.claims == "split",
         expected=expected,
         record_bytes=keep / world.size,
         checkpoint_io=DirectoryCheckpointIO(),
     )
-    named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     trainer = configuration.instantiate(
         config.trainer,
-        devices=[world.local_rank] if torch.cuda.is_available() else 1,
+        devices=1 if device is None else [device],
         strategy=strategy,
         max_epochs=config.max_rl_steps,
         accumulate_grad_batches=micro_batches_per_update(spec, world.trainers),
@@ -176,13 +184,15 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
 
 
 def model_of(config: DictConfig, world: World) -> DictConfig:
-    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ."""
-    model: DictConfig = config.model
-    kept = model.get("gradient_checkpointing")
-    if not isinstance(kept, ListConfig):
-        return model
-    own = DictConfig({"gradient_checkpointing": kept[world.rank] if world.is_trainer else False})
-    merged = OmegaConf.merge(model, own)
+    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ; no
+    reference copy and nothing for a backward pass on a rank that only generates."""
+    own: dict[str, Any] = {}
+    kept = config.model.get("gradient_checkpointing")
+    if world.is_trainer and isinstance(kept, ListConfig):
+        own["gradient_checkpointing"] = kept[world.rank]
+    if not world.is_trainer:
+        own = {key: False for key in ("gradient_checkpointing", "keep_reference") if key in config.model}
+    merged = OmegaConf.merge(config.model, own)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -260,29 +270,6 @@ def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:
         file = prompts.read(data[key])
         for record in file.records:
             yield f"data.{key}: {file.path}:{record.line}", prompt_of(record)
-
-
-def check_devices(config: DictConfig, ranks: int) -> None:
-    """Raise ValueError where `ranks` ranks of this machine cannot have the devices that the hardware profile gives
-    them. Emulated GPUs need none."""
-    if config.hardware.emulate:
-        return
-    found = torch.cuda.device_count()
-    pools = {name: pool.gpu for name, pool in config.hardware.pools.items() if pool.gpu != "cpu"}
-    if pools and not found:
-        asked = ", ".join(f"{name}: {gpu}" for name, gpu in pools.items())
-        raise ValueError(
-            f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on this machine: start "
-            "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), hardware.emulate=true "
-            "(sleeps in their place), or ask `make plan`."
-        )
-    if found and ranks > found:
-        raise ValueError(
-            f"allocation.trainers = {config.allocation.trainers} and allocation.rollouts = "
-            f"{config.allocation.rollouts}: {ranks} ranks start on this machine, which has {found} GPUs; lower one, "
-            "start the run on every machine of the profile (scripts/torchrun.sh, scripts/slurm.sbatch), or set "
-            "CUDA_VISIBLE_DEVICES= to run on processors."
-        )
 
 
 def _target(config: DictConfig, group: str) -> Any:

@@ -174,7 +174,7 @@ RELATIONS: dict[str, Case] = {
         ["parallel.shard_group = 2", "must divide allocation.trainers = 3", "1, 3, or auto"],
     ),
     "shard group without hsdp": (
-        ["parallel.shard_group=2"],
+        ["parallel.shard_group=2", "parallel.sharding=ddp"],
         ["parallel.shard_group = 2", "parallel.sharding = ddp", "set parallel.sharding=hsdp"],
     ),
 }

@@ -107,8 +107,9 @@ class Handshake(Closed):
 class Parallel(Closed):
     """parallel.*"""
 
-    sharding: Literal["ddp", "hsdp", "fsdp"] = Field(
-        description="ddp: replicas; hsdp: weights sharded inside a node; fsdp: over all trainers"
+    sharding: Literal["ddp", "hsdp", "fsdp", "auto"] = Field(
+        description="ddp: replicas; hsdp: weights sharded inside a node; fsdp: over all trainers; "
+        "auto: the first that fits"
     )
     shard_group: AtLeast1 | Auto = Field(
         description="hsdp: trainers that hold one copy of the weights; auto: those of a node"
@@ -275,7 +276,7 @@ class Pool(Closed):
     gpu: Annotated[str, _Text, WithJsonSchema({"phrase": "name of the GPU, or cpu"})] = Field(description="e.g. H200")
     count: AtLeast1 = Field(1, description="GPUs of the pool")
     role: Literal["auto", "trainer", "rollout"] = Field("auto", description="what they do; auto: the planner decides")
-    memory_gib: Positive = Field(description="GiB of one GPU, as its data sheet says")
+    memory_gib: Positive = Field(description="GiB of one GPU, as torch reports them; nine tenths are planned with")
     tflops: Positive = Field(description="peak dense bf16 TFLOP/s of one GPU, as its data sheet says")
     hbm_tb_s: Positive = Field(description="TB/s of its memory, as its data sheet says")
     intra_gb_s: Positive = Field(description="GB/s between two GPUs of a node, per direction")

@@ -12,7 +12,7 @@ from digenrl.schedule import ScheduleSpec
 from digenrl.simulate.bound import Bound, solve_bound
 from digenrl.simulate.costs import Costs
 from digenrl.simulate.hardware import Hardware, Pool, assign, shard_group
-from digenrl.simulate.memory import Memory, rollout_memory, trainer_memory
+from digenrl.simulate.memory import USABLE, Memory, rollout_memory, trainer_memory
 from digenrl.simulate.virtual_cluster import Cluster, Rank
 from digenrl.simulate.workload import Workload
 
@@ -113,7 +113,7 @@ class Costing:
         units = int(self.work.sizes["blocks"])
 
         def fits(choice: Recompute) -> bool:
-            return self.trainer_memory(candidate, choice, pool).gib <= pool.memory_gib
+            return self.trainer_memory(candidate, choice, pool).gib <= USABLE * pool.memory_gib
 
         def mixed(more: str, less: str, part: int) -> Recompute:
             shares = {more: (units - part) / units, less: part / units}
@@ -173,8 +173,11 @@ class Costing:
         reasons = []
         for (pool_name, role), memory in sorted(self.memory(candidate).items()):
             pool, need = self.hardware.pool(pool_name), memory.gib
-            if need > pool.memory_gib:
-                reasons.append(f"{role} on {pool_name} ({pool.gpu}) needs {need:.1f} GiB of {pool.memory_gib:g} GiB")
+            if need > USABLE * pool.memory_gib:
+                reasons.append(
+                    f"{role} on {pool_name} ({pool.gpu}) needs {need:.1f} GiB of {USABLE * pool.memory_gib:.1f} GiB "
+                    f"({USABLE:.0%} of {pool.memory_gib:g})"
+                )
         return reasons
 
     def trainer_misfits(self, candidate: Candidate) -> list[str]:

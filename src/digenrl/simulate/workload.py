@@ -64,6 +64,10 @@ class Workload:
     """A forward of the reference model per trained cell (kl_weight > 0)."""
     ema: bool = False
     rewards: tuple[str, ...] = ()
+    heldout: tuple[str, ...] = ()
+    """Rewards that only evaluation asks for."""
+    evaluated: int = 0
+    """Samples that a trainer makes at once when it evaluates; 0 = it never does."""
     storage_bytes: int = 2
     """Of one stored latent element."""
 
