@@ -27,11 +27,11 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.steps import StepPlan
 from digenrl.models import tiny_builds
 from digenrl.models.policy import Policy
-from digenrl.preflight import costing_of
+from digenrl.preflight import workload
 from digenrl.recompute import parse_recompute
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import Task
-from digenrl.simulate.memory import GIB, RESERVED, Memory, rollout_memory, trainer_memory
+from digenrl.simulate.memory import FRAGMENTATION, GIB, repeated_bytes, rollout_memory, saved_bytes, trainer_memory
 from digenrl.transport.weights import adopt, publish
 from digenrl.types import CellBlock, Prompt, TrainBatch, move
 
@@ -221,9 +221,14 @@ def generate(bench: Bench, unit: Unit) -> Row:
     state = bench.start(unit.samples)
     with bench.engine(unit):
         taken = _device.seconds(lambda: bench.advance(state), bench.device)
-    work = costing_of(bench.composed).work
-    flops = unit.samples * work.passes * work.forward_flops()
-    return {"seconds": taken, "flops": flops} | _expected(rollout_memory(work, unit.samples))
+    work = workload(bench.composed)
+    weights = rollout_memory(work, unit.samples)
+    forward = FRAGMENTATION * work.forward_bytes(unit.samples * work.passes)
+    return {
+        "seconds": taken,
+        "flops": unit.samples * work.passes * work.forward_flops(),
+        "model_gib": (weights.frozen + weights.trained + forward) / GIB,
+    }
 
 
 def train(bench: Bench, unit: Unit) -> Row:
@@ -236,11 +241,17 @@ def train(bench: Bench, unit: Unit) -> Row:
         bench.module.zero_grad(set_to_none=True)
 
     taken = _device.seconds(trained, bench.device)
-    costing = costing_of(bench.composed)
+    work = workload(bench.composed)
     kept = parse_recompute(bench.composed.config.model.gradient_checkpointing)
-    model = trainer_memory(costing.work, 1, unit.samples, unit.steps, kept, generates=False, keeps_copy=False)
-    flops = unit.samples * unit.steps * costing.costs.cell_flops()
-    return {"seconds": taken, "flops": flops} | _expected(replace(model, optimizer=0))
+    rows = unit.samples * unit.steps * work.passes
+    held = trainer_memory(work, 1, unit.samples, unit.steps, kept, generates=False, keeps_copy=False)
+    saved, moment = saved_bytes(work, rows, kept), repeated_bytes(work, rows, kept)
+    resting = held.frozen + held.trained + held.gradients + held.copies
+    return {
+        "seconds": taken,
+        "flops": rows * ((1 + int(work.reference)) * work.forward_flops() + work.backward_flops()),
+        "model_gib": (resting + FRAGMENTATION * saved + moment) / GIB,
+    }
 
 
 def ratio(bench: Bench, unit: Unit) -> Row:
@@ -359,11 +370,6 @@ def rl_step(bench: Bench, unit: Unit) -> Row:
         engine.close()
     total, images = sum(parts.values()), tasks * spec.task_size
     return {"seconds": total, "images": images, "images_per_s": images / total, "parts": parts}
-
-
-def _expected(memory: Memory) -> Row:
-    """GiB that the planner expects of the allocator, which does not see the driver's own share."""
-    return {"model_gib": (memory.total - RESERVED) / GIB}
 
 
 MEASURES: dict[str, Callable[[Bench, Unit], Row]] = {

@@ -45,7 +45,7 @@ from benchmarks._policy_bench import (
 )
 from benchmarks._random_builds import FAMILY, REAL, TINY
 from benchmarks._shared import RESULTS, Report, options
-from digenrl.preflight import costing_of
+from digenrl.preflight import workload
 
 ROOT = Path(__file__).parents[1]
 DEFAULTS = {
@@ -310,7 +310,7 @@ def main(arguments: list[str]) -> int:
     units = [unit for model in FAMILY for _, planned in plan(model, given | {"engines": DEFAULTS["engines"]})
              for unit in planned if unit.key in results.rows]  # fmt: skip
     report = tables(results, units)
-    tokens = {model: costing_of(composed(model, size)).work.tokens for model in {unit.model for unit in units}}
+    tokens = {model: workload(composed(model, size)).tokens for model in {unit.model for unit in units}}
     profile = profiles / f"{name}.yaml"
     profile.write_text(planner_rows(results, units, tokens), encoding="utf-8")
     if left:

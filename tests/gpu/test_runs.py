@@ -59,9 +59,9 @@ def test_a_process_that_has_counted_gpus_may_still_fork() -> None:
     """The launcher counts through NVML: it makes no context, so that its forked ranks can make theirs."""
     code = (
         "import os, torch\n"
-        "from digenrl import config, run\n"
-        "run.check_devices(config.load(['experiment=flux1_flowgrpo', 'hardware=single_gpu']).config, 1)\n"
-        "assert not torch.cuda.is_initialized(), 'counting made a context'\n"
+        "import digenrl.cli.start, digenrl.run\n"
+        "assert torch.cuda.device_count() > 0\n"
+        "assert not torch.cuda.is_initialized(), 'imports or counting made a context'\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    os._exit(0 if float(torch.ones(2, device='cuda').sum()) == 2.0 else 1)\n"
