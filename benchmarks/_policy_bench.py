@@ -226,6 +226,8 @@ def generate(bench: Bench, unit: Unit) -> Row:
     forward = FRAGMENTATION * work.forward_bytes(unit.samples * work.passes)
     return {
         "seconds": taken,
+        "tokens": work.tokens,
+        "passes": work.passes,
         "flops": unit.samples * work.passes * work.forward_flops(),
         "model_gib": (weights.frozen + weights.trained + forward) / GIB,
     }
@@ -249,6 +251,9 @@ def train(bench: Bench, unit: Unit) -> Row:
     resting = held.frozen + held.trained + held.gradients + held.copies
     return {
         "seconds": taken,
+        "tokens": work.tokens,
+        "passes": work.passes,
+        "reference": work.reference,
         "flops": rows * ((1 + int(work.reference)) * work.forward_flops() + work.backward_flops()),
         "model_gib": (resting + FRAGMENTATION * saved + moment) / GIB,
     }
@@ -279,7 +284,8 @@ def decode(bench: Bench, unit: Unit) -> Row:
     policy.offload_encoders = False
     latents = bench.start(unit.samples).latents
     with bench.weights():
-        return {"seconds": _device.seconds(lambda: policy.decode(latents), bench.device)}
+        taken = _device.seconds(lambda: policy.decode(latents), bench.device)
+    return {"seconds": taken, "tokens": workload(bench.composed).tokens, "tiling": policy.vae_tiling}
 
 
 def publication(bench: Bench, unit: Unit) -> Row:

@@ -40,12 +40,10 @@ from benchmarks._policy_bench import (
     Unit,
     attempt,
     build,
-    composed,
     conditioning,
 )
 from benchmarks._random_builds import FAMILY, REAL, TINY
 from benchmarks._shared import RESULTS, Report, options
-from digenrl.preflight import workload
 
 ROOT = Path(__file__).parents[1]
 DEFAULTS = {
@@ -245,8 +243,8 @@ def tables(results: Results, units: Sequence[Unit]) -> Report:
     return report
 
 
-def planner_rows(results: Results, units: Sequence[Unit], tokens: Mapping[str, int]) -> str:
-    """YAML for the planner: the machine, and model -> stage -> measured rows."""
+def planner_rows(results: Results, units: Sequence[Unit]) -> str:
+    """YAML for the planner (`digenrl.simulate.measured`): the machine, and model -> stage -> measured rows."""
 
     def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
         return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
@@ -259,20 +257,19 @@ def planner_rows(results: Results, units: Sequence[Unit], tokens: Mapping[str, i
         entry: dict[str, Any] = {"engine": unit.engine, "samples": unit.samples}
         if unit.stage == "train":
             entry |= {"steps": unit.steps, "keeps": unit.build.kept, "trained": "all" if unit.build.full else "lora"}
-        if unit.stage == "decode":
-            entry |= {"tiling": bool(unit.build.tiling)}
+        entry |= {key: row[key] for key in ("tokens", "passes", "reference", "tiling") if key in row}
         if "flops" in row:
-            share = row["flops"] / row["seconds"] / 1e12 / results.machine["matmul_tflops"]
-            entry |= {"tokens": tokens[unit.model], "share": share}
+            entry |= {"share": row["flops"] / row["seconds"] / 1e12 / results.machine["matmul_tflops"]}
         entry |= {"seconds": row["seconds"], "gib": row["gib"]}
         models.setdefault(unit.model, {}).setdefault(unit.stage, []).append(rounded(entry))
     head = (
         "# Measured by `python -m benchmarks.real_size`, whose table has the rest. Seconds of: generate: a denoising\n"
         "# step of `samples` samples; train: a micro-batch of `samples` x `steps` cells; encode: a prompt; decode: a\n"
-        "# sample. tokens: latent tokens of a sample. share: of matmul_tflops, FLOPs that are repeated not counted.\n"
+        "# sample. tokens: latent tokens of a sample. passes: forwards per velocity. reference: with the base model's\n"
+        "# forward (KL). share: of matmul_tflops, FLOPs that are repeated not counted.\n"
     )
     body = {"machine": rounded(results.machine), "models": models}
-    return head + yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=140)
+    return head + yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=160)
 
 
 def places(given: Mapping[str, str], size: str) -> tuple[Path, Path]:
@@ -310,9 +307,8 @@ def main(arguments: list[str]) -> int:
     units = [unit for model in FAMILY for _, planned in plan(model, given | {"engines": DEFAULTS["engines"]})
              for unit in planned if unit.key in results.rows]  # fmt: skip
     report = tables(results, units)
-    tokens = {model: workload(composed(model, size)).tokens for model in {unit.model for unit in units}}
     profile = profiles / f"{name}.yaml"
-    profile.write_text(planner_rows(results, units, tokens), encoding="utf-8")
+    profile.write_text(planner_rows(results, units), encoding="utf-8")
     if left:
         report.say(f"{left} measurements are left: the same command goes on with them.")
     print(profile)

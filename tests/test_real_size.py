@@ -4,10 +4,8 @@ forward path at real size on a CUDA device that does not exist (fake tensors: mi
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +23,10 @@ from benchmarks.count_facts import MODELS
 from digenrl import config as configuration
 from digenrl.diffusion import denoise
 from digenrl.models.policy import NEGATIVE
-from tests.conftest import ROOT
+from digenrl.preflight import costing_of
+from digenrl.simulate.candidate import Costing
+from digenrl.simulate.hardware import parse_hardware
+from digenrl.simulate.measured import same_gpu, with_measured
 
 pytestmark = pytest.mark.heavy
 
@@ -94,6 +95,50 @@ def test_what_does_not_fit_is_said_and_more_samples_are_not_tried(tmp_path: Path
     assert results.missing([second]) == [second], "what failed is tried again"
 
 
+def test_the_planner_takes_what_was_measured_on_its_gpu(tmp_path: Path) -> None:
+    words = ["experiment=flux1_flowgrpo", "hardware=single_gpu"]
+    work = costing_of(configuration.load(words)).work
+    facts = {"gib": None, "tokens": work.tokens, "passes": 1, "reference": False, "flops": 1e15, "model_gib": 1.0}
+    how, full = Build(), Build(full=True)
+    rows = {
+        Unit("flux1_dev", how, "generate", samples=4): 0.4,
+        Unit("flux1_dev", how, "generate", "compiled", samples=4): 0.2,
+        Unit("flux1_dev", how, "train", samples=2, steps=2): 1.2,
+        Unit("flux1_dev", full, "train"): 0.1,
+        Unit("flux1_dev", Build(tiling=False), "decode"): 0.05,
+    }
+    machine = {"gpu": "NVIDIA H200", "matmul_tflops": 788.0}
+    table = {unit.key: facts | {"seconds": taken} for unit, taken in rows.items()}
+    results = real_size.Results(tmp_path / "rows.json", machine, table)
+    (tmp_path / "h200.yaml").write_text(real_size.planner_rows(results, list(rows)))
+    hardware = parse_hardware(configuration.load(words).config.hardware)
+    seconds = with_measured(hardware, work, tmp_path).seconds
+    assert {stage: table["h200"] for stage, table in seconds.items()} == pytest.approx(
+        {"generate": work.steps * 0.1, "train": 0.3, "decode": 0.05}
+    ), "eager rows of LoRA, per sample and per cell"
+    given = replace(hardware, seconds={"train": {"h200": 9.0}})
+    assert with_measured(given, work, tmp_path).seconds["train"] == {"h200": 9.0}, "the profile's own go first"
+    assert not with_measured(hardware, replace(work, height=1024), tmp_path).seconds, "other sizes stay computed"
+    costing = Costing(work, with_measured(hardware, work, tmp_path))
+    assert costing.seconds_per_unit()["generate"]["h200"] == pytest.approx(work.steps * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("profile", "driver", "same"),
+    [
+        ("H200", "h200", True),
+        ("H100-SXM", "h100_80gb_hbm3", True),
+        ("H100-SXM", "h100_pcie", False),
+        ("A100-SXM-80GB", "a100_sxm4_80gb", True),
+        ("L40", "l40s", False),
+        ("RTX-4090-48GB", "geforce_rtx_4090", True),
+        ("cpu", "h200", False),
+    ],
+)
+def test_a_profile_s_gpu_is_found_under_the_driver_s_name(profile: str, driver: str, same: bool) -> None:
+    assert same_gpu(profile, driver) is same
+
+
 @pytest.mark.parametrize(
     ("word", "part"),
     [("size=real", "real needs a GPU"), ("models=sd", "known: flux1_dev"), ("engines=fast", "known: eager")],
@@ -149,18 +194,3 @@ def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) 
         )
     with torch.device("meta"):
         assert real == sum(parameter.numel() for parameter in MODELS[model]["build"](None).parameters())
-
-
-def test_tests_for_a_gpu_are_skipped_with_the_reason_where_there_is_none() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}"},
-    )
-    assert done.returncode == 0, done.stdout
-    assert "sees no GPU" in done.stdout
-    assert "passed" not in done.stdout
