@@ -186,6 +186,7 @@ def build(model: str, size: str, device: torch.device, how: Build, *words: str) 
     """A policy of `model` with random weights and its algorithm, both on `device`; `words`: further overrides. A
     processor would compile for minutes: there blocks are traced and run as they are."""
     settings = composed(model, size, *how.words, *words)
+    encoded = conditioning(model, size, device)
     torch.manual_seed(0)
     compiling = partialmethod(nn.Module.compile, **({"backend": "eager"} if device.type == "cpu" else {}))
     with random_weights(model, size, device), mock.patch.object(nn.Module, "compile", compiling):
@@ -198,19 +199,20 @@ def build(model: str, size: str, device: torch.device, how: Build, *words: str) 
     module.train()
     module.on_train_start()
     grid = policy.sigma_grid(settings.config.sampling.steps)
-    condition = {
-        key: value.to(policy.dtype) if value.is_floating_point() else value
-        for key, value in conditioning(model, size, device).items()
-    }
+    condition = {key: value.to(policy.dtype) if value.is_floating_point() else value for key, value in encoded.items()}
     return Bench(model, size, device, settings, policy, module, condition, grid)
 
 
 @cache
 def conditioning(model: str, size: str, device: torch.device) -> dict[str, Tensor]:
     """What the text encoders make of a prompt, by a policy that is not kept."""
+    settings = composed(model, size, *Build().words, "model.offload_encoders=false").config.model
     with random_weights(model, size, device):
-        policy: Policy = configuration.instantiate(composed(model, size, *Build().words).config.model).to(device)
-        return policy.encode([PROMPT])
+        policy: Policy = configuration.instantiate(settings).to(device)
+        encoded = policy.encode([PROMPT])
+    del policy
+    _device.release(device)
+    return encoded
 
 
 # ---- measurements
