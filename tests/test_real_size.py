@@ -39,12 +39,11 @@ def measured(out: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_family_is_measured_in_slices_and_written_for_people_and_for_the_planner(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("models=qwen_image", "images=4", "engines=eager")
     assert measured(tmp_path, *words, "budget_s=0") == (0, {})
     assert "measurements are left: the same command goes on" in capsys.readouterr().out
-    monkeypatch.setenv("OUT", str(tmp_path))
     code, rows = measured(tmp_path, *words)
     assert code == 0
     planned = [unit for _, units in real_size.plan("qwen_image", _given("eager")) for unit in units]
@@ -80,6 +79,24 @@ def test_every_family_is_measured_on_every_engine(tmp_path: Path) -> None:
     assert set(rows) == {unit.key for unit in planned}
     skipped = {row["skipped"] for row in rows.values() if "skipped" in row}
     assert skipped == {"graphs need a GPU", "the family passes no mask"}
+
+
+def test_results_go_to_out_or_the_repository_and_slices_of_both_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"out": "", "fresh": "false"}
+    monkeypatch.delenv("OUT", raising=False)
+    assert [path.name for path in real_size.places(given, REAL)] == ["results", "measured"]
+    assert real_size.places(given, "tiny")[0] == Path("outputs/real_size")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    assert real_size.places(given, REAL) == (tmp_path / "out", tmp_path / "out")
+    monkeypatch.setattr(real_size, "RESULTS", tmp_path)
+    (tmp_path / "out").mkdir()
+    for folder, key in ((tmp_path, "committed"), (tmp_path / "out", "here")):
+        (folder / "real_size-h200.json").write_text(json.dumps({"rows": {key: {}}}))
+    path = tmp_path / "out" / "real_size-h200.json"
+    assert set(real_size.kept_rows(path, given)) == {"committed", "here"}
+    assert not real_size.kept_rows(path, given | {"fresh": "true"})
 
 
 def test_what_does_not_fit_is_said_and_more_samples_are_not_tried(tmp_path: Path) -> None:
