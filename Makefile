@@ -111,7 +111,7 @@ GPU_PYTHON ?= 3.12
 GPU_PLATFORMS := $(foreach glibc,28 27 24 17 12 5,--platform manylinux_2_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 gpu: $(if $(wildcard $(WHEELS)/*.whl),$(SITE)/.stamp,$(STAMP))  ## On a GPU: the tests marked gpu, then benchmarks/real_size.py. ARGS="models=flux1_dev budget_s=540"
-	@run="$(if $(wildcard $(WHEELS)/*.whl),env PYTHONPATH=$(SITE):src:. $(PYTHON),$(PY))"; code=0; \
+	@run="$(if $(wildcard $(WHEELS)/*.whl),env PYTHONPATH=$(CURDIR)/$(SITE):$(CURDIR)/src:$(CURDIR) $(PYTHON),$(PY))"; code=0; \
 	    $(if $(filter false,$(TESTS)),true,$$run -m pytest -q -m gpu tests/gpu) || code=$$?; \
 	    $$run -m benchmarks.real_size $(ARGS) || code=$$?; exit $$code
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 from benchmarks import _device
 from benchmarks._policy_bench import (
@@ -23,7 +27,9 @@ from benchmarks._policy_bench import (
 from benchmarks._random_builds import FAMILY, TINY
 from digenrl.algorithms.grpo import HALF_RATIO_BOUND
 from digenrl.diffusion import denoise
+from digenrl.strategy.shard import mesh_of, shard
 from digenrl.transport.weights import adopt, publish
+from digenrl.types import TrainBatch
 from tests.models.tiny_policies import make, randomise_lora
 
 DEVICE = _device.find()
@@ -96,6 +102,45 @@ def test_a_version_is_copied_through_pinned_memory_and_adopted_bit_by_bit() -> N
     with torch.no_grad():  # a later update of the trainer leaves the version as it was
         next(iter(sent.values())).add_(1.0)
     assert all(torch.equal(version.tensors[name], value.cpu()) for name, value in rollout.trained_parameters().items())
+
+
+def test_a_sharded_world_of_one_takes_two_steps_and_goes_on_from_its_saved_state(tmp_path: Path) -> None:
+    """NCCL and FSDP2: all weights, two updates, the state written and read, the third update equal to the bit."""
+    backend = "nccl" if DEVICE.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = mesh_of("fsdp", 1, 1, DEVICE.type)
+
+        def sharded() -> tuple[Bench, torch.optim.Optimizer]:
+            made = bench("flux1_dev", Build(full=True))
+            shard(made.policy, mesh)
+            return made, torch.optim.AdamW(made.policy.transformer.parameters(), lr=1e-3)
+
+        def update(made: Bench, optimizer: torch.optim.Optimizer, batch: TrainBatch) -> None:
+            made.module.training_step(batch, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        first, optimizer = sharded()
+        batch = first.cells(2, 2)
+        for _ in range(2):
+            update(first, optimizer, batch)
+        saved = dict(zip(("model", "optimizer"), get_state_dict(first.policy.transformer, optimizer), strict=True))
+        checkpoint.save(saved, checkpoint_id=tmp_path / "state")
+        second, other = sharded()
+        own = dict(zip(("model", "optimizer"), get_state_dict(second.policy.transformer, other), strict=True))
+        checkpoint.load(own, checkpoint_id=tmp_path / "state")
+        set_state_dict(
+            second.policy.transformer, other, model_state_dict=own["model"], optim_state_dict=own["optimizer"]
+        )
+        for made, chosen in ((first, optimizer), (second, other)):
+            update(made, chosen, batch)
+        after = (get_model_state_dict(made.policy.transformer) for made in (first, second))
+        for (name, one), two in zip(next(after).items(), next(after).values(), strict=True):
+            assert torch.equal(one.full_tensor(), two.full_tensor()), name
+            assert one.device.type == DEVICE.type
+    finally:
+        dist.destroy_process_group()
 
 
 def test_noise_and_transitions_are_the_processors() -> None:

@@ -43,16 +43,27 @@ def test_a_colocated_run_trains_in_bf16(tmp_path: Path) -> None:
     assert summary["first_ratio_max_dev"] == 0.0
 
 
-def test_sharded_in_a_world_of_one_it_trains_saves_and_resumes(tmp_path: Path) -> None:
-    run_dir, summary = trained(tmp_path, "parallel.sharding=fsdp", "model.lora=null")
-    assert (summary["status"], summary["rl_steps"]) == ("completed", 2)
-    assert (run_dir / "checkpoints/last/policy.safetensors").is_file()
-    again = subprocess.run(
+def resumed(run_dir: Path) -> dict:
+    """summary.json of the run after a third RL step."""
+    done = subprocess.run(
         command(f"resume={run_dir}", "max_rl_steps=3"), capture_output=True, text=True, cwd=ROOT, timeout=400
     )
-    assert again.returncode == 0, again.stderr[-4000:]
-    summary = json.loads((run_dir / "summary.json").read_text())
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def test_all_weights_are_trained_saved_and_resumed(tmp_path: Path) -> None:
+    run_dir, summary = trained(tmp_path, "model.lora=null")
+    assert (summary["status"], summary["rl_steps"]) == ("completed", 2)
+    assert (run_dir / "checkpoints/last/policy.safetensors").is_file()
+    summary = resumed(run_dir)
     assert (summary["status"], summary["rl_steps"], summary["restarts"]) == ("completed", 3, 1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs on one machine")
+def test_sharded_trainers_train_save_and_resume(tmp_path: Path) -> None:
+    run_dir, _ = trained(tmp_path, "model.lora=null", "allocation.trainers=2", "parallel.sharding=fsdp")
+    assert resumed(run_dir)["rl_steps"] == 3
 
 
 def test_a_process_that_has_counted_gpus_may_still_fork() -> None:
