@@ -70,15 +70,17 @@ def _given(engines: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_every_family_is_measured_on_every_engine(tmp_path: Path) -> None:
-    code, rows = measured(tmp_path, "images=4", f"engines={','.join(ENGINES)}")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", FAMILY)
+def test_every_family_is_measured(model: str, tmp_path: Path) -> None:
+    """On every engine FLUX, whose blocks are traced; without compiling the others."""
+    engines = ",".join(ENGINES) if model == "flux1_dev" else "eager,graphs"
+    code, rows = measured(tmp_path, f"models={model}", "images=4", f"engines={engines}")
     assert code == 0
-    planned = [
-        unit for model in FAMILY for _, units in real_size.plan(model, _given(",".join(ENGINES))) for unit in units
-    ]
-    assert set(rows) == {unit.key for unit in planned}
+    assert set(rows) == {unit.key for _, units in real_size.plan(model, _given(engines)) for unit in units}
     skipped = {row["skipped"] for row in rows.values() if "skipped" in row}
-    assert skipped == {"graphs need a GPU", "the family passes no mask"}
+    assert skipped <= {"graphs need a GPU", "the family passes no mask"}
+    assert not [row for row in rows.values() if "failed" in row]
 
 
 def test_results_go_to_out_or_the_repository_and_slices_of_both_are_joined(
