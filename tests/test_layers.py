@@ -49,6 +49,7 @@ TORCH_FREE = (
     "digenrl.config",
     "digenrl.config.multirun",
     "digenrl.prompts",
+    "digenrl.rewards.needs",
 )
 
 

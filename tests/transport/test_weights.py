@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.cluster.control import Control, host_store, join_store
+from digenrl.cluster.control import Control
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.strategy.gradients import assert_equal_digests
 from digenrl.transport.link import SocketLink
 from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, buckets, publish, table
@@ -164,9 +166,17 @@ def slow_line(port: int, bytes_per_second: float, opened: threading.Event) -> It
             inbound, _ = server.accept()
             opened.wait(30.0)
             with inbound, socket.create_connection((HOST, port)) as outbound:
+                answers = threading.Thread(target=carry_back, args=(outbound, inbound))
+                answers.start()
                 while data := inbound.recv(1 << 16):
                     outbound.sendall(data)
                     time.sleep(len(data) / bytes_per_second)
+                outbound.shutdown(socket.SHUT_WR)
+                answers.join()
+
+        def carry_back(outbound: socket.socket, inbound: socket.socket) -> None:
+            while data := outbound.recv(1 << 16):
+                inbound.sendall(data)
 
         thread = threading.Thread(target=carry)
         thread.start()
@@ -176,9 +186,10 @@ def slow_line(port: int, bytes_per_second: float, opened: threading.Event) -> It
 
 def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() -> None:
     """The trainer steps on while all four versions are still on the line; each is adopted bit for bit."""
-    store = host_store(HOST)
-    controls = [Control(join_store(HOST, store.port, "slow"), rank, patience=10.0) for rank in range(2)]
-    trainer, rollout = (SocketLink(control, rank, HOST, "token") for rank, control in enumerate(controls))
+    handshake = Handshake()
+    store = StoreServer(socket.create_server((HOST, 0)), handshake)
+    controls = [Control(StoreClient(HOST, store.port, handshake), rank, patience=10.0) for rank in range(2)]
+    trainer, rollout = (SocketLink(control, rank, HOST, handshake) for rank, control in enumerate(controls))
     address = controls[0].get("address/1")
     assert address is not None
     parameters = {"w": torch.zeros(MIB // 4), "v": torch.zeros(100)}
@@ -209,3 +220,4 @@ def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() 
     finally:
         trainer.close()
         rollout.close()
+        store.close()

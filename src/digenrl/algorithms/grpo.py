@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
+from digenrl.algorithms.meters import NOTHING
 from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, mean_square_kl
 from digenrl.algorithms.surrogates import Cells, Surrogate
 from digenrl.diffusion.denoise import Replay, replay
@@ -66,7 +67,7 @@ class GRPO(PolicyModule):
         self._check(policy)
         self._batch_start = ParameterCopy()
         self._batch_start_version: int | None = None
-        self._ratio_peak: Tensor | None = None
+        self._ratio_peak = torch.tensor(NOTHING, dtype=torch.float64)
 
     def _check(self, policy: Policy) -> None:
         check_kernel(self.sde, self.surrogate)
@@ -90,6 +91,20 @@ class GRPO(PolicyModule):
     def needs_means(self) -> bool:
         """GRPO-Guard and Flow-DPPO compare with the rollout's means."""
         return self.surrogate.needs_means
+
+    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """Every surrogate is proportional to the advantage: only a KL term gives a cell of advantage 0 a gradient."""
+        if self.kl_weight > 0:
+            return super().useful(rewards, weights)
+        return self.advantage(rewards, weights).values != 0
+
+    def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
+        """Also keeps the weights that the logical batch begins with, where the surrogate needs them."""
+        keeps = self.surrogate.needs_proximal and self.updates_per_batch > 1
+        if keeps and batch.version != self._batch_start_version:
+            self._batch_start.follow(self.policy.trained_parameters(), 0.0)
+            self._batch_start_version = batch.version
+        return super().training_step(batch, batch_idx)
 
     def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
         """surrogate + kl_weight * KL, [b, K]."""
@@ -126,12 +141,7 @@ class GRPO(PolicyModule):
     def _proximal(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:
         """[b, K] log-probs under the weights at the beginning of the logical batch; None where these are the present
         ones."""
-        if not self.surrogate.needs_proximal or self.updates_per_batch == 1:
-            return None
-        if batch.version != self._batch_start_version:
-            self._batch_start.follow(self.policy.trained_parameters(), 0.0)
-            self._batch_start_version = batch.version
-        if batch.update == 0:
+        if not self.surrogate.needs_proximal or batch.update == 0:
             return None
         with torch.no_grad(), self._batch_start.swapped(self.policy.trained_parameters()):
             return replay(self.policy, block, self.sde).log_prob
@@ -154,9 +164,8 @@ class GRPO(PolicyModule):
             self._meters.update(f"clip_fraction/stale_{age}", clipped * here, ratio.numel() * here)
             self._meters.update(f"ratio/stale_{age}", ratio.sum() * here, ratio.numel() * here)
             self._meters.peak(f"ratio_max_dev/stale_{age}", deviation, float(here))
-        if self.first_ratio_max_dev is None:
-            deviation = deviation * live
-            self._ratio_peak = deviation if self._ratio_peak is None else torch.maximum(self._ratio_peak, deviation)
+        if self.first_ratio_max_dev is None and live:
+            self._ratio_peak = torch.maximum(self._ratio_peak.to(self.device), deviation.double())
 
     def on_fit_start(self) -> None:
         """Say what the first ratios are held to."""
@@ -167,17 +176,24 @@ class GRPO(PolicyModule):
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Before the run's first optimizer step, also hold the ratios of all ranks to the bound."""
-        if self.first_ratio_max_dev is None and self._ratio_peak is not None:
-            self.first_ratio_max_dev = float(torch.as_tensor(self.all_gather(self._ratio_peak)).max())
-            bound = self._bound()
-            if self.first_ratio_max_dev > bound:
-                raise RuntimeError(
-                    f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, above {bound:g}:"
-                    " replay does not reproduce the rollout. Check that trainers and rollouts use equal weights, dtype,"
-                    " guidance and attention kernels; sampling.storage_dtype; schedule.tsp.batch (1 has the rollout's "
-                    "geometry). If the figure is rounding, raise algorithm.ratio_bound"
-                )
+        if self.first_ratio_max_dev is None:
+            self._hold_ratios()
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def _hold_ratios(self) -> None:
+        """A collective. Where no rank had a cell, no weight changes either, and the next update is the first."""
+        peak = float(torch.as_tensor(self.all_gather(self._ratio_peak.to(self.device))).max())
+        bound = self._bound()
+        if peak == NOTHING:
+            return
+        self.first_ratio_max_dev = peak
+        if peak > bound:
+            raise RuntimeError(
+                f"max |ratio-1| before the first optimizer step is {peak:.3g}, above {bound:g}:"
+                " replay does not reproduce the rollout. Check that trainers and rollouts use equal weights, dtype,"
+                " guidance and attention kernels; sampling.storage_dtype; schedule.tsp.batch (1 has the rollout's "
+                "geometry). If the figure is rounding, raise algorithm.ratio_bound"
+            )
 
     def _bound(self) -> float:
         if self.ratio_bound is not None:

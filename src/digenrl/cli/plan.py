@@ -20,6 +20,7 @@ from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.multirun import is_multirun, sweep
 from digenrl.preflight import allocation, candidate_of, costing_of
+from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import Span, clipped, perfetto
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import assign
@@ -94,7 +95,7 @@ def idle_gpus(costing: Costing, allocation: Any) -> int:
 def write(plan: Plan, winner: Outcome, asked: Outcome | None, asynchronous: bool, settings: Any, run_dir: Path) -> Path:
     """plan.json, trace.json and the Gantt chart of the winner; returns the path of plan.json."""
     traced = evaluate(plan.costing, winner.candidate, plan.bound, exact=True, trace=True)
-    (run_dir / "trace.json").write_text(json.dumps(perfetto(traced.result.spans)), encoding="utf-8")
+    write_trace(run_dir / TRACE, perfetto(traced.result.spans))
     if settings.plan.plot:
         gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
     path = run_dir / "plan.json"
@@ -107,6 +108,7 @@ def gantt(spans: Sequence[Span], step_ends: Sequence[float], path: Path) -> None
     """One bar per rank over the last simulated step, coloured by stage."""
     from matplotlib.figure import Figure
 
+    from digenrl.report.read_run import label_of
     from digenrl.report.timeline import draw_gantt, draw_legend
 
     start = step_ends[-2] if len(step_ends) > 1 else 0.0
@@ -115,7 +117,7 @@ def gantt(spans: Sequence[Span], step_ends: Sequence[float], path: Path) -> None
     axes = figure.subplots()
     draw_gantt(axes, spans, start, step_ends[-1])
     axes.set(xlabel="seconds", title="one RL step")
-    draw_legend(figure, clipped(spans, start, step_ends[-1]))
+    draw_legend(figure, {label_of(span) for span in clipped(spans, start, step_ends[-1])})
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

@@ -49,8 +49,8 @@ def simulate(
 
 def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[float, ...]:
     """Seconds of training `fragment` on each trainer, from the placement that the runtime uses. Collectives hold
-    sharded ranks together, so there every micro-batch takes as long as its slowest rank. A replica without cells runs
-    stand-ins (`timesteps.cells_of`)."""
+    sharded ranks together, so there every micro-batch takes as long as its slowest rank. A replica computes what it
+    owns."""
     trainers, common = cluster.trainers, cluster.micro_batch_seconds
     placement = place(spec, len(trainers), fragment)
     if cluster.lockstep:
@@ -60,8 +60,8 @@ def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...
         ]
         return (sum(max(column) + common for column in zip(*rows, strict=True)),) * len(trainers)
     return tuple(
-        rank.cell_seconds * cells_of(spec, len(trainers), False, rank.rank, fragment) + common * len(placement[0])
-        for rank in trainers
+        rank.cell_seconds * cells_of(spec, len(trainers), False, rank.rank, fragment) + common * sum(map(bool, own))
+        for rank, own in zip(trainers, placement, strict=True)
     )
 
 
@@ -99,10 +99,11 @@ class _VirtualRun:
         self.units = [Unit(tuple(ids))] if cluster.lockstep else [Unit((rank,)) for rank in ids]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
         self.fragment_seconds = functools.cache(functools.partial(train_seconds, spec, cluster))
-        first = fragments(spec, 0)[0]
         for rank in ids:
             self.policy.expected("switch", rank, cluster.switch_seconds)
-            self.policy.expected("train", rank, self._per_cell(rank, first, self.fragment_seconds(first)[rank]))
+            concerned = [groups for groups in fragments(spec, 0) if self._concerns(rank, groups)]
+            for groups in concerned[:1]:
+                self.policy.expected("train", rank, self._per_cell(rank, groups, self.fragment_seconds(groups)[rank]))
         self.version = 0
         """Of the trainers = RL step in progress."""
         self.visible = 0
@@ -258,10 +259,11 @@ class _VirtualRun:
     # ---- training
 
     def _begin_update(self) -> None:
-        parts = list(fragments(self.spec, self.updates_done))
+        parts = fragments(self.spec, self.updates_done)
         self.arrived = 0
         for unit in self.units:
-            unit.pending, unit.state, unit.since = list(parts), "idle", self.now
+            own = [groups for groups in parts if self._concerns(unit.ranks[0], groups)]  # first, as in the runtime
+            unit.pending, unit.state, unit.since = own + [g for g in parts if g not in own], "idle", self.now
             if self.updates_done == 0:
                 self.policy.step_begun(unit.ranks[0])
         for unit in self.units:
@@ -367,8 +369,12 @@ class _VirtualRun:
             self.trained.append((self.version, rank, fragment))
             self._span(rank, "train", begin, begin + seconds, self.version, {"groups": list(fragment)})
             end = max(end, begin + seconds)
-        self.policy.measured("train", unit.ranks[0], self._per_cell(unit.ranks[0], fragment, end - begin))
+        if self._concerns(unit.ranks[0], fragment):
+            self.policy.measured("train", unit.ranks[0], self._per_cell(unit.ranks[0], fragment, end - begin))
         self._post(end, "trained", unit)
+
+    def _concerns(self, rank: int, fragment: tuple[int, ...]) -> bool:
+        return cells_of(self.spec, len(self.cluster.trainers), self.cluster.lockstep, rank, fragment) > 0
 
     def _per_cell(self, rank: int, fragment: tuple[int, ...], seconds: float) -> float:
         return seconds / cells_of(self.spec, len(self.cluster.trainers), self.cluster.lockstep, rank, fragment)
