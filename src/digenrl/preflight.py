@@ -279,6 +279,8 @@ def workload(composed: Composed) -> Workload:
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
         ema=algorithm.get("ema") is not None,
         rewards=tuple(config.reward.get("rewards", {})),
+        engine="compiled" if model.get("compile") else "eager",
+        fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
 

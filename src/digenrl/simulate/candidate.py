@@ -237,7 +237,9 @@ class Costing:
             micro_batch_seconds=exposed,
             reduce_seconds=costs.reduce_seconds(trainer_pools, candidate.trainers // shards, shards),
             optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),
-            snapshot_seconds=volume / (self.hardware.efficiency.host_gb_s * 1e9) if candidate.rollouts else 0.0,
+            snapshot_seconds=max(volume / (pool.reaches.host_gb_s * 1e9) for pool in trainer_pools)
+            if candidate.rollouts
+            else 0.0,
             publish_seconds=costs.publish_seconds(everyone, candidate.rollouts),
             deliver_seconds=costs.deliver_seconds(everyone, b),
             move_seconds=costs.move_seconds(everyone, b),

@@ -64,6 +64,12 @@ class Workload:
     """A forward of the reference model per trained cell (kl_weight > 0)."""
     ema: bool = False
     rewards: tuple[str, ...] = ()
+    engine: str = "eager"
+    """How the network runs: a key of `gpus.ENGINES`."""
+    fused_attention: bool = False
+    """Its attention is a kernel written for the GPU."""
+    passes_apart: bool = False
+    """The forwards of classifier-free guidance run one after the other (published rows); else as one batch."""
     storage_bytes: int = 2
     """Of one stored latent element."""
 
@@ -111,6 +117,17 @@ class Workload:
     def passes(self) -> int:
         """Forwards per velocity."""
         return 2 if self.guidance else 1
+
+    @property
+    def launches(self) -> int:
+        """Forwards that are launched per velocity."""
+        return self.passes if self.passes_apart else 1
+
+    @property
+    def block_bytes(self) -> float:
+        """Of one [tokens, hidden] in 16 bit, text included where it goes through the blocks."""
+        joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
+        return 2.0 * float(self.sizes["hidden"]) * (self.tokens + joint)
 
     @property
     def samples(self) -> int:
