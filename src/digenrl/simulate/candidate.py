@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from digenrl.recompute import ALL, MODES, Recompute
@@ -74,8 +75,9 @@ class Costing:
         of a sample and sharded steps."""
         return Candidate(trainers, rollouts, self.work.spec).but(**choices)
 
-    @property
+    @cached_property
     def costs(self) -> Costs:
+        """Seconds of every kind of work."""
         return Costs(self.work, self.hardware)
 
     def placed(self, candidate: Candidate) -> tuple[tuple[str, str], ...]:

@@ -10,9 +10,14 @@ from typing import Any
 from digenrl.recompute import Recompute
 from digenrl.simulate.bound import Bound
 from digenrl.simulate.candidate import Candidate, Costing
-from digenrl.simulate.records import Simulated
-from digenrl.simulate.virtual_run import simulate
+from digenrl.simulate.records import MOST_STEPS, Simulated
+from digenrl.simulate.virtual_cluster import waves
+from digenrl.simulate.virtual_run import steady
 
+WAVES = 8
+"""Ranks that a quick simulation keeps at least."""
+QUICK_STEPS = 9
+"""RL steps that it takes at most."""
 _EXCESS = {
     "encode": "repeated encoding",
     "generate": "generation: batch size, placement",
@@ -46,7 +51,7 @@ class Outcome:
 
     @property
     def _steps(self) -> int:
-        return max(1, len(self.result.step_ends) - 1)
+        return self.result.steps
 
     @property
     def bubble(self) -> dict[str, float]:
@@ -104,9 +109,17 @@ class Outcome:
         return table
 
 
-def evaluate(costing: Costing, candidate: Candidate, bound: Bound, exact: bool = False, trace: bool = False) -> Outcome:
-    """Simulate `candidate`. Quick: one on-policy step. Exact: two, and six of asynchronous ones, which overlap."""
-    steps = (2 + 4 * candidate.spec.async_steps) if exact else (1 + 2 * candidate.spec.async_steps)
-    cluster = costing.cluster(candidate)
-    result = simulate(costing.spec(candidate), cluster, steps, trace=trace)
-    return Outcome(costing, candidate, result, bound)
+def evaluate(
+    costing: Costing,
+    candidate: Candidate,
+    bound: Bound,
+    exact: bool = False,
+    trace: bool = False,
+    steps: int | None = None,
+) -> Outcome:
+    """Simulate `candidate` until its step no longer changes (or `steps` RL steps). Quick: what equal ranks do at once is
+    one event; exact: every rank by itself."""
+    spec, cluster = costing.spec(candidate), costing.cluster(candidate)
+    if not exact:
+        spec, cluster = waves(spec, cluster, WAVES)
+    return Outcome(costing, candidate, steady(spec, cluster, steps, MOST_STEPS if exact else QUICK_STEPS, trace=trace), bound)

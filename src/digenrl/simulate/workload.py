@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from typing import Any
 
@@ -87,7 +87,7 @@ class Workload:
             tsp_shard=True,
         )
 
-    @property
+    @cached_property
     def sizes(self) -> Mapping[str, Any]:
         """The model's entry in facts.json."""
         entry: Mapping[str, Any] = facts()["models"][self.model]
