@@ -20,7 +20,7 @@ from digenrl.simulate.bound import solve_bound
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import Hardware, Pool, assign
 from digenrl.simulate.outcome import evaluate
-from digenrl.simulate.plan_text import as_json, explanation, overrides
+from digenrl.simulate.plan_text import Booking, as_json, explanation, overrides
 from digenrl.simulate.planner import PlanError, fitted, make_plan, task_sizes
 from digenrl.simulate.workload import Workload
 
@@ -68,10 +68,10 @@ def test_what_is_settled_is_not_planned(words: list[str]) -> None:
 
 def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     plan = make_plan(costing)
-    text = json.loads(json.dumps(as_json(plan, None, True, 10)))
+    text = json.loads(json.dumps(as_json(plan, None, True, Booking(10))))
     bound = solve_bound(text["pools"], text["work"], text["seconds_per_unit"]).seconds
     assert bound == pytest.approx(text["bound_step_s"])
-    steps = [row["step_s"] for row in text["candidates"]]
+    steps = [row["robust_step_s"] for row in text["candidates"] if row["settled"]]
     assert steps == sorted(steps)
     for row in text["candidates"]:
         assert row["efficiency"] == pytest.approx(bound / row["step_s"])
@@ -191,7 +191,7 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     planned = json.loads(path.read_text())
     best = planned["candidates"][0]
     assert best["async_steps"] == 0  # the experiment's own
-    assert planned["configured"] is None  # its allocation is the planner's to choose
+    assert planned["configured"]["trainers"] + planned["configured"]["rollouts"] == 16  # what train would start
     assert (path.parent / "plots/gantt.png").stat().st_size > 0
     assert json.loads((path.parent / "trace.json").read_text())["traceEvents"]
 

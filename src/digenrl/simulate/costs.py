@@ -14,7 +14,7 @@ from digenrl.recompute import Recompute
 from digenrl.simulate.gpus import ENGINES, Engine, kind_of
 from digenrl.simulate.hardware import Hardware, Pool
 from digenrl.simulate.memory import encoder_bytes
-from digenrl.simulate.workload import Workload
+from digenrl.simulate.workload import ENCODERS, Workload, facts
 
 SELECTION_SECONDS = 6e-3
 """Of selective checkpointing: about 300 operators of a block (forward and repetition) through Python at 20 us each."""
@@ -22,8 +22,15 @@ DECODE_FLOPS_PER_BYTE = 60.0
 """Of a VAE in fp32: 3 x 3 convolutions of 128 to 512 channels between norms and activations (an assumption)."""
 COLLECTIVE_SECONDS = 40e-6
 """Latency of a collective (an assumption)."""
+ADOPT_GB_S = 3.3
+"""fp32 weights into bf16 ones on a GPU, as one processor core casts them."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
+
+
+def vae_bytes(work: Workload) -> int:
+    """The VAE in fp32."""
+    return 4 * int(facts()["vae"][ENCODERS[work.model][2]]["parameters"])
 
 
 @dataclass(frozen=True)
@@ -75,21 +82,22 @@ class Costs:
         return max(seconds + self._traffic(pool, rows), weights, self._floor(pool, work.launches))
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
-        """Conditioning of one prompt; `cached=False` adds the copies of encoders that wait on the CPU."""
+        """Conditioning of one prompt; `cached=False` adds the copies of encoders that wait on the CPU, there and back."""
         measured = self._measured("encode", pool)
         if measured is not None:
             return measured
         seconds = self.work.encode_flops() / (pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.encode)
-        copies = encoder_bytes(self.work) / (pool.reaches.host_gb_s * 1e9)
+        copies = 2 * (encoder_bytes(self.work) - vae_bytes(self.work)) / (pool.reaches.host_gb_s * 1e9)
         return seconds + (0.0 if cached else copies)
 
-    def decode_seconds(self, pool: Pool, task_size: int) -> float:
-        """VAE decode of a task (fp32), bound by the memory's bandwidth."""
+    def decode_seconds(self, pool: Pool, task_size: int, cached: bool = True) -> float:
+        """VAE decode of a task (fp32), bound by the memory's bandwidth; `cached=False` as for `encode_seconds`."""
         measured = self._measured("decode", pool)
         if measured is not None:
             return measured * task_size
         moved = self.work.decode_flops() / DECODE_FLOPS_PER_BYTE
-        return task_size * moved / (pool.hbm_tb_s * 1e12 * pool.reaches.decode)
+        copies = 0.0 if cached else 2 * vae_bytes(self.work) / (pool.reaches.host_gb_s * 1e9)
+        return task_size * moved / (pool.hbm_tb_s * 1e12 * pool.reaches.decode) + copies
 
     def score_seconds(self, pool: Pool, task_size: int) -> float:
         """GPU scorers of a task."""
@@ -169,11 +177,16 @@ class Costs:
         return 28 * self.work.trained_parameters / shards / (pool.hbm_tb_s * 1e12) + 1e-3
 
     def publish_seconds(self, pools: list[Pool], rollouts: int) -> float:
-        """Trained weights in fp32 to every rollout rank: once over each node's network link, relayed inside."""
-        if rollouts == 0:
-            return 0.0
-        volume = 4 * self.work.trained_parameters
-        return volume / self._slowest_link(pools) + 5e-3
+        """Trained weights in fp32 from one trainer to every rollout rank, a copy each over its node's link."""
+        return rollouts * 4 * self.work.trained_parameters / self._slowest_link(pools) + 5e-3 * (rollouts > 0)
+
+    def snapshot_seconds(self, pools: list[Pool]) -> float:
+        """The trained weights in fp32 into the host memory of every trainer."""
+        return 4 * self.work.trained_parameters / (min(pool.reaches.host_gb_s for pool in pools) * 1e9)
+
+    def adopt_seconds(self) -> float:
+        """Received weights onto a rollout's GPU, cast by one thread on the way."""
+        return 4 * self.work.trained_parameters / (ADOPT_GB_S * 1e9)
 
     def task_bytes(self, task_size: int) -> float:
         """A finished task: S+1 latents, of which neighbours are shared, in storage dtype."""

@@ -32,7 +32,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Outcomes, best first, and the best of each kind."""
+    """Outcomes, best first (by the robust step; what does not settle last), and the best of each kind."""
 
     costing: Costing
     bound: Bound
@@ -53,8 +53,11 @@ class Plan:
         return next((outcome for outcome in self.outcomes if tests[kind](outcome.candidate)), None)
 
 
-def make_plan(costing: Costing) -> Plan:
+def make_plan(costing: Costing, steps: int | None = None) -> Plan:
     """Search for the fastest way to run `costing`.
+
+    Args:
+        steps: RL steps of each finalist's simulation; None = until its step no longer changes.
 
     Raises:
         PlanError: no candidate fits; says what is missing where.
@@ -85,10 +88,10 @@ def make_plan(costing: Costing) -> Plan:
             if not improved:
                 break
         for outcome in best[:FINALISTS]:
-            finalists[outcome.candidate] = evaluate(costing, outcome.candidate, bound, exact=True)
+            finalists[outcome.candidate] = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
     if not seen:
         raise PlanError(_why_nothing(costing))
-    ranked = tuple(sorted(finalists.values(), key=lambda outcome: outcome.step_s))
+    ranked = tuple(sorted(finalists.values(), key=lambda outcome: (not outcome.settled, outcome.robust_s)))
     return Plan(costing, bound, ranked, len(seen))
 
 

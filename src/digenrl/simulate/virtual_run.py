@@ -157,7 +157,7 @@ class _VirtualRun:
         self.changed = 0
         """The first RL step with the present behaviour: lending may have switched itself off."""
         self._bubbles: list[Unit] = []
-        self._handlers = {
+        self._handlers: dict[str, Callable[[Any], None]] = {
             "boundary": self._on_boundary,
             "finish": self._on_finish,
             "deliver": self._on_deliver,
@@ -209,22 +209,14 @@ class _VirtualRun:
                 self.gen.record(worker, self.now)
             self.gen.end_idle(worker, self.now)
         self.ledger.check()
-        roles = self._roles
+        spans: list[Span] = []
+        for rank, stage, start, end, step, args in self.spans if self.trace else ():
+            spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args)))
+        made, trained = tuple(self.gen.made), tuple(self.trained)
         return Simulated(
-            tuple(self.step_ends),
-            tuple(Span(r, roles[r], stage, *rest, dict(args)) for r, stage, *rest, args in self.spans)
-            if self.trace
-            else (),
-            first,
-            True,
-            self._seconds(first),
-            tuple(self.gen.made),
-            tuple(self.trained),
-            self.staleness,
-            self.gen.moves,
-            self.ledger,
-            tuple(self.messages),
-        )
+            tuple(self.step_ends), tuple(spans), first, True, self._seconds(first), made, trained, self.staleness,
+            self.gen.moves, self.ledger, tuple(self.messages),
+        )  # fmt: skip
 
     def _seconds(self, first: int) -> dict[tuple[str, str, str], float]:
         """(pool, stage, cause) -> seconds between the end of step `first` and now."""
