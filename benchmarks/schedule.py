@@ -244,11 +244,11 @@ def main() -> int:
     given = options(sys.argv[1:], defaults, {"testbeds": "testbed_c", "models": "wan21_flowgrpo"})
     seats = [(hardware, model) for hardware in given["testbeds"].split(",") for model in given["models"].split(",")]
     notes = (
-        "Simulated steady steps; what GPUs reach is fitted to published speeds of forwards (benchmarks.calibration) and\n"
-        "assumed for training, links and the VAE; nothing is measured. The bound is the linear programme of the design,\n"
-        "without communication, recomputation or fill. Shares of the bound, then ratios of the best run to colocated\n"
-        "naive (and what the bar asks for) and to the strong colocated run: above 1 is faster. jitter 5%: every duration\n"
-        "varies by 5%; slow rank: one rank is 15% slower (the mean over the ranks that it may be); shares of the bound."
+        "Simulated steady steps; what GPUs reach is fitted to published speeds of forwards (benchmarks.calibration)\n"
+        "and assumed for training, links and the VAE; nothing is measured. The bound is the linear programme of the\n"
+        "design, without communication, recomputation or fill. Shares of the bound, then ratios of the best run to\n"
+        "colocated naive (and what the bar asks for) and to the strong colocated run: above 1 is faster. jitter 5%:\n"
+        "every duration varies by 5%; slow rank: one rank is 15% slower (the mean over the ranks that it may be)."
     )
     columns = ("  testbed", " " * 18 + "model", "bound s", "naive", "colocated", *BARS, "x naive", "bar", "x colocated")
     report, cells = Report("Schedules, simulated", notes, columns), []

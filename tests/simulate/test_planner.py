@@ -209,3 +209,26 @@ def test_overrides_carry_what_is_recomputed(recompute: Recompute | None) -> None
     outcome = evaluate(costing, costing.candidate(16, 0, recompute=recompute), costing.bound())
     composed = configuration.load([*words, *overrides(outcome)])
     assert candidate_of(composed.config, 16, 0, costing.work.trained_steps).recompute == recompute
+
+
+def test_a_plan_says_what_to_book_and_for_machines_only_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", f"output_root={tmp_path}", "plan.plot=false"]
+    assert plan_command.main([*words, "plan.price_per_gpu_hour=2"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    planned = json.loads(Path(out[-1]).read_text())
+    assert planned["price"] == pytest.approx(2 * planned["gpu_hours"]) == pytest.approx(16 * planned["hours"])
+    assert out[0].startswith("Book 8 x H100-SXM for ")
+    assert f"{planned['price']:,.0f} at 2 a GPU-hour" in out[0]
+    assert any(line.startswith("as configured") for line in out)
+    assert planned["sources"]["train"] == {"h100": "assumed"}
+    assert planned["sources"]["generate"] == {"h100": "published"}
+    assert plan_command.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["candidates"]
+
+
+def test_nothing_fits_is_an_exit_code_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=hunyuanvideo_dancegrpo", "hardware=node_8xh100", "hardware.pools.h100.memory_gib=12"]
+    assert plan_command.main([*words, f"output_root={tmp_path}"]) == 3
+    assert "Use more or larger GPUs, LoRA" in capsys.readouterr().err

@@ -82,7 +82,7 @@ class Costs:
         return max(seconds + self._traffic(pool, rows), weights, self._floor(pool, work.launches))
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
-        """Conditioning of one prompt; `cached=False` adds the copies of encoders that wait on the CPU, there and back."""
+        """Conditioning of one prompt; `cached=False` adds copies of encoders that wait on the CPU, and back."""
         measured = self._measured("encode", pool)
         if measured is not None:
             return measured
