@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,11 +21,13 @@ from digenrl.simulate.bound import solve_bound
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import Hardware, Pool, assign
 from digenrl.simulate.outcome import evaluate
-from digenrl.simulate.plan_text import Booking, as_json, explanation, overrides
+from digenrl.simulate.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
 from digenrl.simulate.planner import PlanError, fitted, make_plan, task_sizes
 from digenrl.simulate.workload import Workload
 
 pytestmark = pytest.mark.heavy
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 FAST = Pool("fast", "H100", 4, "auto", 80, 989, 3.35, 450, 25, 8)
 SLOW = Pool("slow", "RTX", 4, "auto", 48, 165, 1.0, 32, 25, 8)
@@ -232,3 +235,35 @@ def test_nothing_fits_is_an_exit_code_of_its_own(tmp_path: Path, capsys: pytest.
     words = ["experiment=hunyuanvideo_dancegrpo", "hardware=node_8xh100", "hardware.pools.h100.memory_gib=12"]
     assert plan_command.main([*words, f"output_root={tmp_path}"]) == 3
     assert "Use more or larger GPUs, LoRA" in capsys.readouterr().err
+
+
+EXPERIMENTS = sorted(path.stem for path in CONFIGS.glob("experiment/[!_]*.yaml"))
+CASES = list(
+    itertools.product(
+        [name for name in EXPERIMENTS if not name.startswith(("digits", "ablation", "sweep", "ocr_tiny"))],
+        [path.stem for path in sorted(CONFIGS.glob("hardware/*.yaml")) if path.stem not in ("cpu", "cpu_tiny")],
+        (False, True),
+        (False, True),
+    )
+)
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) -> None:
+    cases = random.Random(count).sample(CASES, min(count, len(CASES)))
+    for experiment, hardware, full, trace in cases:
+        composed = configuration.load([f"experiment={experiment}", f"hardware={hardware}"], "plan")
+        costing = costing_of(composed)
+        if full:
+            costing = Costing(replace(costing.work, lora_rank=None), costing.hardware)
+        try:
+            plan = make_plan(costing)
+        except PlanError as error:
+            assert "nothing fits" in str(error)
+            continue
+        winner = chosen(plan, asynchronous=True)[0]
+        assert winner.settled
+        assert winner.efficiency <= 1.0 + 1e-9
+        assert evaluate(costing, winner.candidate, plan.bound, exact=True, trace=trace).step_s == winner.step_s
+        assert booked(plan, True, Booking(10)) + table(plan, True, Booking(10), 5)
+        assert json.dumps(as_json(plan, None, True, Booking(10)))

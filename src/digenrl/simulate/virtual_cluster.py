@@ -12,7 +12,8 @@ from functools import cached_property
 from digenrl.schedule import ScheduleSpec
 
 FEW_TASKS = 200
-"""Tasks of a step that are simulated one by one without waiting for it."""
+FEW_RANKS = 64
+"""So many are simulated one by one without waiting for it."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,13 @@ class Cluster:
 def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSpec, Cluster]:
     """The same run with one rank for every w equal ones and one task for every w of a group, so that what w ranks do
     at once is one event. w divides a group's tasks, leaves at least `fewest` ranks, and is no larger than brings a step
-    to `FEW_TASKS`; a rank that stands for more or fewer is as much faster or slower. Exact where w divides the numbers
+    to `FEW_TASKS` on `FEW_RANKS`; a rank that stands for more or fewer is as much faster or slower. Exact where w divides the numbers
     of equal ranks.
     """
     divisors = [n for n in range(1, spec.tasks_per_group + 1) if spec.tasks_per_group % n == 0]
     allowed = [n for n in divisors if n == 1 or len(cluster.ranks) >= n * fewest]
-    width = next((n for n in allowed if spec.tasks <= n * FEW_TASKS), allowed[-1])
+    events = max(spec.tasks / FEW_TASKS, len(cluster.ranks) / FEW_RANKS)
+    width = next((n for n in allowed if n >= events), allowed[-1])
     if width == 1:
         return spec, cluster
     runs = [list(run) for _, run in itertools.groupby(cluster.ranks, key=lambda rank: replace(rank, rank=0))]

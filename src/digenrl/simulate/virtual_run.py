@@ -256,6 +256,8 @@ class _VirtualRun:
         for worker in sorted(idle, key=lambda w: w.rank.step_seconds):
             if worker.rank.role == "rollout" and worker.idle_since is not None:
                 self._next_task(worker)
+                if cause is not None and worker.idle_since is not None:
+                    break  # what the fastest leaves to others, slower ones leave too
         if self.gen.colocated:
             for unit in self.units:
                 if unit.state == "idle":
