@@ -343,6 +343,8 @@ def workload(composed: Composed) -> Workload:
         rewards=tuple(config.reward.get("rewards", {})),
         heldout=tuple(config.reward.get("heldout") or {}),
         evaluated=max((int(node.get("samples_per_prompt", 0)) for node in evaluations), default=0),
+        engine="compiled" if model.get("compile") else "eager",
+        fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
 

@@ -221,7 +221,7 @@ PROFILES: dict[str, Case] = {
     "no node": (["hardware.pools.local.per_node=0"], ["hardware.pools.local.per_node = 0", ">= 1"]),
     "empty pool": (
         ["hardware.pools.local=null"],
-        ["hardware.pools.local = null", "must hold the keys count, gpu", "tflops"],
+        ["hardware.pools.local = null", "must hold the keys count, efficiency, gpu", "tflops"],
     ),
     "no pools": (["~hardware.pools.local"], ["hardware.pools = {}", "must hold groups of keys by name"]),
     "pools in words": (["hardware.pools=none"], ["hardware.pools = none", "must hold groups of keys by name"]),
