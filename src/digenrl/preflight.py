@@ -85,8 +85,8 @@ def allocated(composed: Composed, processes: int | None = None) -> Composed:
     gained = evaluate(planned.costing, sync, planned.bound).step_s / planned.step_s
     said = (
         f"allocation: {trainers}+{rollouts} is the fastest split for this schedule in simulation "
-        f"({planned.step_s:.4g} s per step, {gained:.2f} times as fast as schedule=sync should be); `make plan` compares "
-        "schedules and colocated runs too."
+        f"({planned.step_s:.4g} s per step, {gained:.2f} times as fast as schedule=sync should be); "
+        "`make plan` compares schedules and colocated runs too."
     )
     return settled(replace(composed, notes=(*composed.notes, said)), trainers, rollouts)
 
