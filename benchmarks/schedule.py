@@ -206,7 +206,6 @@ def judge(report: Report, cells: list[Cell]) -> None:
         if naive is None or best is None:
             continue
         ratio, asked = naive.step_s / best.step_s, 0.94 * naive.step_s / cell.bound_s
-        asked = max(asked, 3.0) if cell.hardware == "unequal" else asked
         if ratio < asked:
             report.verdict(False, f"{cell.hardware}, {cell.experiment}: {ratio:.2f} x naive, asked for {asked:.2f}")
 

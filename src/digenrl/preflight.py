@@ -19,7 +19,7 @@ from digenrl.simulate.floor import training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.simulate.measured import with_measured
 from digenrl.simulate.memory import GIB, Memory
-from digenrl.simulate.outcome import Outcome
+from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.planner import fastest
 from digenrl.simulate.workload import Workload, facts
 
@@ -82,9 +82,12 @@ def allocated(composed: Composed, processes: int | None = None) -> Composed:
     if planned is None:
         return settled(composed, *allocation(composed.config, processes))
     trainers, rollouts = planned.candidate.trainers, planned.candidate.rollouts
+    sync = planned.candidate.but(gap=0, tsp_batch=1, tsp_shard=False, tag=False, handoff=False, async_steps=0)
+    gained = evaluate(planned.costing, sync, planned.bound).step_s / planned.step_s
     said = (
         f"allocation: {trainers}+{rollouts} is the fastest split for this schedule in simulation "
-        f"({planned.step_s:.4g} s per step); `make plan` compares schedules and colocated runs too."
+        f"({planned.step_s:.4g} s per step, {gained:.2f} times as fast as schedule=sync should be); "
+        "`make plan` compares schedules and colocated runs too."
     )
     return settled(replace(composed, notes=(*composed.notes, said)), trainers, rollouts)
 

@@ -256,9 +256,9 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
     elif colocated is None:
         why = "Disaggregated, because no colocated run fits into memory."
     else:
-        why = (
-            f"Disaggregated: {colocated.step_s / winner.step_s:.2f}x the best colocated run ({colocated.step_s:.2f} s)."
-        )
+        ratio = colocated.step_s / winner.step_s
+        why = f"Disaggregated: {ratio:.2f}x the best colocated run ({colocated.step_s:.2f} s)"
+        why += "." if ratio >= 1 else f", {colocated.robust_s / winner.robust_s:.2f}x with jitter or a slow rank."
     idle = plan.costing.hardware.gpus - winner.candidate.trainers - winner.candidate.rollouts
     return [
         f"{winner.step_s:.2f} s per step, {100 * winner.efficiency:.1f}% of the bound ({plan.bound_s:.2f} s); "

@@ -94,8 +94,8 @@ class Cluster:
 def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSpec, Cluster]:
     """The same run with one rank for every w equal ones and one task for every w of a group, so that what w ranks do
     at once is one event. w divides a group's tasks, leaves at least `fewest` ranks, and is no larger than brings a step
-    to `FEW_TASKS` on `FEW_RANKS`; a rank that stands for more or fewer is as much faster or slower. Exact where w divides the numbers
-    of equal ranks.
+    to `FEW_TASKS` on `FEW_RANKS`; a rank that stands for more or fewer is as much faster or slower. Exact where w
+    divides the numbers of equal ranks.
     """
     divisors = [n for n in range(1, spec.tasks_per_group + 1) if spec.tasks_per_group % n == 0]
     allowed = [n for n in divisors if n == 1 or len(cluster.ranks) >= n * fewest]
