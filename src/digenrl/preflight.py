@@ -340,6 +340,7 @@ def workload(composed: Composed) -> Workload:
         updates=algorithm.updates_per_batch,
         guidance=guided,
         lora_rank=int(lora.rank) if lora else None,
+        trained_samples=_trained_samples(config),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
         ema=algorithm.get("ema") is not None,
@@ -350,6 +351,14 @@ def workload(composed: Composed) -> Workload:
         fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
+
+
+def _trained_samples(config: Any) -> int | None:
+    """2k of a group where only the k best and k worst have an advantage, nothing else holds the others, and cells
+    without a gradient are skipped; otherwise None."""
+    k = config.algorithm.advantage.get("best_and_worst")
+    skips = config.schedule.skip_zero and "surrogate" in config.algorithm and not config.algorithm.kl_weight
+    return 2 * k if k and skips and 2 * k < config.data.group_size else None
 
 
 def trained_steps(config: Any) -> int:

@@ -246,6 +246,7 @@ class Costing:
             deliver_seconds=costs.deliver_seconds(everyone, b),
             move_seconds=costs.move_seconds(everyone, b),
             switch_seconds=costs.switch_seconds(),
+            useful=work.useful,
             lends_between_updates=work.lora_rank is not None,
             static_claims=candidate.static_claims,
         )

@@ -71,6 +71,8 @@ class Cluster:
     """A suspended task on its way to another rank."""
     switch_seconds: float = 0.0
     """One switch of a trainer between training and generation."""
+    useful: float = 1.0
+    """Share of a group's samples that is trained."""
     lends_between_updates: bool = False
     """A copy of the published weights is kept, so trainers may lend after the first update of a batch."""
     static_claims: bool = False

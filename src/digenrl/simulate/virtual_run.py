@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from digenrl.schedule.order import group_version, later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, Record, SchedulePolicy
 from digenrl.schedule.ranks import Roles
 from digenrl.schedule.staleness import Ledger, check_staleness
-from digenrl.schedule.timesteps import cells_of
+from digenrl.schedule.timesteps import cells_of, without
 from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.generation import Generation, Worker
 from digenrl.simulate.records import MOST_STEPS, Simulated, Unit, settled_from
@@ -92,18 +93,28 @@ def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...
     """Seconds of training `fragment` on each trainer, from the placement that the runtime uses. Collectives hold
     sharded ranks together, so there every micro-batch takes as long as its slowest rank. A replica computes what it
     owns."""
-    trainers, common = cluster.trainers, cluster.micro_batch_seconds
+    trainers, common, rows_kept = cluster.trainers, cluster.micro_batch_seconds, 1.0
     placement = place(spec, len(trainers), fragment)
-    if cluster.lockstep:
-        rows = [
-            [rank.cell_seconds * sum(len(block.steps) for block in micro) for micro in own]
-            for rank, own in zip(trainers, placement, strict=True)
-        ]
-        return (sum(max(column) + common for column in zip(*rows, strict=True)),) * len(trainers)
-    return tuple(
-        rank.cell_seconds * cells_of(spec, len(trainers), False, rank.rank, fragment) + common * sum(map(bool, own))
+    if spec.task_size == 1:
+        placement = without(placement, _useless(spec, cluster.useful, fragment))
+    else:
+        rows_kept = cluster.useful  # of each task, some rows
+    rows = [
+        [rank.cell_seconds * rows_kept * sum(len(block.steps) for block in micro) for micro in own]
         for rank, own in zip(trainers, placement, strict=True)
-    )
+    ]
+    if cluster.lockstep:
+        longest = [max(column) for column in zip(*rows, strict=True)]
+        return (sum(seconds + common for seconds in longest if seconds),) * len(trainers)
+    return tuple(sum(seconds + common for seconds in own if seconds) for own in rows)
+
+
+def _useless(spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]) -> frozenset[tuple[int, int]]:
+    """Tasks (group, part) of one sample that have no gradient: as many of each group as `useful` leaves, drawn anew for
+    each group but not for each step."""
+    tasks = spec.tasks_per_group
+    count = tasks - round(tasks * useful)
+    return frozenset((g, part) for g in fragment for part in random.Random(g).sample(range(tasks), count))
 
 
 class _VirtualRun:

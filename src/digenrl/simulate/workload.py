@@ -58,6 +58,8 @@ class Workload:
     """Two forwards per velocity (classifier-free guidance)."""
     lora_rank: int | None
     """None = all weights are trained."""
+    trained_samples: int | None = None
+    """Samples of a group that can have a gradient, where no others are trained; None = all."""
     lora_targets: str = "attn_ff"
     """attn | attn_ff."""
     reference: bool = False
@@ -139,9 +141,14 @@ class Workload:
         return self.prompts * self.group_size
 
     @property
+    def useful(self) -> float:
+        """Share of the samples that are trained."""
+        return 1.0 if self.trained_samples is None else self.trained_samples / self.group_size
+
+    @property
     def cells(self) -> int:
-        """Trained (sample, step) cells of one RL step."""
-        return self.samples * self.trained_steps
+        """Trained cells of an RL step."""
+        return self.prompts * (self.trained_samples or self.group_size) * self.trained_steps
 
     @property
     def trained_parameters(self) -> int:
