@@ -10,6 +10,7 @@ import datetime
 import multiprocessing
 import os
 import platform
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from digenrl.cluster.control import Control, host_store, join_store
+from digenrl.cluster.control import Control
+from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import keep_memory
+from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.transport.link import SocketLink
 from digenrl.transport.wire import Message
 
@@ -80,11 +83,14 @@ class Report:
     def close(self, given: Mapping[str, str]) -> int:
         """Keep the table, unless the run was a quick one; the exit code."""
         if given["quick"] != "true":
-            RESULTS.mkdir(exist_ok=True)
-            path = RESULTS / f"{self._name}-{self._date}.md"
-            path.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
-            print(path)
+            self.write(RESULTS / f"{self._name}-{self._date}.md")
         return 0 if self.met else 1
+
+    def write(self, path: Path) -> None:
+        """Keep the table so far."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
+        print(path)
 
     def _print(self, cells: Sequence[str]) -> None:
         padded = [cell.rjust(width) for cell, width in zip(cells, self._widths, strict=True)]
@@ -109,11 +115,14 @@ class BenchRank:
 
 def on_ranks(count: int, body: Callable[[BenchRank], int]) -> int:
     """Run `body` in `count` forked processes; the largest exit code. One that fails ends the others."""
-    store = host_store(HOST)
+    handshake = Handshake()
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_run_rank, args=(rank, count, store.port, body)) for rank in range(count)]
+    ranks = [context.Process(target=_run_rank, args=(rank, count, port, handshake, body)) for rank in range(count)]
     for process in ranks:
         process.start()
+    StoreServer(listener, handshake)  # after the forks, as the launcher does
     alive = ranks
     while alive and not any(process.exitcode for process in ranks):
         connection.wait([process.sentinel for process in alive])
@@ -124,12 +133,13 @@ def on_ranks(count: int, body: Callable[[BenchRank], int]) -> int:
     return max(abs(process.exitcode or 0) for process in ranks)
 
 
-def _run_rank(rank: int, count: int, port: int, body: Callable[[BenchRank], int]) -> None:
+def _run_rank(rank: int, count: int, port: int, handshake: Handshake, body: Callable[[BenchRank], int]) -> None:
     torch.set_num_threads(1)
     keep_memory()  # as every rank does
-    dist.init_process_group("gloo", store=join_store(HOST, port, "gloo"), rank=rank, world_size=count)
-    control = Control(join_store(HOST, port, "control"), rank)
-    link = SocketLink(control, rank, HOST, "token")
+    store = StoreClient(HOST, port, handshake)
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=count)
+    control = Control(store, rank)
+    link = SocketLink(control, rank, HOST, handshake)
     code = body(BenchRank(rank, control, link))
     link.close()
     dist.destroy_process_group()

@@ -120,6 +120,12 @@ class DigitJudge:
         self.model.load_state_dict(weights)
         self.model.eval().requires_grad_(False)
 
+    @staticmethod
+    def check_prompts(prompts: Sequence[Prompt]) -> None:
+        """Raises ValueError for the first prompt that names no digit."""
+        for prompt in prompts:
+            asked_digit(prompt)
+
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Score images [b, 1, 8, 8] in [0, 1] against their prompts -> [b] fp32 on the CPU.
 

@@ -72,8 +72,9 @@ class Ocr:
         self.model_id = f"rapidocr(frames={frames}, mode={recognition_only}, confidence={min_confidence})"
         self.weights_digest = files_digest(sorted((Path(rapidocr.__file__).parent / "models").glob("*.onnx")))
 
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raises ValueError for the first prompt without a target: call it before a run begins."""
+    @staticmethod
+    def check_prompts(prompts: Sequence[Prompt]) -> None:
+        """Raises ValueError for the first prompt without a target."""
         for prompt in prompts:
             ocr_target(prompt)
 

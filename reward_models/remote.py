@@ -18,7 +18,7 @@ class RemoteScorer:
     Args:
         urls: equal services; requests are spread over them.
         deadline_s: every call returns or raises within it.
-        attempt_s: longest single attempt.
+        attempt_s: longest single attempt; None = half of that.
         max_attempts: attempts per request.
         dtype: on the wire; float32 is exact, uint8 a quarter of the bytes.
         model_id, weights_digest: the identity that must answer; both null = whatever answers first.
@@ -30,7 +30,7 @@ class RemoteScorer:
         self,
         urls: Sequence[str],
         deadline_s: float = 60.0,
-        attempt_s: float = 30.0,
+        attempt_s: float | None = None,
         max_attempts: int = 6,
         dtype: DtypeName = "float32",
         model_id: str | None = None,
@@ -41,6 +41,7 @@ class RemoteScorer:
         if (model_id is None) != (weights_digest is None):
             raise ValueError("Pin both model_id and weights_digest (see GET /identity of the service), or neither.")
         pinned = Identity(model_id, weights_digest) if model_id is not None and weights_digest is not None else None
+        attempt_s = deadline_s / 2 if attempt_s is None else attempt_s
         options = ClientOptions(deadline_s=deadline_s, attempt_s=attempt_s, max_attempts=max_attempts, dtype=dtype)
         self.client = RewardClient(list(urls), options, pinned, token_env, quarantine)
 

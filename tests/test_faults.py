@@ -6,6 +6,7 @@ standard error and summary.json, and with no process left. A handful runs by def
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,11 @@ GENERATING = ("claim", "denoise", "reward", "send")
 ANYWHERE = [*((point, 0) for point in TRAINING), *((point, 2) for point in GENERATING)]
 """Point, and a rank that comes to it in `APART`."""
 LAUNCHER = {"kill": "was killed", "stop": "stopped responding (it is suspended)", "raise": "injected fault"}
-RANK = {"kill": "was killed by signal 9", "stop": "stopped responding", "raise": "raised InjectedError: injected fault"}
+RANK = {
+    "kill": "was killed by signal 9 (SIGKILL; sent from outside, not for lack of memory)",
+    "stop": "stopped responding",
+    "raise": "raised InjectedError: injected fault",
+}
 
 
 @pytest.fixture
@@ -86,3 +91,27 @@ def test_rollout(running: Any, point: str, rank: int, action: str) -> None:
     assert len(summary["lost"]) == 1
     assert f"rank 2 (rollout) {RANK[action]}" in summary["lost"][0]
     assert summary["lost"][0] in train.stderr
+
+
+@pytest.fixture
+def three_gib() -> Iterator[Path]:
+    """A control group that may use 3 GiB; skipped where none can be made."""
+    for root, key in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        group = root / f"digenrl-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / key).write_text(str(3 << 30))
+            break
+        except OSError:
+            continue
+    else:
+        pytest.skip("no memory control group can be made here")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_said_where_the_kernel_counts_it(running: Any, three_gib: Path) -> None:
+    enter = ["sh", "-c", f'echo $$ > {three_gib}/cgroup.procs && exec "$@"', "sh"]
+    train = running(*SMALL, *fault("accumulate", 0, "exhaust"), wrapper=enter)
+    assert_failed(train, "rank 0 (trainer) was killed by signal 9 (SIGKILL; the kernel ran out of memory)")

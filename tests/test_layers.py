@@ -50,6 +50,7 @@ TORCH_FREE = (
     "digenrl.config",
     "digenrl.config.multirun",
     "digenrl.prompts",
+    "digenrl.rewards.needs",
 )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from digenrl import config as configuration
 from digenrl import run
+from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.world import Session, World
 from digenrl.config.schema import Train
 from digenrl.config.validation import keys_of
@@ -56,7 +57,7 @@ def test_sampling_settings_become_the_engines() -> None:
 
 def test_a_rank_is_assembled_from_the_configuration_alone(tmp_path: Path) -> None:
     config = configured("max_rl_steps=7", "schedule.gap=1", "data.prompts_per_batch=2", "callbacks.checkpoint.every=3")
-    session = Session("127.0.0.1", 0, "none", "token", tmp_path, time.time())
+    session = Session("127.0.0.1", 0, Handshake(), tmp_path, time.time())
     rank = run.build(config, World(0, 1, 1), session)
     assert rank.trainer.max_epochs == 7
     assert rank.strategy.world.role == "trainer"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import html
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from digenrl.cluster.launcher import EXIT_STOPPED
@@ -83,26 +80,3 @@ def test_too_many_missing_rewards_stop_the_run_with_a_checkpoint(running: Any) -
     assert (train.run_dir / "checkpoints/last").resolve().name == "step-000001"
     assert f"resume RUN={train.run_dir}" in train.stderr
     assert "the judge's service is down" in html.unescape((train.run_dir / "report.html").read_text())
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGINT, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, id="sigterm", marks=pytest.mark.slow),
-    ],
-)
-def test_a_stop_request_ends_the_run_cleanly_with_a_checkpoint(running: Any, number: int) -> None:
-    train = running(*SMALL, "max_rl_steps=1000", "callbacks.checkpoint.every=1000")
-    train.wait_for_step(2)
-    ranks = train.ranks()
-    os.killpg(train.pid, number) if number == signal.SIGINT else os.kill(train.pid, number)
-    _, alive = psutil.wait_procs(ranks, timeout=8.0)  # 5 s and what it takes to see it on a busy machine
-    assert not alive
-    assert train.finish() == 128 + number
-    assert train.summary["status"] == "stopped"
-    assert train.summary["cause"] == f"signal {signal.Signals(number).name}"
-    steps = train.summary["rl_steps"]
-    assert (train.run_dir / "checkpoints/last").resolve().name == f"step-{steps:06d}"
-    assert f"resume RUN={train.run_dir}" in train.stderr
-    assert train.stdout.splitlines()[-1] == str(train.run_dir)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,14 +86,17 @@ class Train:
         return loaded
 
 
-def start_command(root: Path, words: Sequence[str]) -> Train:
-    """`python -m digenrl.cli.train WORDS`, from nothing, with `root` as its working directory."""
+def start_command(root: Path, words: Sequence[str], wrapper: Sequence[str] = (), terminal: int | None = None) -> Train:
+    """`python -m digenrl.cli.train WORDS`, from nothing, with `root` as its working directory; run by the command
+    `wrapper`, and with a pseudo-terminal as its own."""
     root.mkdir()
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     with (root / "stdout").open("w") as out, (root / "stderr").open("w") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "digenrl.cli.train", *words],
-            cwd=root, stdout=out, stderr=err, env=environment, text=True, start_new_session=True,
+            [*wrapper, sys.executable, "-m", "digenrl.cli.train", *words],
+            cwd=root, stdout=out if terminal is None else terminal, stderr=err if terminal is None else terminal,
+            env=environment, text=True, start_new_session=True,
+            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0),
         )  # fmt: skip
     return Train(process.pid, root, process.poll)
 
@@ -128,9 +133,9 @@ def commands(tmp_path: Path) -> Iterator[Callable[..., Train]]:
     """Starts train commands (`fork=True`: forked), and leaves none behind."""
     started: list[Train] = []
 
-    def start(*words: str, tiny: Sequence[str] = TINY, fork: bool = False) -> Train:
+    def start(*words: str, tiny: Sequence[str] = TINY, fork: bool = False, **how: Any) -> Train:
         begin = fork_command if fork else start_command
-        started.append(begin(tmp_path / str(len(started)), [*tiny, *words]))
+        started.append(begin(tmp_path / str(len(started)), [*tiny, *words], **how))
         return started[-1]
 
     yield start
@@ -141,12 +146,12 @@ def commands(tmp_path: Path) -> Iterator[Callable[..., Train]]:
             train.finish()
 
 
-def fault(point: str, rank: int, action: str, call: int = 1, target: str | int = "self") -> list[str]:
+def fault(point: str, rank: int, action: str, name: str = "fault", **more: str | int | float) -> list[str]:
     """Words that order a fault (see tests.strategy.faults)."""
     settings = {"_target_": "tests.strategy.faults.Fault", "point": point, "rank": rank, "action": action}
-    settings |= {"call": call, "target": target}
+    settings |= more
     inside = ",".join(f"{key}:{value}" for key, value in settings.items())
-    return ["allow_targets=[tests]", f"+callbacks.fault={{{inside}}}"]
+    return ["allow_targets=[tests]", f"+callbacks.{name}={{{inside}}}"]
 
 
 def watch(train: Train) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from digenrl.prompts import read
+from digenrl.prompts import Record, read
 from digenrl.types import Prompt
 
 
@@ -23,7 +23,12 @@ def load_prompts(path: str | Path) -> tuple[Prompt, ...]:
     Raises:
         digenrl.prompts.PromptFileError: the file is missing, empty or malformed; names file and line.
     """
-    return tuple(Prompt(r.text, r.negative, r.target, r.metadata) for r in read(path).records)
+    return tuple(map(prompt_of, read(path).records))
+
+
+def prompt_of(record: Record) -> Prompt:
+    """The prompt of a line."""
+    return Prompt(record.text, record.negative, record.target, record.metadata)
 
 
 class PromptSampler:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from digenrl.cluster.control import Control, join_store
+from digenrl.cluster.control import Control
+from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session
 from digenrl.simulate.hardware import assign, parse_hardware
 
@@ -58,10 +59,7 @@ def claim(session: Session, rank: int) -> None:
     facts = torch.cuda.get_device_properties(torch.cuda.current_device())
     if "MIG" in facts.name:  # slices of one GPU share its number
         return
-    control, key = (
-        Control(join_store(session.store_host, session.store_port, session.prefix), rank),
-        f"gpu/{facts.uuid}",
-    )
+    control, key = Control(StoreClient(*session.store), rank), f"gpu/{facts.uuid}"
     if not control.compare_set(key, "", str(rank)):
         raise ValueError(
             f"ranks {control.get(key)} and {rank} were given one GPU ({facts.name}, {facts.uuid}): start one process "

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from digenrl.record.run_dir import EVENTS, METRICS, Row
+from digenrl.record.run_dir import CHECKPOINT_FAILED, EVENTS, LOGGER, METRICS, UNWRITTEN, Row
 from digenrl.report.learning_alarms import alarms
 from digenrl.report.read_run import JsonlTail, append_step, is_number
 from digenrl.report.tables import DASH, duration, facts, number
@@ -33,6 +33,10 @@ SHOWN_RANKS = 8
 """Up to so many ranks are listed one by one; more are counted by what they do."""
 _BARS = "▁▂▃▄▅▆▇█"
 _QUIET = ("publish",)
+_LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER)
+"""Kinds of events that are said in a line of their own: something is lost while the run goes on."""
+_DRAWN = ("rl_step", "reward", "heldout", "samples_per_s", "step_s")
+"""Keys of a metric line that the display needs; it keeps those of every step."""
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
@@ -145,10 +149,13 @@ class Display:
         for row in self._metrics.read():
             kept = {"step": self._steps, "eval": self._evals}.get(str(row.get("kind")))
             if kept is not None and is_number(row.get("rl_step")):
-                append_step(kept, row)
+                append_step(kept, {key: row[key] for key in _DRAWN if key in row})
         for event in self._events.read():
             if event.get("kind") not in _QUIET:
                 self._last_event = event
+            if event.get("kind") in _LOUD and event.get("cause") is not None:
+                console = self._live.console if self._live is not None else Console(file=self._stream, soft_wrap=True)
+                console.print(Text(_told(event), style="yellow"))
 
     def _eta(self) -> float | None:
         recent = [float(row["step_s"]) for row in self._steps[-10:] if is_number(row.get("step_s"))]

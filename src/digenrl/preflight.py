@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
-from digenrl.config import Composed, instantiate
+from digenrl.config import Composed, config_directory, instantiate
 from digenrl.config.relations import relation_problems
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import ScheduleSpec, steps_per_forward
@@ -17,6 +17,7 @@ from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.floor import training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
+from digenrl.simulate.measured import with_measured
 from digenrl.simulate.memory import GIB, Memory
 from digenrl.simulate.outcome import Outcome
 from digenrl.simulate.planner import fastest
@@ -304,7 +305,8 @@ def _parts(use: Memory) -> str:
 
 def costing_of(composed: Composed) -> Costing:
     """The experiment on its hardware profile; raises ValueError for a model without counted sizes."""
-    return Costing(workload(composed), parse_hardware(composed.config.hardware))
+    work, folder = workload(composed), config_directory() / "hardware" / "measured"
+    return Costing(work, with_measured(parse_hardware(composed.config.hardware), work, folder))
 
 
 def workload(composed: Composed) -> Workload:
@@ -341,6 +343,8 @@ def workload(composed: Composed) -> Workload:
         rewards=tuple(config.reward.get("rewards", {})),
         heldout=tuple(config.reward.get("heldout") or {}),
         evaluated=max((int(node.get("samples_per_prompt", 0)) for node in evaluations), default=0),
+        engine="compiled" if model.get("compile") else "eager",
+        fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
 

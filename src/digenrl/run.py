@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,21 +18,24 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.utils import get_object
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl import config as configuration
-from digenrl import devices
+from digenrl import devices, prompts
 from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.evaluation import Evaluation
+from digenrl.callbacks.guarded import Guarded
 from digenrl.cluster.world import Session, World
-from digenrl.data import PromptData
+from digenrl.data import PromptData, prompt_of
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.preflight import shard_group, sharding, trainer_speeds
-from digenrl.record.run_dir import append_event
+from digenrl.record.run_dir import append_event, limit_events
+from digenrl.rewards.needs import unscorable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
@@ -39,6 +43,7 @@ from digenrl.schedule.shares import relative
 from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.types import Prompt, StepGivenUp
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Rank:
         """Run this rank to the end of the run; `checkpoint` is a directory to resume from. Rollouts read none: they
         adopt what the trainers publish."""
         own = checkpoint if self.strategy.world.is_trainer else None
-        self.trainer.fit(self.module, datamodule=self.data, ckpt_path=own)
+        with suppress(StepGivenUp):  # the version before it is saved
+            self.trainer.fit(self.module, datamodule=self.data, ckpt_path=own)
 
 
 def fit(
@@ -69,7 +75,10 @@ def fit(
     if world.rank == 0:
         logging.getLogger("digenrl").addHandler(WarningEvents(session.run_dir))
     emulated = durations[world.rank] if durations else None
-    build(config, world, session, emulated=emulated, expected=expected).fit(checkpoint)
+    rank = build(config, world, session, emulated=emulated, expected=expected)
+    if world.rank == 0 and checkpoint is not None:
+        rank.trainer.callbacks.insert(0, Resumed(config))  # type: ignore[attr-defined]
+    rank.fit(checkpoint)
 
 
 def build(
@@ -107,6 +116,7 @@ def build(
         policy.only_generate()
     rewards: RewardSuite = configuration.instantiate(config.reward if emulated is None else REWARD)
     rewards.on_missing = partial(_write_missing, session.run_dir, world.rank)
+    rewards.stage = session.progress.stage
     module = configuration.instantiate(config.algorithm, policy=policy)
     module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
     engine = RolloutEngine(
@@ -128,6 +138,8 @@ def build(
     if world.rank == (0 if trainers_score else world.trainers):
         identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
         append_event(session.run_dir, "rewards", {"identities": identities})
+    keep = config.record.keep_mib * 2**20
+    limit_events(keep / 4)
     strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(
         world,
         session,
@@ -140,9 +152,9 @@ def build(
         unequal=len(kinds_of_trainers(config, world)) > 1,
         split_claims=config.schedule.claims == "split",
         expected=expected,
+        record_bytes=keep / world.size,
         checkpoint_io=DirectoryCheckpointIO(),
     )
-    loggers = config.logger.values() if world.rank == 0 and config.logger else ()
     trainer = configuration.instantiate(
         config.trainer,
         devices=1 if device is None else [device],
@@ -150,7 +162,7 @@ def build(
         max_epochs=config.max_rl_steps,
         accumulate_grad_batches=micro_batches_per_update(spec, world.trainers),
         callbacks=[*named, *callbacks],
-        logger=[configuration.instantiate(logger)(save_dir=str(session.run_dir)) for logger in loggers],
+        logger=_loggers(config, session.run_dir) if world.rank == 0 else [],
         default_root_dir=str(session.run_dir),
     )
     return Rank(trainer, module, data, strategy)
@@ -205,8 +217,34 @@ def model_of(config: DictConfig, world: World) -> DictConfig:
     return merged
 
 
+def _loggers(config: DictConfig, run_dir: Path) -> list[Logger]:
+    """The configured loggers, each where it can neither stop nor slow the run."""
+    record = config.record
+    return [
+        Guarded(
+            configuration.instantiate(logger)(save_dir=str(run_dir)),
+            name,
+            run_dir,
+            record.logger_pending,
+            record.logger_finish_s,
+        )
+        for name, logger in (config.logger or {}).items()
+    ]
+
+
 def _write_missing(run_dir: Path, rank: int, reward: str, samples: int, cause: str) -> None:
     append_event(run_dir, "missing", {"rank": rank, "reward": reward, "samples": samples, "cause": cause})
+
+
+class Resumed(pl.Callback):
+    """Replaces a resumed run's config.yaml by the configuration that applies, once every trainer has loaded the
+    checkpoint: the Strategy has then published from it, for which they meet, and no other callback has written."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        configuration.store_config(self._config, Path(trainer.default_root_dir))
 
 
 class WarningEvents(logging.Handler):
@@ -222,7 +260,8 @@ class WarningEvents(logging.Handler):
 
 
 def check(config: DictConfig) -> None:
-    """Raise ValueError for a model or an algorithm that cannot be built, before anything is written or started."""
+    """Raise ValueError for a model or an algorithm that cannot be built, or a prompt that a reward could never score,
+    before anything is written or started."""
     model, strategy = _target(config, "model"), _target(config, "strategy")
     if not config.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
         model.check(config.model)
@@ -239,8 +278,18 @@ def check(config: DictConfig) -> None:
             f"schedule.gap = {config.schedule.gap} trains groups as they complete; set schedule.gap=0 or "
             "algorithm/advantage=group"
         )
+    if not config.hardware.emulate and (problems := unscorable(config.reward, _prompts_of(config.data))):
+        raise ValueError("\n".join(problems))
     if "surrogate" in algorithm:
         check_kernel(configuration.instantiate(algorithm.sde), configuration.instantiate(algorithm.surrogate))
+
+
+def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:
+    """(key, file and line, prompt) of the prompts of a run and of its evaluation."""
+    for key in (key for key in ("prompts", "heldout") if data[key] is not None):
+        file = prompts.read(data[key])
+        for record in file.records:
+            yield f"data.{key}: {file.path}:{record.line}", prompt_of(record)
 
 
 def _target(config: DictConfig, group: str) -> Any:

@@ -18,6 +18,10 @@ from torch import Tensor
 _T = TypeVar("_T")
 
 
+class StepGivenUp(RuntimeError):
+    """A stop that cannot wait for the RL step in progress: all trainers drop it, and save the version before it."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One line of a prompt file."""
@@ -83,8 +87,23 @@ class CellBlock(Transitions):
     Its rows keep the rollout batch's order, so that at K=1 replay has exactly the geometry of the rollout.
     """
 
+    rows: tuple[int, ...] | None = None
+    """Which samples of the group the rows are, where some of the task's have no gradient; None: all of them."""
     weight: float = 1.0
-    """0.0 marks a block that only takes part in collectives (a rank without cells, a dropped group)."""
+    """0.0 marks a block that only takes part in collectives (a sharded rank without cells)."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The sample of the group that each row is."""
+        return self.rows or tuple(range(self.first_sample, self.first_sample + self.samples))
+
+    def narrowed(self, keep: Tensor) -> CellBlock:
+        """The rows at `keep` ([b] bool); all of them without a copy."""
+        if bool(keep.all()):
+            return self
+        batched = ("latents", "next_latents", "log_probs", "final", "means")
+        kept = {name: value[keep] for name in batched if (value := getattr(self, name)) is not None}
+        return replace(self, rows=tuple(n for n, here in zip(self.numbers, keep.tolist(), strict=True) if here), **kept)
 
 
 @dataclass(frozen=True)
@@ -92,7 +111,7 @@ class TrainBatch:
     """One micro-batch of one trainer rank: blocks to train now, and the rewards needed to weigh them."""
 
     blocks: tuple[CellBlock, ...]
-    """Usually one; more on a rank with a larger share. Never empty (see `CellBlock.weight`)."""
+    """Usually one; more on a rank with a larger share, none on a replica that has nothing to train."""
     rewards: dict[str, Tensor]
     """name -> [P, G] fp32 of the logical batch; NaN where a group is not complete yet (never for a group in `blocks`)
     or a reward is missing. Evaluation-only rewards are present too."""

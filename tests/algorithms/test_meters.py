@@ -22,7 +22,7 @@ def test_mean_over_unequal_micro_batches_is_the_mean_over_cells() -> None:
 
 
 def test_ranks_with_unequal_counts_agree_on_the_mean() -> None:
-    """A rank without cells uses the same names with count 0."""
+    """A rank without cells knows the names with count 0, or not at all."""
     sent: list[list[Tensor]] = []
 
     def exchange(mine: Tensor, group: object) -> list[Tensor]:
@@ -30,10 +30,13 @@ def test_ranks_with_unequal_counts_agree_on_the_mean() -> None:
         sent[-1].append(mine)
         return [rank[len(sent[-1]) - 1] for rank in sent]
 
-    def rank(has_cells: bool) -> dict[str, float]:
+    def rank(has_cells: bool, idle: bool = False) -> dict[str, float]:
         meters = Meters(dist_sync_fn=exchange, distributed_available_fn=lambda: True)
-        meters.update("x", torch.tensor(6.0 if has_cells else 0.0), 3 if has_cells else 0)
-        meters.peak("high", torch.tensor(0.25 if has_cells else 9.0), 3 if has_cells else 0)  # 9.0: a masked block's
+        if not idle:
+            meters.update("x", torch.tensor(6.0 if has_cells else 0.0), 3 if has_cells else 0)
+            meters.peak(
+                "high", torch.tensor(0.25 if has_cells else 9.0), 3 if has_cells else 0
+            )  # 9.0: a masked block's
         meters.update("nobody", torch.tensor(0.0), 0)
         meters.peak("none", torch.tensor(1.0), 0)
         sent.append([])
@@ -44,3 +47,6 @@ def test_ranks_with_unequal_counts_agree_on_the_mean() -> None:
     sent.clear()
     rank(has_cells=False)
     assert rank(has_cells=True) == {"x": 2.0, "high": 0.25}
+    sent.clear()
+    rank(has_cells=True)
+    assert rank(has_cells=False, idle=True) == {"x": 2.0, "high": 0.25}

@@ -1,10 +1,9 @@
-"""W&B without a key, without a server, and with one that goes away: the run goes on."""
+"""W&B without a key and without a server: the run is recorded offline."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import wandb
@@ -53,20 +52,3 @@ def test_a_server_that_is_down_leaves_an_offline_run(tmp_path: Path, monkeypatch
         logger.log_metrics({"reward": 0.5}, step=1)
     assert logger.experiment.offline
     logger.experiment.finish()
-
-
-def test_logging_that_breaks_later_ends_with_one_warning(tmp_path: Path) -> None:
-    class Broken:
-        calls = 0
-
-        def log(self, metrics: dict[str, Any]) -> None:
-            self.calls += 1
-            raise wandb.errors.CommError("connection lost")
-
-    broken = Broken()
-    logger = WandbLogger(tmp_path / "run-0")
-    logger._experiment = broken  # type: ignore[assignment]
-    with pytest.warns(UserWarning, match="W&B logging ends here"):
-        logger.log_metrics({"reward": 0.5}, step=1)
-    logger.log_metrics({"reward": 0.6}, step=2)
-    assert broken.calls == 1

@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_is_refused(run_dir: Path, tmp_path: Path, capsys: 
     ("arguments", "message"),
     [
         ([], "run: missing; allowed: path of a run directory"),
-        (["run=/nowhere"], "run=/nowhere: no config.yaml there"),
+        (["run=/nowhere"], "run = /nowhere: is no directory; name a run directory"),
         (["run=RUN", "step=first"], "step = first: is none of the choices; allowed: base | last"),
         (["RUN"], "settings are key=value"),
         (["run=RUN", "sampling.eval.step=3"], "sampling.eval.steps"),

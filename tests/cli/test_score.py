@@ -71,6 +71,33 @@ def test_videos_and_pictures_of_other_sizes_are_scored_together(folder, capsys):
     assert all(0 <= row["score"] <= 1 for row in scores)
 
 
+@pytest.mark.parametrize("name", ["bomb.mp4", "bomb.gif", "bomb.png"])
+def test_a_file_of_too_many_pixels_is_refused_before_they_are_decoded(folder, capsys, name):
+    """A few KB that would become 16 frames of 512 x 512, and a picture of 2048 x 2048."""
+    bombs = folder / "bombs"
+    bombs.mkdir()
+    if name.endswith("png"):
+        Image.new("RGB", (2048, 2048)).save(bombs / name)
+    else:
+        imageio.imwrite(bombs / name, np.random.default_rng(0).integers(0, 2, (16, 512, 512, 3), dtype=np.uint8))
+    (folder / "prompts.txt").write_text("x\n")
+    code, output = run(folder, capsys, "reward=video_quality", "max_pixels=1048576", images="bombs")
+    assert code == 1
+    assert f"{name}: cannot be read as a picture or video" in output.err
+    assert "max_pixels = 1048576: raise it, or lower max_frames" in output.err
+    if name.endswith("mp4"):
+        words = ("reward=video_quality", "max_pixels=1048576", "max_frames=4")
+        assert run(folder, capsys, *words, images="bombs")[0] == 0
+
+
+def test_files_are_held_up_to_the_pixels_allowed(folder, capsys):
+    """Three pictures of 256 x 128 where one and a half may be held: they are scored one by one, all the same."""
+    alone = run(folder, capsys, "reward=jpeg", "max_pixels=49152", "output=a.json")
+    together = run(folder, capsys, "reward=jpeg", "output=b.json")
+    assert (alone[0], together[0]) == (0, 0)
+    assert (folder / "a.json").read_text() == (folder / "b.json").read_text()
+
+
 def test_a_prompt_without_a_target_is_named_by_line(folder, capsys):
     (folder / "prompts.txt").write_text('a sign "HELLO"\n\nno quotes\na sign "x"\n')
     code, output = run(folder, capsys, "reward=ocr")

@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from digenrl.cluster.attach import Place, check_allocation, find_place, first_host
-from digenrl.cluster.launcher import EXIT_STOPPED
 from digenrl.simulate.hardware import numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
+from tests.conftest import ROOT
 from tests.strategy.processes import TINY
+from tests.training import fault
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 STEP = {
@@ -277,6 +278,25 @@ def srun(processes: Processes, command: Sequence[str], tasks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(("point", "rank", "stage"), [("decode", 2, "decode"), ("save", 0, "checkpoint")])
+def test_a_rank_that_hangs_under_torchrun_ends_the_job_and_is_named(
+    tmp_path: Path, processes: Processes, point: str, rank: int, stage: str
+) -> None:
+    """No launcher sees it: process 0 judges, itself too."""
+    limits = ("limits.stage_floor_s=8", "callbacks.checkpoint.every=1", "max_rl_steps=50")
+    for port in [str(free_port())] * 2:
+        agent(
+            tmp_path, processes, more=(*limits, *fault(point, rank, "hang", call=2)), PORT=port,
+            PYTHONPATH=f"{ROOT / 'src'}:{ROOT}",
+        )  # fmt: skip
+    assert 0 not in processes.codes()
+    found = summary(processes)
+    assert found["status"] == "failed"
+    assert f"rank {rank} ({'trainer' if rank < 2 else 'rollout'}) hangs in stage {stage}" in found["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_tasks_of_slurm_run_a_run_in_which_the_profile_chooses_the_trainer(
     tmp_path: Path, processes: Processes
 ) -> None:
@@ -302,7 +322,7 @@ def test_sigterm_of_a_scheduler_ends_in_a_checkpoint(tmp_path: Path, processes: 
     wait_for_a_step(tmp_path)
     for process in processes._started:
         process.terminate()
-    assert processes.codes() == [EXIT_STOPPED] * 2, processes.tails()
+    assert processes.codes() == [128 + signal.SIGTERM] * 2, processes.tails()
     found = summary(processes)
     assert (found["status"], found["cause"]) == ("stopped", "signal SIGTERM")
     assert list(tmp_path.glob("outputs/*/*/checkpoints/last/manifest.json"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -9,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.cluster.claims import StoredClaims, note_version
-from digenrl.cluster.control import Control, host_store, join_store
+from digenrl.cluster.control import Control
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import World
 from digenrl.schedule import ScheduleSpec, Task, queue
 from digenrl.schedule.claims import Claim, ClaimError, Claims
@@ -24,22 +28,30 @@ TRAINERS = 2
 
 
 class Store:
-    """A control store with a fresh name space at each call."""
+    """A fresh control store at each call."""
 
     def __init__(self) -> None:
-        self._server, self._count = host_store("127.0.0.1"), 0
+        self._servers: list[StoreServer] = []
 
     def controls(self, ranks: int) -> tuple[Control, list[Control]]:
         """The launcher's, and one per rank."""
-        self._count += 1
-        store = join_store("127.0.0.1", self._server.port, f"run-{self._count}")
+        handshake = Handshake()
+        server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
+        self._servers.append(server)
+        store = StoreClient(server.host, server.port, handshake)
         controls = [Control(store, rank) for rank in range(-1, ranks)]
         return controls[0], controls[1:]
 
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+
 
 @pytest.fixture(scope="module")
-def store() -> Store:
-    return Store()
+def store() -> Iterator[Store]:
+    store = Store()
+    yield store
+    store.close()
 
 
 def ranks_of(store: Store, ranks: int = 4) -> tuple[Claims, list[Claims], Control]:

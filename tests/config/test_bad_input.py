@@ -48,6 +48,7 @@ KEYS: dict[str, Case] = {
     "misspelt trainer argument": (["trainer.precison=64"], ["trainer.precison = 64", "nearest: trainer.precision"]),
     "right key, wrong parent": (["algorithm.group_size=8"], ["nearest: data.group_size"]),
     "nothing near": (["schedule.banana=1"], ["schedule.banana = 1", "schedule has", "stale_fraction", "handoff"]),
+    "leaf alone, nearest the root": (["steps=8"], ["steps = 8", "nearest: sampling.steps, allowed: whole number"]),
     "added root key": (["+banana=1"], ["banana = 1", "no such key", "max_rl_steps"]),
     "force-added root key": (["++sed=1"], ["sed = 1", "nearest: seed"]),
     "added key in a closed group": (["+schedule.gaps=1"], ["schedule.gaps = 1", "nearest: schedule.gap"]),
@@ -116,6 +117,9 @@ VALUES: dict[str, Case] = {
     "lost rollouts below none": (["allocation.max_lost_rollouts=-1"], ["allocation.max_lost_rollouts = -1", ">= 0"]),
     "no time scale": (["hardware.time_scale=0"], ["hardware.time_scale = 0", "number > 0"]),
     "negative share": (["schedule.shares=[1,-1]"], ["schedule.shares", "holds -1", "too small"]),
+    "name that leads elsewhere": (["experiment_name=../../x"], ["experiment_name = ../../x", "not of that form"]),
+    "name of two directories": (["experiment_name=a/b"], ["experiment_name = a/b", "name of a directory"]),
+    "hidden name": (["experiment_name=.x"], ["experiment_name = .x", "a letter or digit first"]),
     "empty path": (["data.prompts=''"], ["data.prompts", "is empty"]),
 }
 
@@ -217,7 +221,7 @@ PROFILES: dict[str, Case] = {
     "no node": (["hardware.pools.local.per_node=0"], ["hardware.pools.local.per_node = 0", ">= 1"]),
     "empty pool": (
         ["hardware.pools.local=null"],
-        ["hardware.pools.local = null", "must hold the keys count, gpu", "tflops"],
+        ["hardware.pools.local = null", "must hold the keys count, efficiency, gpu", "tflops"],
     ),
     "no pools": (["~hardware.pools.local"], ["hardware.pools = {}", "must hold groups of keys by name"]),
     "pools in words": (["hardware.pools=none"], ["hardware.pools = none", "must hold groups of keys by name"]),

@@ -89,7 +89,10 @@ def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:
     assert again.run_dir == run
     assert (again.config.seed, again.config.data.group_size, again.config.model.lora.rank) == (5, 8, 3)
     assert again.config.max_rl_steps == 77
+    before = (run / "config.yaml").read_bytes()
     assert config.prepare_run_dir(again) == run
+    assert (run / "config.yaml").read_bytes() == before, "kept until the ranks have loaded the checkpoint"
+    config.store_config(again.config, run)
     assert OmegaConf.load(run / "config.yaml").max_rl_steps == 77
     assert OmegaConf.load(run / "config.yaml").resume is None
 

@@ -28,7 +28,7 @@ def test_seconds_by_role_and_cause() -> None:
 
 
 def test_perfetto_events_are_complete_and_in_microseconds() -> None:
-    events = perfetto(SPANS)["traceEvents"]
+    events = list(perfetto(SPANS))
     bars = [event for event in events if event["ph"] == "X"]
     assert {(event["tid"], event["ts"], event["dur"]) for event in bars} >= {(0, 1e6, 2e6), (2, 0.0, 1e6)}
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"trainer", "rollout", "trainer 0"}

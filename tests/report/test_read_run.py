@@ -123,7 +123,7 @@ def test_spans_that_break_the_format_are_named_not_lost_silently(tmp_path: Path)
     path = write_run(tmp_path / "run", steps=2)
     with (path / "spans" / "rank-000.jsonl").open("a") as file:
         file.write(json.dumps({"rank": 0, "role": "trainer", "stage": "napping", "start": 1, "end": 2}) + "\n")
-    assert any("1 span(s) left out" in warning and "napping" in warning for warning in read_run(path).warnings)
+    assert any("1 damaged line(s) left out" in warning and "napping" in warning for warning in read_run(path).warnings)
 
 
 def test_no_run_directory_names_the_runs_nearby(tmp_path: Path) -> None:
@@ -132,6 +132,12 @@ def test_no_run_directory_names_the_runs_nearby(tmp_path: Path) -> None:
     write_run(tmp_path / "outputs" / "run-0", steps=1, samples=False)
     with pytest.raises(FileNotFoundError, match=r"not a run directory.*run-0"):
         read_run(tmp_path / "outputs")
+
+
+def test_the_directory_of_a_plan_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("plan: {show: 3}\n")
+    with pytest.raises(FileNotFoundError, match="directory of a plan"):
+        read_run(tmp_path)
 
 
 def test_events_carry_their_time(tmp_path: Path) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
-from digenrl.report.read_run import read_run
+from digenrl.report.read_run import finishes, read_run
 from digenrl.report.style import CAUSE_COLOURS, STAGE_COLOURS, paper_style
-from digenrl.report.timeline import lanes, step_ends, time_by_rank, timeline, typical_window
+from digenrl.report.timeline import lanes, time_by_rank, timeline, typical_window
+from tests.report.synthetic import write_run
 
 
 def span(start: float, end: float, step: int = 0, stage: str = "train", rank: int = 0) -> Span:
@@ -26,21 +26,30 @@ def test_every_stage_and_cause_has_a_colour_of_its_own() -> None:
 
 
 def test_the_window_is_typical_not_the_slow_start() -> None:
-    ends = [0, 50, 52, 54, 56, 80, 82, 84]  # steps 1 and 5 are slow
-    spans = [span(start, end, step) for step, (start, end) in enumerate(pairwise(ends))]
-    start, end, steps = typical_window(spans, steps=2)
+    ends = dict(enumerate([50.0, 52.0, 54.0, 56.0, 80.0, 82.0, 84.0]))  # steps 0 and 4 are slow
+    start, end, steps = typical_window(ends, steps=2)
     assert (end - start, len(steps)) == (4, 2)
-    assert step_ends(spans)[steps[-1]] == end
+    assert ends[steps[-1]] == end
 
 
-def test_a_run_of_one_step_is_shown_whole() -> None:
-    assert typical_window([span(1, 5), span(0.5, 2, rank=1, stage="generate")]) == (0.5, 5, range(0))
+def test_no_window_spans_steps_that_the_record_lacks() -> None:
+    ends = {0: 1.0, 1: 2.0, 2: 3.0, 8: 9.0, 16: 17.0, 17: 18.0, 18: 19.0, 19: 20.0}
+    start, end, steps = typical_window(ends)
+    assert (start, end, list(steps)) == (17.0, 20.0, [17, 18, 19])
+
+
+def test_a_run_of_one_step_is_shown_whole(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", steps=1, samples=False))
+    with paper_style():
+        figure = timeline(run)
+    assert figure is not None
+    assert figure.axes[0].get_title("left") == "What each rank did, the whole run"
 
 
 @pytest.mark.parametrize("ahead", [0.0, 0.5])
 def test_a_version_is_finished_by_trainers_not_by_stale_generation(ahead: float) -> None:
     spans = [span(0, 2, 0), span(2, 4, 1), span(3 + ahead, 9, 0, "generate", rank=1)]
-    assert step_ends(spans) == {0: 2, 1: 4}
+    assert [finishes(each) for each in spans] == [True, True, False]
 
 
 def test_overlapping_spans_lie_in_different_lanes_and_others_in_one() -> None:
@@ -60,4 +69,4 @@ def test_figures_have_a_row_per_rank_and_none_without_spans(finished: Path) -> N
             assert figure is not None
             rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
             assert rows == ["trainer 0", "trainer 1", "rollout 2", "rollout 3"]
-            assert plot(replace(run, spans=())) is None
+            assert plot(replace(run, spans=(), seconds={}, step_ends={})) is None

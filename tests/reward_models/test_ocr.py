@@ -76,7 +76,7 @@ def test_target_is_the_field_then_the_last_quotes():
         with pytest.raises(ValueError, match="says no text to render"):
             ocr_target(Prompt(text))
     with pytest.raises(ValueError, match="'bare'"):
-        Ocr.check_prompts(None, [Prompt('fine "x"'), Prompt("bare")])
+        Ocr.check_prompts([Prompt('fine "x"'), Prompt("bare")])
 
 
 def test_match_takes_the_best_line():

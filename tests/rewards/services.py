@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
-import uvicorn
 
 from digenrl.rewards import frames
 from digenrl.rewards.protocol import RewardUnavailable
@@ -50,7 +49,7 @@ class Moody:
 def running(service: RewardService) -> Iterator[str]:
     """The real service under uvicorn in a thread; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(service.app(), log_level="error", access_log=False, lifespan="off"))
+        server = service.server()
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:

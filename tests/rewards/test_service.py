@@ -214,3 +214,54 @@ def test_limits_must_be_positive_and_finite():
         with pytest.raises(ValueError, match="body_s"):
             Limits(body_s=value)
     assert struct.calcsize(">4sIQ") == frames.HEADER.size
+
+
+HALF = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Le"
+
+
+def half_open(url: str, count: int, opening: bytes = HALF) -> list[socket.socket]:
+    host, port = url.removeprefix("http://").split(":")
+    found = [socket.create_connection((host, int(port)), timeout=10) for _ in range(count)]
+    for connection in found:
+        connection.sendall(opening)
+    return found
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the service closes the connection within 10 s."""
+    try:
+        while connection.recv(1 << 12):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_half_open_requests_neither_stay_nor_keep_others_out():
+    with running(RewardService(Brightness(), Limits(max_connections=16, head_s=1.0))) as url:
+        flood = half_open(url, 300)
+        assert post(url, FRAME).status_code == 200
+        began = time.monotonic()
+        assert all(ended(connection) for connection in flood)
+        assert time.monotonic() - began < 5.0
+        (slow,) = half_open(url, 1, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")  # the second head never ends
+        assert ended(slow)
+        assert post(url, FRAME).status_code == 200
+
+
+def test_a_request_under_way_outlives_the_time_for_heads_and_the_limit_of_connections():
+    def scorer(media, prompts):
+        time.sleep(0.8)
+        return media.flatten(1).mean(1)
+
+    with running(RewardService(scorer, Limits(max_connections=4, head_s=0.2))) as url:
+        answers = []
+        first = threading.Thread(target=lambda: answers.append(post(url, FRAME).status_code))
+        first.start()
+        time.sleep(0.3)
+        flood = half_open(url, 20)
+        first.join(10)
+        assert answers == [200]
+        assert all(ended(connection) for connection in flood)

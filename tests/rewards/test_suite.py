@@ -177,3 +177,16 @@ def test_frames_are_spread_over_the_video():
     assert sample_frames(video, 2)[0, :, 0, 0, 0].tolist() == [2, 7]
     assert sample_frames(video, 10).shape == sample_frames(video, 99).shape == video.shape
     assert sample_frames(video[:, 0], 4).shape == (1, 1, 1, 2, 2)
+
+
+def test_a_scorer_that_writes_into_its_input_changes_nothing_but_its_own():
+    class Vandal:
+        def __call__(self, media, prompts):
+            return media.fill_(0.5).flatten(1).mean(1)
+
+    media = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    kept = media.clone()
+    suite = RewardSuite({"vandal": {"scorer": Vandal()}, "mean": {"scorer": lambda m, p: m.flatten(1).mean(1)}})
+    scores = suite.score(media, [Prompt("a")] * 3)
+    assert torch.equal(media, kept)
+    assert torch.equal(scores["mean"], kept.flatten(1).mean(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update, place
-from digenrl.schedule.timesteps import apportion
+from digenrl.schedule.timesteps import apportion, without
 
 SHARES = st.lists(st.floats(0, 5), min_size=1, max_size=6).filter(lambda shares: sum(shares) > 0.01)
 
@@ -54,6 +55,30 @@ def test_without_shard_a_task_stays_on_one_rank() -> None:
     owners = {(b.group, b.part): rank for rank in range(3) for micro in placement[rank] for b in micro}
     assert all(owners[b.group, b.part] == rank for rank in range(3) for micro in placement[rank] for b in micro)
     assert micro_batches_per_update(spec(), 3) == 4 * 7
+
+
+@settings(deadline=None)
+@given(SHARES, st.integers(1, 7), st.booleans(), st.sets(st.tuples(st.integers(0, 3), st.integers(0, 2))))
+def test_what_is_left_without_useless_tasks_is_placed_once(
+    shares: list[float], k: int, shard: bool, useless: set[tuple[int, int]]
+) -> None:
+    schedule = spec(tsp_batch=k, tsp_shard=shard, shares=tuple(shares))
+    whole = place(schedule, len(shares), (0, 1, 2, 3))
+    left = without(whole, frozenset(useless))
+    assert {len(own) for own in left} == {len(whole[0])}, "the number of collectives stays"
+    kept = [[b for micro in own for b in micro if (b.group, b.part) not in useless] for own in whole]
+    assert [[b for micro in own for b in micro] for own in left] == kept
+
+
+def test_sharded_ranks_run_a_third_of_the_forwards_for_a_third_of_the_samples() -> None:
+    """24 samples of 9 steps over 8 ranks, of which 8 are trained: 9 forwards if nothing were lost, 27 for all."""
+    schedule = spec(group_size=24, task_size=1, trained_steps=9, tsp_shard=True, gap=1)
+    whole = place(schedule, 8, (0,))
+    for seed in range(20):
+        useful = random.Random(seed).sample(range(24), 8)
+        left = without(whole, frozenset((0, part) for part in range(24) if part not in useful))
+        forwards = sum(any(own[i] for own in left) for i in range(len(left[0])))
+        assert 9 <= forwards <= 12
 
 
 def test_shares_of_another_length_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""Faults on order: a callback that makes one rank die, stop or raise when it reaches a named point for the n-th time.
+"""Faults on order: a callback that makes one rank die, stop, raise or hang when it reaches a named point for the n-th
+time.
 
 In a configuration: `+callbacks.fault={_target_: tests.strategy.faults.Fault, point: reward, rank: 1, action: kill}`
 with `allow_targets=[tests]`. Callbacks are built on every rank before it joins the run, so every point can be met.
@@ -26,7 +27,9 @@ from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule.claims import Claims
 from digenrl.strategy import gradients
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import SocketLink
 from digenrl.types import Prompt
 from reward_models.digit_judge import DigitJudge
@@ -34,7 +37,11 @@ from reward_models.digit_judge import DigitJudge
 POINTS: dict[str, tuple[Any, str]] = {
     "claim": (Claims, "take"),
     "denoise": (RolloutEngine, "advance"),
+    "decode": (RolloutEngine, "decode"),
+    "evaluate": (RolloutEngine, "evaluate"),
+    "save": (DirectoryCheckpointIO, "save_checkpoint"),
     "reward": (RewardSuite, "score"),
+    "scorer": (DigitJudge, "__call__"),
     "send": (SocketLink, "send"),
     "receive": (SocketLink, "receive"),
     "accumulate": (PolicyModule, "training_step"),
@@ -52,13 +59,23 @@ class Fault(pl.Callback):
     """Args:
     point: a key of `POINTS`, before_join or after_join.
     rank: launch rank that must come to the point.
-    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGUSR1, where that raises).
+    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGUSR1, where that raises); in its own
+        process also hang, leave (exit with code 0) or exhaust (take all memory).
     call: at the how-manieth passage.
     target: whom it happens to: self, launcher, or another launch rank.
+    seconds: how long it hangs; None = for ever.
     """
 
-    def __init__(self, point: str, rank: int, action: str, call: int = 1, target: str | int = "self") -> None:
-        self._rank, self._action, self._left, self._target = rank, action, call, target
+    def __init__(
+        self,
+        point: str,
+        rank: int,
+        action: str,
+        call: int = 1,
+        target: str | int = "self",
+        seconds: float | None = None,
+    ) -> None:
+        self._rank, self._action, self._left, self._target, self._seconds = rank, action, call, target, seconds
         self._here: int | None = None
         self._pids = Path()
         self._lock = threading.Lock()
@@ -102,6 +119,14 @@ class Fault(pl.Callback):
                 return
         if self._target == "self" and self._action == "raise":
             raise InjectedError("injected fault")
+        if self._action == "hang":
+            threading.Event().wait(self._seconds)
+            return
+        if self._action == "leave":
+            os._exit(0)
+        held = []
+        while self._action == "exhaust":
+            held.append(b"x" * (64 << 20))
         os.kill(self._victim(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}[self._action])
         if self._target == "launcher":  # it dies here, not somewhat later
             threading.Event().wait(60.0)
@@ -129,6 +154,25 @@ class Leak(pl.Callback):
         raise InjectedError(f"told on purpose: {os.environ['DIGENRL_REWARD_TOKEN']}")
 
 
+class Sleeper(DigitJudge):
+    """A scorer that never returns from its third call."""
+
+    calls = 0
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            threading.Event().wait()
+        return super().__call__(media, prompts)
+
+
+class NeverReady(DisaggregatedStrategy):
+    """Trainers that find no fragment of the second RL step ready: they wait, and after a while the rollouts do too."""
+
+    def cut_fragment(self, pending: Sequence[tuple[int, ...]], board: StepBoard) -> tuple[int, ...] | None:
+        return None if board.step else super().cut_fragment(pending, board)
+
+
 class Broken(DigitJudge):
     """A scorer with a bug."""
 
@@ -153,3 +197,10 @@ class Forgetful(DigitJudge):
 
 
 FORGOTTEN = "three"
+
+
+class Indifferent(DigitJudge):
+    """A scorer that likes everything as much."""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        return torch.full_like(super().__call__(media, prompts), 0.5)

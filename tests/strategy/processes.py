@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,10 @@ from torch.distributed.tensor import DTensor
 import digenrl.models.digits  # noqa: F401  (diffusers loads once, here, and not in every forked rank)
 from digenrl import config as configuration
 from digenrl import run
+from digenrl.cluster.control import Control
 from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
 from digenrl.strategy.checkpoint_io import newest_valid
 from digenrl.types import TrainBatch
@@ -86,6 +90,8 @@ class Record:
     """Trainer ranks that trained each cell with weight 1; exactly one each (I2)."""
     micro_batches: dict[int, int] = field(default_factory=dict)
     """Trainer rank -> micro-batches it ran."""
+    padded: dict[int, int] = field(default_factory=dict)
+    """Trainer rank -> cells of weight 0 that it computed."""
 
 
 def configured(*overrides: str) -> DictConfig:
@@ -103,7 +109,7 @@ class Probe(pl.Callback):
         self._directory = directory
         self._tensors: dict[str, Tensor] = {}
         self._updates = 0
-        self._batches = 0
+        self._batches = self._padded = 0
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: TrainBatch, batch_idx: int
@@ -111,10 +117,11 @@ class Probe(pl.Callback):
         self._batches += 1
         for block in batch.blocks:
             if block.weight == 0.0:
+                self._padded += block.samples * len(block.steps)
                 continue
             (name,) = batch.reward_weights
             for row in range(block.samples):
-                sample = block.first_sample + row
+                sample = block.numbers[row]
                 for k, denoise_step in enumerate(block.steps.tolist()):
                     key = f"{block.step}/{block.group}/{sample}/{denoise_step}"
                     assert f"{key}/latents" not in self._tensors, f"cell {key} was trained twice on one rank (I2)"
@@ -141,7 +148,7 @@ class Probe(pl.Callback):
             save_file(weights, self._directory / "weights.safetensors")
         rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         save_file(self._tensors, self._directory / f"cells-{rank}.safetensors")
-        (self._directory / f"batches-{rank}.json").write_text(json.dumps(self._batches))
+        (self._directory / f"batches-{rank}.json").write_text(json.dumps([self._batches, self._padded]))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -228,7 +235,7 @@ class Job:
 def run_series(run_dir: Path, trainers: int, rollouts: int, jobs: Sequence[Job]) -> Iterator[tuple[Job, Cluster]]:
     """Run one job after another in the same forked ranks: only the first pays for their start.
 
-    Strategy, process groups, model and store keys are each job's own. A job that fails ends its ranks, and the rest of
+    Strategy, process groups, model and store are each job's own. A job that fails ends its ranks, and the rest of
     the jobs get new ones. A job's files are removed as soon as the caller asks for the next one.
     """
     left = list(jobs)
@@ -252,10 +259,15 @@ def run_series(run_dir: Path, trainers: int, rollouts: int, jobs: Sequence[Job])
 
 def _work(jobs: Sequence[Job], run_dir: Path, world: World, session: Session) -> None:
     """The life of one rank of a series."""
+    common = Control(StoreClient(*session.store), world.rank)
     for job in jobs:
         directory = run_dir / job.name
         (directory / "probe").mkdir(parents=True, exist_ok=True)
-        own = replace(session, prefix=f"{session.prefix}/{job.name}", run_dir=directory, patience_s=300.0)
+        if world.rank == 0:
+            server = StoreServer(socket.create_server((session.host, 0)), session.handshake)
+            common.set(f"store/{job.name}", str(server.port))
+        port = int(common.wait_for(f"store/{job.name}", "the job's store"))
+        own = replace(session, store_port=port, run_dir=directory, limits=Limits(start_s=300.0))
         rank = run.build(job.config, world, own, callbacks=[Probe(directory / "probe")])
         if job.after_build is not None:
             job.after_build(rank, world)
@@ -263,6 +275,10 @@ def _work(jobs: Sequence[Job], run_dir: Path, world: World, session: Session) ->
         (directory / f"finished-{world.rank}").touch()
         del rank
         gc.collect()
+    common.set(f"worked/{world.rank}", "1")
+    if world.rank == 0:  # the others still talk to the last job's store
+        for other in range(world.size):
+            common.wait_for(f"worked/{other}", f"rank {other} to end its last job")
 
 
 def completed(cluster: Cluster) -> Record:
@@ -285,7 +301,7 @@ def read_record(probes: Path) -> Record:
         record.weights = load_file(probes / "weights.safetensors")
     for path in sorted(probes.glob("cells-*.safetensors")):
         rank = int(path.stem.split("-")[1])
-        record.micro_batches[rank] = json.loads((probes / f"batches-{rank}.json").read_text())
+        record.micro_batches[rank], record.padded[rank] = json.loads((probes / f"batches-{rank}.json").read_text())
         tensors = load_file(path)
         for name in {name.rsplit("/", 1)[0] for name in tensors}:
             key = _key(name)

@@ -8,11 +8,13 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
 
 from digenrl.callbacks.checkpoint import KEY, Checkpoint
@@ -199,13 +201,29 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: 
     assert DirectoryCheckpointIO().load_checkpoint(previous)["epoch"] == 1
 
 
+class _Alone(SingleDeviceStrategy):
+    """The only trainer; notes the cause of a stop that it is asked for."""
+
+    stop = ""
+
+    @property
+    def control(self) -> _Alone:
+        return self
+
+    def request_stop(self, cause: str) -> None:
+        self.stop = cause
+
+
 class _Trainer:
     """The few attributes of a Trainer that the callback reads; saving fails as often as told."""
 
     def __init__(self, root: Path, failures: int) -> None:
-        self.default_root_dir, self._failures = str(root), failures
+        self.default_root_dir, self._failures, self.strategy = str(root), failures, _Alone(torch.device("cpu"))
         self.current_epoch, self.max_epochs, self.should_stop, self.is_global_zero = 0, 10, False, True
         self.saved: list[str] = []
+        self.global_step = 0
+        self.strategy = SimpleNamespace(version=0, previous=None, shares=SimpleNamespace(state=lambda version: {}))
+        self._checkpoint_connector = SimpleNamespace(_get_loops_state_dict=dict)
 
     def save_checkpoint(self, path: Path) -> None:
         if self._failures > 0:
@@ -218,20 +236,21 @@ def events(root: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
 
 
-def test_training_goes_on_after_a_failed_checkpoint_and_stops_after_three(tmp_path: Path) -> None:
+def test_a_failed_checkpoint_is_told_and_goes_on_only_if_asked_to(tmp_path: Path) -> None:
     module_ = pl.LightningModule()
-    callback, trainer = Checkpoint(every=1), _Trainer(tmp_path, failures=2)
+    callback, trainer = Checkpoint(every=1, on_error="continue"), _Trainer(tmp_path, failures=2)
     for trainer.current_epoch in range(3):
         callback.on_train_epoch_end(trainer, module_)  # type: ignore[arg-type]
     assert trainer.saved == ["step-000003"]
+    assert not trainer.should_stop
     assert [event["kind"] for event in events(tmp_path)] == ["checkpoint_failed", "checkpoint_failed", "checkpoint"]
-    assert "No space left" in events(tmp_path)[0]["cause"]
-    callback, trainer = Checkpoint(every=1), _Trainer(tmp_path, failures=9)
-    for trainer.current_epoch in range(2):
+    assert "No space left on device" in events(tmp_path)[0]["cause"]
+    for callback, epoch in ((Checkpoint(every=1), 0), (Checkpoint(every=1, on_error="continue"), 9)):
+        trainer = _Trainer(tmp_path, failures=9)
+        trainer.current_epoch = epoch  # the last one of a run always counts
         callback.on_train_epoch_end(trainer, module_)  # type: ignore[arg-type]
-    trainer.current_epoch = 2
-    with pytest.raises(OSError, match="three checkpoints in a row"):
-        callback.on_train_epoch_end(trainer, module_)  # type: ignore[arg-type]
+        assert trainer.should_stop
+        assert "could not be written" in trainer.strategy.stop
 
 
 @pytest.mark.parametrize(
@@ -249,5 +268,7 @@ def test_a_checkpoint_is_due_every_few_steps_at_the_end_and_at_a_stop(
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"callbacks\.checkpoint\.every = 0"):
         Checkpoint(every=0)
+    with pytest.raises(ValueError, match="use stop or continue"):
+        Checkpoint(on_error="ignore")
     with pytest.raises(ValueError, match="keep at least 1"):
         DirectoryCheckpointIO(keep=0)

@@ -150,7 +150,7 @@ def test_I4_an_incomplete_or_unscored_group_never_reaches_the_loss() -> None:
     assert board.dropped == [1]
     batches = board.batches((1,))
     assert len(batches) == len(board.batches((0,))), "a dropped group keeps the number of collectives"
-    assert {block.weight for batch in batches for block in batch.blocks} == {0.0}
+    assert not any(batch.blocks for batch in batches), "and a replica trains none of it"
     assert {batch.denominator for batch in batches} == {2 * 4 * 3.0}
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from digenrl import run
-from digenrl.cluster.control import host_store
 from digenrl.cluster.launcher import Launch, launch
 from digenrl.cluster.world import Session, World
 from digenrl.rollout.engine import Generation
@@ -126,7 +126,7 @@ def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_need
 @pytest.mark.parametrize("kept", [False, True])
 def test_ranks_do_not_collect_what_the_launching_process_left(tmp_path: Path, kept: bool) -> None:
     """An earlier store in a reference cycle: its end in a forked rank, where its threads do not run, would abort it."""
-    left: list[object] = [host_store("127.0.0.1", 0)]
+    left: list[object] = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     left.append(left)
     if not kept:
         del left

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.cluster.control import Control, host_store, join_store
+from digenrl.cluster.control import Control
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.strategy.gradients import assert_equal_digests
 from digenrl.transport.link import SocketLink
 from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, attest, buckets, publish, table
@@ -166,9 +168,17 @@ def slow_line(port: int, bytes_per_second: float, opened: threading.Event) -> It
             inbound, _ = server.accept()
             opened.wait(30.0)
             with inbound, socket.create_connection((HOST, port)) as outbound:
+                answers = threading.Thread(target=carry_back, args=(outbound, inbound))
+                answers.start()
                 while data := inbound.recv(1 << 16):
                     outbound.sendall(data)
                     time.sleep(len(data) / bytes_per_second)
+                outbound.shutdown(socket.SHUT_WR)
+                answers.join()
+
+        def carry_back(outbound: socket.socket, inbound: socket.socket) -> None:
+            while data := outbound.recv(1 << 16):
+                inbound.sendall(data)
 
         thread = threading.Thread(target=carry)
         thread.start()
@@ -178,9 +188,10 @@ def slow_line(port: int, bytes_per_second: float, opened: threading.Event) -> It
 
 def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() -> None:
     """The trainer steps on while all four versions are still on the line; each is adopted bit for bit."""
-    store = host_store(HOST)
-    controls = [Control(join_store(HOST, store.port, "slow"), rank, patience=10.0) for rank in range(2)]
-    trainer, rollout = (SocketLink(control, rank, HOST, "token") for rank, control in enumerate(controls))
+    handshake = Handshake()
+    store = StoreServer(socket.create_server((HOST, 0)), handshake)
+    controls = [Control(StoreClient(HOST, store.port, handshake), rank, patience=10.0) for rank in range(2)]
+    trainer, rollout = (SocketLink(control, rank, HOST, handshake) for rank, control in enumerate(controls))
     address = controls[0].get("address/1")
     assert address is not None
     parameters = {"w": torch.zeros(MIB // 4), "v": torch.zeros(100)}
@@ -211,6 +222,7 @@ def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() 
     finally:
         trainer.close()
         rollout.close()
+        store.close()
 
 
 def narrow(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -270,9 +282,10 @@ def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside() -> None:
     """Four nodes by their addresses: the trainer with rollout 1, rollouts 2 and 3, rollout 4. A rank passes on without
     being asked to receive."""
     hosts = ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2", "127.0.0.3"]
-    store = host_store(HOST)
-    controls = [Control(join_store(HOST, store.port, "nodes"), rank, patience=10.0) for rank in range(len(hosts))]
-    links = [SocketLink(control, rank, hosts[rank], "token") for rank, control in enumerate(controls)]
+    ours = Handshake()
+    store = StoreServer(socket.create_server((HOST, 0)), ours)
+    controls = [Control(StoreClient(HOST, store.port, ours), rank, patience=10.0) for rank in range(len(hosts))]
+    links = [SocketLink(control, rank, hosts[rank], ours) for rank, control in enumerate(controls)]
     sent = weights(0.1)
     try:
         publish(3, sent, links[0], {1: [], 2: [3], 4: []}, lambda digest: None)
@@ -288,3 +301,4 @@ def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside() -> None:
     finally:
         for link in links:
             link.close()
+        store.close()

@@ -120,6 +120,20 @@ class Advantage:
         return centred / (_batch_centred(rewards, self.unbiased)[1] + self.eps)
 
 
+def reward_statistics(advantages: Advantages, rewards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Means over the samples of a complete logical batch, the deviation of the optimised sum, and the number of groups
+    that teach nothing. Groups that lack an optimised reward are left out; so is what nobody has scored."""
+    whole = torch.isfinite(advantages.total).all(dim=1)
+    if not whole.any():
+        return {}
+    total = advantages.total[whole]
+    present = {name: row[~row.isnan()] for name, table in rewards.items() for row in [table[whole].double()]}
+    found = {f"reward/{name}": values.mean() for name, values in present.items() if len(values)}
+    found |= {"reward": total.mean(), "reward_std": total.std(unbiased=False)}
+    found["zero_variance_groups"] = advantages.zero_variance[whole].sum()
+    return {name: value.float() for name, value in found.items()}
+
+
 def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
     """(values [P, G] less the mean of all present ones, their deviation); 0 where missing."""
     present = ~values.isnan()

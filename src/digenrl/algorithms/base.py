@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from digenrl.algorithms.advantages import Advantage, Advantages
+from digenrl.algorithms.advantages import Advantage, reward_statistics
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.dump import not_finite
 from digenrl.algorithms.meters import Meters
@@ -35,7 +35,7 @@ SKIPS_IN_A_ROW = 3
 
 
 class PolicyModule(pl.LightningModule):
-    """Base of the algorithms; a subclass gives `cell_losses`."""
+    """Base of the algorithms; a subclass gives `cell_losses`, and `useful` where it knows more."""
 
     needs_final: ClassVar[bool] = False
     """Whether blocks must carry the clean latents `final`."""
@@ -77,7 +77,9 @@ class PolicyModule(pl.LightningModule):
         self._optimizer = optimizer
         self._meters = Meters()
         self._skips_in_a_row = 0
-        self._reached = False
+        self._reached = self._trains = False
+        """Whether the loss is known to reach every trained parameter; whether this rank trained a cell in the update in
+        progress."""
         self._suspect: tuple[TrainBatch, Tensor] | None = None
         """The first micro-batch of the update with a non-finite loss, else the latest, and its loss."""
 
@@ -110,6 +112,11 @@ class PolicyModule(pl.LightningModule):
         """Inside, the policy holds the moving average if there is one (evaluation)."""
         return nullcontext() if self.ema is None else self.ema.copy.swapped(self.policy.trained_parameters())
 
+    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """[P, G] bool: samples whose cells can have a gradient. rewards as in `TrainBatch`; rows of groups that are not
+        complete mean nothing."""
+        return torch.ones_like(next(iter(rewards.values())), dtype=torch.bool)
+
     # ---- one micro-batch
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
@@ -120,37 +127,16 @@ class PolicyModule(pl.LightningModule):
         cells = 0
         for block in batch.blocks:
             live = block.weight != 0.0
-            rows = slice(block.first_sample, block.first_sample + block.samples)
-            losses = self.cell_losses(
-                block if live else _harmless(block), advantages.values[block.group, rows], batch, live
-            )
+            of_rows = advantages.values[block.group, list(block.numbers)]
+            losses = self.cell_losses(block if live else _harmless(block), of_rows, batch, live)
             total = total + block.weight * losses.sum()
             cells += block.samples * len(block.steps) if live else 0
-            self._count_rewards(block, advantages, batch, live)
+        self._trains = self._trains or cells > 0
         loss = total / batch.denominator
         self._meters.update("loss", loss, cells / batch.denominator)
         if self._suspect is None or bool(torch.isfinite(self._suspect[1])):
             self._suspect = batch, loss.detach()
         return loss
-
-    def _count_rewards(self, block: CellBlock, advantages: Advantages, batch: TrainBatch, live: bool) -> None:
-        """Statistics of rewards by cells: each sample has equally many, so these are means over samples."""
-        rows = slice(block.first_sample, block.first_sample + block.samples)
-        cells_per_sample = len(block.steps) if live else 0
-        tables = {f"reward/{name}": table for name, table in batch.rewards.items()} | {"reward": advantages.total}
-        for name, table in tables.items():
-            row = table[block.group, rows]
-            present = ~row.isnan() if live else torch.zeros_like(row, dtype=torch.bool)
-            row = torch.where(present, row, torch.zeros_like(row)).double()
-            count = float(present.sum()) * cells_per_sample
-            self._meters.update(name, row.sum() * cells_per_sample, count)
-            if name == "reward":
-                self._meters.update("reward_square", row.square().sum() * cells_per_sample, count)
-        constant = advantages.zero_variance[block.group].double()
-        self._meters.update(
-            "zero_variance_groups", constant * block.samples * cells_per_sample, block.samples * cells_per_sample
-        )
-        self._meters.update("groups", torch.full_like(constant, float(advantages.total.shape[0])) * live, float(live))
 
     # ---- the update
 
@@ -176,9 +162,14 @@ class PolicyModule(pl.LightningModule):
 
         Raises RuntimeError at the first update for trained parameters that the loss does not reach.
         """
-        if not self._reached:
+        if self._trains and not self._reached:
             self._require_gradients()
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(p.grad is None for p in trained):
+            # Nobody had anything to train. The optimizer moves on as with a gradient of zero, which this is.
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+        parameters = [p for p in trained if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(torch.isfinite(norm))
@@ -230,7 +221,7 @@ class PolicyModule(pl.LightningModule):
         if self._suspect is None:  # torch's own dummy step, which creates the state that a checkpoint fills
             return
         batch, _ = self._suspect
-        self._suspect = None
+        self._suspect, self._trains = None, False
         self.after_update(batch, changed=self._skips_in_a_row == 0)
 
     def after_update(self, batch: TrainBatch, changed: bool) -> None:
@@ -239,18 +230,14 @@ class PolicyModule(pl.LightningModule):
             self.ema.update(self.policy.trained_parameters())
 
     def on_train_batch_end(self, outputs: Any, batch: TrainBatch, batch_idx: int) -> None:
-        """After the RL step's last micro-batch, log its metrics: before callbacks read them at the end of the epoch."""
+        """After the RL step's last micro-batch, log its metrics: before callbacks read them at the end of the epoch.
+        Every rank has all rewards by then."""
         if self.trainer.is_last_batch:
-            self._log_step()
+            self._log_step(batch)
 
-    def _log_step(self) -> None:
-        found = self._meters.collect()
-        square = found.pop("reward_square", None)
-        if square is not None:
-            found["reward_std"] = (square - found["reward"].square()).clamp(min=0).sqrt()
-        groups = found.pop("groups", None)
-        if groups is not None:
-            found["zero_variance_groups"] = found["zero_variance_groups"] * groups
+    def _log_step(self, batch: TrainBatch) -> None:
+        advantages = self.advantage(batch.rewards, batch.reward_weights)
+        found = self._meters.collect() | reward_statistics(advantages, batch.rewards)
         for name, value in found.items():
             self.log(name, value.to(self.device), on_step=False, on_epoch=True, batch_size=1)
 

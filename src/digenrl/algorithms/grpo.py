@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
+from digenrl.algorithms.meters import NOTHING
 from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, mean_square_kl
 from digenrl.algorithms.surrogates import Cells, Surrogate
 from digenrl.diffusion.denoise import Replay, replay
@@ -99,6 +100,20 @@ class GRPO(PolicyModule):
         """GRPO-Guard and Flow-DPPO compare with the rollout's means."""
         return self.surrogate.needs_means
 
+    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """Every surrogate is proportional to the advantage: only a KL term gives a cell of advantage 0 a gradient."""
+        if self.kl_weight > 0:
+            return super().useful(rewards, weights)
+        return self.advantage(rewards, weights).values != 0
+
+    def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
+        """Also keeps the weights that the logical batch begins with, where the surrogate needs them."""
+        keeps = self.surrogate.needs_proximal and self.updates_per_batch > 1
+        if keeps and batch.version != self._batch_start_version:
+            self._batch_start.follow(self.policy.trained_parameters(), 0.0)
+            self._batch_start_version = batch.version
+        return super().training_step(batch, batch_idx)
+
     def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
         """surrogate + kl_weight * KL, [b, K]."""
         if self.needs_means and block.means is None:
@@ -134,12 +149,7 @@ class GRPO(PolicyModule):
     def _proximal(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:
         """[b, K] log-probs under the weights at the beginning of the logical batch; None where these are the present
         ones."""
-        if not self.surrogate.needs_proximal or self.updates_per_batch == 1:
-            return None
-        if batch.version != self._batch_start_version:
-            self._batch_start.follow(self.policy.trained_parameters(), 0.0)
-            self._batch_start_version = batch.version
-        if batch.update == 0:
+        if not self.surrogate.needs_proximal or batch.update == 0:
             return None
         with torch.no_grad(), self._batch_start.swapped(self.policy.trained_parameters()):
             return replay(self.policy, block, self.sde).log_prob
@@ -163,8 +173,8 @@ class GRPO(PolicyModule):
             self._meters.update(f"clip_fraction/stale_{age}", clipped * here, ratio.numel() * here)
             self._meters.update(f"ratio/stale_{age}", ratio.sum() * here, ratio.numel() * here)
             self._meters.peak(f"ratio_max_dev/stale_{age}", deviation, float(here))
-        if self.first_ratio_max_dev is None:
-            self._deviations.append(deviations.flatten() * live)
+        if self.first_ratio_max_dev is None and live:
+            self._deviations.append(deviations.flatten().double())
 
     def on_fit_start(self) -> None:
         """Say what the first ratios are held to."""
@@ -176,27 +186,33 @@ class GRPO(PolicyModule):
     ) -> None:
         """Before the run's first optimizer step, also hold the ratios of all ranks to the bound."""
         if self.first_ratio_max_dev is None:
-            own = self._deviations or [torch.zeros(1, device=self.device)]  # a rank without cells takes part as well
-            deviations = self._everyones(torch.cat(own))
-            self._deviations = []
-            self.first_ratio_max_dev = float(deviations.max())
-            most, bound = float(torch.quantile(deviations.float(), MOST)), self._bound()
-            if self.first_ratio_max_dev > bound:
-                rounding = most <= bound or self.policy.dtype not in RATIO_BOUND
-                remedy = (
-                    f"If it is rounding, set algorithm.ratio_bound={2 * self.first_ratio_max_dev:.1g}"
-                    if rounding
-                    else "Check that trainers and rollouts use equal weights, model.dtype, guidance and "
-                    "model.attention_backend"
-                )
-                raise RuntimeError(
-                    f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, above {bound:g} "
-                    f"({MOST:.1%} quantile {most:.3g}, computed in {str(self.policy.dtype).removeprefix('torch.')}): "
-                    f"replay does not reproduce the rollout. {remedy}; schedule.tsp.batch=1 gives replay the "
-                    "rollout's geometry."
-                )
-            logger.info("max |ratio-1| is %.3g, its %g%% quantile %.3g", self.first_ratio_max_dev, 100 * MOST, most)
+            self._hold_ratios()
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def _hold_ratios(self) -> None:
+        """A collective. Where no rank had a cell, no weight changes either, and the next update is the first."""
+        none = torch.full((1,), NOTHING, dtype=torch.float64, device=self.device)  # a rank without cells takes part too
+        deviations = self._everyones(torch.cat([none, *self._deviations]))
+        deviations, self._deviations = deviations[deviations != NOTHING], []
+        if not len(deviations):
+            return
+        self.first_ratio_max_dev = float(deviations.max())
+        most, bound = float(torch.quantile(deviations, MOST)), self._bound()
+        if self.first_ratio_max_dev > bound:
+            rounding = most <= bound or self.policy.dtype not in RATIO_BOUND
+            remedy = (
+                f"If it is rounding, set algorithm.ratio_bound={2 * self.first_ratio_max_dev:.1g}"
+                if rounding
+                else "Check that trainers and rollouts use equal weights, model.dtype, guidance and "
+                "model.attention_backend"
+            )
+            raise RuntimeError(
+                f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, above {bound:g} "
+                f"({MOST:.1%} quantile {most:.3g}, computed in {str(self.policy.dtype).removeprefix('torch.')}): "
+                f"replay does not reproduce the rollout. {remedy}; schedule.tsp.batch=1 gives replay the "
+                "rollout's geometry."
+            )
+        logger.info("max |ratio-1| is %.3g, its %g%% quantile %.3g", self.first_ratio_max_dev, 100 * MOST, most)
 
     def _everyones(self, values: Tensor) -> Tensor:
         """The values [n] of all trainers together; n may differ from rank to rank."""

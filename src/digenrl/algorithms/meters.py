@@ -1,4 +1,4 @@
-"""Metrics of one RL step that are right when micro-batches and ranks hold unequal numbers of cells."""
+"""Metrics of one RL step that are right when micro-batches and ranks hold unequal numbers of cells, or none."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 NOTHING = -1.0
 """Below every peak."""
 
 
 class Meters(Metric):
-    """Sums with their counts, and peaks, until `collect`. Every rank must use the same names, without cells too.
+    """Sums with their counts, and peaks, until `collect`. A rank without cells need not know the names.
 
     One torchmetrics object for all names: a metric per name would cost some sixty collectives in every RL step.
     """
@@ -25,7 +26,7 @@ class Meters(Metric):
     """[names]."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(**({"dist_sync_fn": gather_all_tensors} | options))
         self.add_state("sums", torch.zeros(0, 2, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("peaks", torch.zeros(0, dtype=torch.float64), dist_reduce_fx="max")
         self._sums: dict[str, tuple[Tensor, float]] = {}
@@ -50,6 +51,7 @@ class Meters(Metric):
 
     def collect(self) -> dict[str, Tensor]:
         """`compute` over all ranks, equal on all of them. Empties the meters."""
+        self._agree()
         if not self._sums:
             return {}
         totals = torch.stack([self._sums[name][0] for name in sorted(self._sums)])
@@ -58,6 +60,20 @@ class Meters(Metric):
         found: dict[str, Tensor] = self.compute()
         self.reset()
         return found
+
+    def _agree(self) -> None:
+        """Every rank gets the names of all, with nothing counted where it met none."""
+        if not self.distributed_available_fn():
+            return
+        own = "\n".join([*(f"sum {name}" for name in self._sums), *(f"peak {name}" for name in self._peaks)])
+        letters = torch.tensor(list(own.encode()), dtype=torch.uint8, device=self.device)
+        for others in self.dist_sync_fn(letters, None):
+            for line in bytes(others.tolist()).decode().splitlines():
+                kind, name = line.split(" ", 1)
+                if kind == "sum":
+                    self._sums.setdefault(name, (torch.zeros((), dtype=torch.float64, device=self.device), 0.0))
+                else:
+                    self._peaks.setdefault(name, torch.tensor(NOTHING, dtype=torch.float64, device=self.device))
 
     def reset(self) -> None:
         """Forget everything."""

@@ -100,8 +100,7 @@ class NFT(PolicyModule):
 
     def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
         """[b, K]."""
-        names = range(block.first_sample, block.first_sample + block.samples)
-        cells = noised(block, range(block.samples), names, self.seed, STREAM)
+        cells = noised(block, range(block.samples), block.numbers, self.seed, STREAM)
         with torch.no_grad(), self.rollout_weights():
             old = cells.velocity(self.policy)
         reference = None

@@ -2,54 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
-from digenrl.record.run_dir import append_event
+from digenrl.record.run_dir import CHECKPOINT_FAILED, append_event, append_urgent, free_space
+from digenrl.types import StepGivenUp
 
 KEY = "digenrl"
 """Our entry in Lightning's checkpoint dictionary."""
 
 
 class Checkpoint(pl.Callback):
-    """Writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run, a requested stop included.
+    """Writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run, a requested stop included: where
+    the step in progress is given up (`StepGivenUp`), the version before it.
 
-    The run's directory is the Trainer's `default_root_dir`.
+    A checkpoint that cannot be written costs none of the older ones and leaves nothing behind. The run's directory is
+    the Trainer's `default_root_dir`.
+
+    Args:
+        every: RL steps between checkpoints.
+        on_error: what follows one that could not be written: "stop" ends the run after the step in progress, with the
+            cause; "continue" goes on and tries again when the next one is due. The last one of a run always counts.
+
+    Raises:
+        ValueError: another value.
     """
 
-    def __init__(self, every: int = 5) -> None:
+    def __init__(self, every: int = 5, on_error: str = "stop") -> None:
         if every < 1:
             raise ValueError(f"callbacks.checkpoint.every = {every}: use at least 1 RL step.")
-        self._every, self._failures = every, 0
+        if on_error not in ("stop", "continue"):
+            raise ValueError(f"callbacks.checkpoint.on_error = {on_error!r}: use stop or continue.")
+        self._every, self._on_error = every, on_error
+        self._finished, self._saved = 0, 0
+        """RL steps finished, and those in the newest checkpoint."""
+        self._progress: dict[str, Any] = {}
+        """Entries of a checkpoint as they were when the last step was finished, but for the weights."""
+        self._weights: dict[str, Any] = {}
+        """Those of the weights, before the first of several updates."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._finished = self._saved = trainer.current_epoch
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        strategy: Any = trainer.strategy
+        several = strategy.updates_done == 0 and strategy.spec.updates_per_batch > 1
+        if several and self._finished > self._saved and strategy.engine.policy.lora is not None:
+            dumped = _dump(trainer)
+            kept = {name: dumped[name] for name in ("state_dict", "optimizer_states", "algorithm")}
+            self._weights = tree_map(lambda leaf: leaf.to("cpu", copy=True) if torch.is_tensor(leaf) else leaf, kept)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, StepGivenUp):
+            return
+        version = trainer.strategy.version  # type: ignore[attr-defined]
+        if version > self._finished:  # the evaluation after that step was given up
+            self._save(trainer, version, trainer.save_checkpoint, last=True)
+        elif self._finished > self._saved:
+            self._save(trainer, self._finished, partial(self._save_finished, trainer), last=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.current_epoch + 1
-        if step % self._every and step != trainer.max_epochs and not trainer.should_stop:
-            return
-        path = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}"
+        self._finished, self._weights = step, {}
+        last = step == trainer.max_epochs or trainer.should_stop
+        if step % self._every == 0 or last:
+            self._save(trainer, step, trainer.save_checkpoint, last)
+        if self._saved < step:
+            self._progress = {
+                "epoch": trainer.current_epoch,
+                "global_step": trainer.global_step,
+                "loops": deepcopy(trainer._checkpoint_connector._get_loops_state_dict()),
+                KEY: _own(trainer),
+            }
+
+    def _save_finished(self, trainer: pl.Trainer, path: Path) -> None:
+        """Write the checkpoint of the last finished step, from the middle of the next one."""
+        trainer.strategy.save_checkpoint(_dump(trainer) | self._progress | self._weights, path)
+        trainer.strategy.barrier()
+
+    def _save(self, trainer: pl.Trainer, step: int, write: Callable[[Path], None], last: bool) -> None:
+        path, cause = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}", None
         try:
-            trainer.save_checkpoint(path)
-            self._failures = 0
-        except OSError as error:
-            self._failures += 1
-            self._event(trainer, "checkpoint_failed", {"path": str(path), "cause": str(error)})
-            if self._failures >= 3:
-                raise OSError(f"three checkpoints in a row could not be written; the last: {error}") from error
+            write(path)
+        except OSError as error:  # raised by global rank zero alone, while the others wait where it would have gone on
+            cause = _told(path, error)
+            trainer.strategy.barrier("Trainer.save_checkpoint")
+        failed = trainer.strategy.reduce_boolean_decision(cause is not None, all=False)
+        if not failed:
+            self._saved = step
+        elif last or self._on_error == "stop":
+            trainer.should_stop = True
+        if not trainer.is_global_zero:
             return
-        self._event(trainer, "checkpoint", {"path": str(path), "rl_step": step})
+        if cause is None:
+            append_event(trainer.default_root_dir, "checkpoint", {"path": str(path), "rl_step": step})
+            return
+        append_urgent(trainer.default_root_dir, CHECKPOINT_FAILED, {"rl_step": step, "cause": cause})
+        if trainer.should_stop:
+            trainer.strategy.control.request_stop(cause)  # type: ignore[attr-defined]
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint[KEY] = {
-            "rng": torch.get_rng_state(),
-            "version": trainer.strategy.version,  # type: ignore[attr-defined]
-            "previous": trainer.strategy.previous or {},  # type: ignore[attr-defined]
-            "shares": trainer.strategy.shares.state(trainer.strategy.version),  # type: ignore[attr-defined]
-        }
+        checkpoint[KEY] = _own(trainer)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -58,6 +123,25 @@ class Checkpoint(pl.Callback):
         trainer.strategy.previous = checkpoint[KEY]["previous"] or None  # type: ignore[attr-defined]
         trainer.strategy.shares.load(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
 
-    def _event(self, trainer: pl.Trainer, kind: str, facts: dict[str, Any]) -> None:
-        if trainer.is_global_zero:
-            append_event(trainer.default_root_dir, kind, facts)
+
+def _told(path: Path, error: OSError) -> str:
+    """What could not be written and why, how much is free, and what there is to go on from."""
+    newest = path.with_name("last")
+    older = f"the newest whole one is {newest.resolve().name}" if newest.exists() else "there is no older one"
+    cause = f"{error.strerror or error} ({free_space(path.parents[1])})"
+    return f"checkpoint {path.name} could not be written to {path.parent}: {cause}; {older}"
+
+
+def _own(trainer: pl.Trainer) -> dict[str, Any]:
+    strategy: Any = trainer.strategy
+    return {
+        "rng": torch.get_rng_state(),
+        "version": strategy.version,
+        "previous": strategy.previous or {},
+        "shares": strategy.shares.state(strategy.version),
+    }
+
+
+def _dump(trainer: pl.Trainer) -> dict[str, Any]:
+    """The checkpoint of this moment. A collective of the trainers where weights are sharded."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

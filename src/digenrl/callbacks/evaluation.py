@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from digenrl.data import load_prompts
-from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl
+from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl, replaced, unwritten
 from digenrl.rewards.hacking_alarms import canary, of_evaluations
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.types import Prompt
@@ -76,7 +76,11 @@ def measure(
 
 
 def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
-    """Write the first `per_prompt` pictures of each prompt: `media` uint8 [N, ...], `prompts` (N texts), scores [N]."""
+    """Write the first `per_prompt` pictures of each prompt: `media` uint8 [N, ...], `prompts` (N texts), scores [N].
+
+    Raises:
+        OSError: they cannot be written; nothing is left of them.
+    """
     seen: dict[int, int] = {}
     kept = []
     for row, prompt in enumerate(pictures.prompts):
@@ -90,10 +94,8 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
     }
     scores = {name: values[index].numpy() for name, values in pictures.rewards.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")
-    with unfinished.open("wb") as file:
+    with replaced(path) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(file, **(scores | arrays))  # type: ignore[arg-type]  # no array is called allow_pickle
-    unfinished.replace(path)
 
 
 class Evaluation(pl.Callback):
@@ -164,15 +166,22 @@ class Evaluation(pl.Callback):
             raise TypeError(
                 f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use DisaggregatedStrategy"
             )
+        consent = getattr(trainer.strategy, "consent", None)
+        begin = (lambda: None) if consent is None else consent.begin
         with _span(trainer, rl_step):
             with getattr(pl_module, "averaged", nullcontext)():  # the moving average, where there is one
-                local = self.sample(engine, trainer.global_rank, trainer.world_size)
+                local = self.sample(engine, trainer.global_rank, trainer.world_size, begin)
+                begin()
             pictures = self._gather(trainer, local)
             if not trainer.is_global_zero:
                 return
             numbers = self.measure(engine, pictures)
         run_dir = Path(trainer.default_root_dir)
-        save_pictures(run_dir / SAMPLES / f"eval-{rl_step}.npz", pictures, self.saved_per_prompt)
+        samples = run_dir / SAMPLES / f"eval-{rl_step}.npz"
+        try:
+            save_pictures(samples, pictures, self.saved_per_prompt)
+        except OSError as error:
+            unwritten(samples, len(pictures.prompts), error)
         append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
         self._raise_alarms(run_dir, rl_step, pictures, engine)
         for logger in trainer.loggers:
@@ -192,12 +201,17 @@ class Evaluation(pl.Callback):
         for alarm in [*found, *(alarm for alarm in changed if alarm is not None)]:
             append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
 
-    def sample(self, engine: RolloutEngine, rank: int = 0, ranks: int = 1) -> Pictures:
-        """Rank `rank`'s share of the pictures; with one rank all of them, in the order of the prompts."""
+    def sample(
+        self, engine: RolloutEngine, rank: int = 0, ranks: int = 1, before_step: Callable[[], None] = lambda: None
+    ) -> Pictures:
+        """Rank `rank`'s share of the pictures; with one rank all of them, in the order of the prompts. `before_step`:
+        as in `RolloutEngine.evaluate`."""
         share = -(-len(self.prompts) // ranks)
         # A rank without a prompt of its own repeats one: sharded weights need the same forwards everywhere.
         mine = [self.prompts[(rank * share + i) % len(self.prompts)] for i in range(share)]
-        scored = [engine.evaluate([prompt], self.samples_per_prompt, self.seed, self.steps) for prompt in mine]
+        scored = [
+            engine.evaluate([prompt], self.samples_per_prompt, self.seed, self.steps, before_step) for prompt in mine
+        ]
         return Pictures(
             media=torch.cat([part.media.mul(255.0).round().to(torch.uint8).cpu() for part in scored]),
             prompts=tuple(prompt for prompt in mine for _ in range(self.samples_per_prompt)),
@@ -229,8 +243,15 @@ def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
     """[n, ...] of each rank -> [ranks * n, ...] on the CPU, in rank order. A collective of the trainers."""
     if trainer.world_size == 1:
         return local
-    everywhere = trainer.strategy.all_gather(local.to(trainer.strategy.root_device))
+    with _waiting(trainer):
+        everywhere = trainer.strategy.all_gather(local.to(trainer.strategy.root_device))
     return everywhere.flatten(0, 1).cpu()
+
+
+def _waiting(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """Inside, this trainer waits for a slower one, where the strategy keeps a timeline."""
+    spans = getattr(trainer.strategy, "spans", None)
+    return nullcontext() if spans is None else spans.stage("wait straggler")
 
 
 def _span(trainer: pl.Trainer, rl_step: int) -> AbstractContextManager[Any]:

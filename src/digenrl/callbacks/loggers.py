@@ -1,11 +1,9 @@
-"""Weights & Biases that cannot stop a run. (TensorBoard and CSV need no help: configs/logger names Lightning's own.)"""
+"""Weights & Biases without a key or a server. (TensorBoard and CSV are Lightning's own.)"""
 
 from __future__ import annotations
 
 import netrc
 import os
-from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -13,10 +11,10 @@ from urllib.parse import urlparse
 import lightning.pytorch.loggers as pl_loggers
 import wandb
 from lightning.pytorch.loggers.logger import rank_zero_experiment
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 _TROUBLE = (wandb.errors.Error, OSError, TimeoutError)
-"""What W&B raises when its server or its helper process is away; anything else is a defect and is raised."""
+"""What W&B raises when its server or its helper process is away."""
 
 
 def has_key() -> bool:
@@ -32,11 +30,10 @@ def has_key() -> bool:
 
 
 class WandbLogger(pl_loggers.WandbLogger):
-    """Lightning's W&B logger, offline unless a key is there, and never the cause of a failed run.
+    """Lightning's W&B logger, offline unless a key is there.
 
     Offline runs lie in `<save_dir>/wandb`; `wandb sync <directory>` uploads them later. If the server cannot be reached
-    at the start the run is recorded offline; if logging fails later it ends with one warning. metrics.jsonl is complete
-    in every case.
+    at the start the run is recorded offline.
 
     Args:
         save_dir: the run directory.
@@ -63,7 +60,6 @@ class WandbLogger(pl_loggers.WandbLogger):
             offline=offline,
             settings=wandb.Settings(init_timeout=timeout_s, finish_timeout=timeout_s, console="off"),
         )
-        self._given_up = False
 
     @property
     @rank_zero_experiment
@@ -78,20 +74,3 @@ class WandbLogger(pl_loggers.WandbLogger):
             self._offline = True
             self._wandb_init["mode"] = "offline"  # the environment variable that Lightning sets was read already
             return super().experiment
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._attempt(lambda: pl_loggers.WandbLogger.log_metrics(self, metrics, step))
-
-    @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
-        self._attempt(lambda: pl_loggers.WandbLogger.log_hyperparams(self, params))
-
-    def _attempt(self, log: Any) -> None:
-        if self._given_up:
-            return
-        try:
-            log()
-        except _TROUBLE as error:
-            self._given_up = True
-            rank_zero_warn(f"W&B logging ends here: {type(error).__name__}: {error}. metrics.jsonl goes on.")

@@ -11,7 +11,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from digenrl.record.run_dir import METRICS, append_event, append_jsonl
+from digenrl.record.run_dir import METRICS, append_event, append_jsonl, hold_reserve
+from digenrl.types import StepGivenUp
 
 
 class Recorder(pl.Callback):
@@ -29,6 +30,7 @@ class Recorder(pl.Callback):
         self._step_began = time.monotonic()
         self._first_epoch_of_fit = trainer.current_epoch
         if trainer.is_global_zero:
+            hold_reserve(trainer.default_root_dir)
             kind = "resume" if trainer.current_epoch or trainer.global_step else "start"
             facts = {"rl_step": trainer.current_epoch, "trainers": trainer.world_size}
             append_event(trainer.default_root_dir, kind, facts)
@@ -58,7 +60,7 @@ class Recorder(pl.Callback):
             append_event(trainer.default_root_dir, "stop", facts)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        interrupted = isinstance(exception, KeyboardInterrupt)
+        interrupted = isinstance(exception, (KeyboardInterrupt, StepGivenUp))
         if interrupted and not trainer.is_global_zero:
             return
         facts = {

@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from digenrl import config as configuration
 from digenrl.config.help import Arguments, RunDirectory, own_command
+from digenrl.config.stored import read_stored
+from digenrl.rewards.needs import require_weights
 
 MIRRORS = {
     "data.heldout": "callbacks.evaluation.heldout_prompts",
@@ -48,9 +50,8 @@ class Request(Arguments):
     data: str | None = Field(None, description="prompt file; null: the run's own held-out prompts")
 
 
-def mirrored(run: Path, words: Sequence[str]) -> list[str]:
-    """`words`, each repeated for the key that follows it in the run's configuration (see `MIRRORS`)."""
-    stored = OmegaConf.load(run / "config.yaml")
+def mirrored(stored: DictConfig, words: Sequence[str]) -> list[str]:
+    """`words`, each repeated for the key that follows it in the `stored` configuration (see `MIRRORS`)."""
     found = list(words)
     for word in words:
         key, _, value = word.partition("=")
@@ -67,14 +68,12 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
         words: changes of the run's configuration.
 
     Raises:
-        ConfigError: a change that the run's configuration does not allow.
+        ConfigError: no such run, or a change that its configuration does not allow.
         NoCheckpoint: step=last, but the run has no whole checkpoint.
-        ValueError: no such run, or its configuration has no evaluation callback.
+        ValueError: the run's configuration has no evaluation callback.
     """
-    if not (request.run / "config.yaml").is_file():
-        raise ValueError(f"run={request.run}: no config.yaml there; name a run directory.")
     changes = [*([f"data.heldout={request.data}"] if request.data else []), *words]
-    composed = configuration.load([f"resume={request.run}", *mirrored(request.run, changes)])
+    composed = configuration.load(mirrored(read_stored(request.run, "run")[0], changes), stored=request.run)
     for note in composed.notes:
         print(note, file=sys.stderr)
     config = composed.config
@@ -83,6 +82,8 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
         scoring = configuration.load([f"reward={request.reward}"]).config.reward
     if "evaluation" not in (config.callbacks or {}):
         raise ValueError(f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; add one")
+
+    require_weights(scoring)
 
     # torch is imported only now, so that a mistyped word is refused at once.
     from digenrl.callbacks.evaluation import Evaluation, Pictures

@@ -1,6 +1,7 @@
 """`make export RUN=...`: a run's trained weights as a plain diffusers pipeline loads them, with a model card.
 
-    python -m digenrl.cli.export run=RUN [out=FOLDER] [weights=evaluated|trained|average] [allow_targets=[PACKAGE]]
+    python -m digenrl.cli.export run=RUN [out=FOLDER] [weights=evaluated|trained|average]
+        [allow_targets=[PACKAGE]] [confirm_hosts=[HOST]]
 
 Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, README.md with the run's
 curves, and the last evaluation's samples as PNG or MP4. The weights are those that the run evaluates with: the moving
@@ -43,14 +44,14 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
     """Build the run's policy, give it the checkpoint's weights, write the folder and return it.
 
     Args:
-        words: what the run's configuration must be loaded with: `allow_targets`, which only the command line may say.
+        words: what only the command line may say about the run's configuration: `allow_targets`, `confirm_hosts`.
 
     Raises:
         ConfigError: no such run.
         NoWeights: no whole checkpoint, or no moving average in it.
         digenrl.models.diffusers_export.ExportError: what was written could not be read back.
     """
-    composed = configuration.load([f"resume={request.run}", *words])
+    composed = configuration.load(words, stored=request.run)
     out = request.out or request.run / "export"
 
     # torch is imported only now, so that a mistyped word is refused at once.
@@ -103,7 +104,7 @@ def read_weights(checkpoint: Path, weights: str) -> tuple[dict[str, Any], str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0; 2 when arguments, run or configuration do not fit; 1 without usable weights."""
-    allowance = [word for word in arguments if word.startswith("allow_targets=")]
+    allowance = [word for word in arguments if word.startswith(("allow_targets=", "confirm_hosts="))]
     own = [word for word in arguments if word not in allowance]
     return own_command(
         Request, __doc__, own, lambda request, _: print(export(request, allowance)), failures=RuntimeError

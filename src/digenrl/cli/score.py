@@ -16,7 +16,6 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from digenrl import prompts
 from digenrl.config import ConfigError, config_directory, group_options, instantiate, problems_of
 from digenrl.config.compose import KnownKeys, compose_words
 from digenrl.config.help import configuration_help, show, wants_help
+from digenrl.rewards.needs import require_weights, unscorable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,6 +77,10 @@ def reward_config(argv: Sequence[str], name: str) -> DictConfig:
     problems += problems_of(config, name, KnownKeys(config, name), ())
     if problems:
         raise ConfigError(problems)
+    try:
+        require_weights(config.reward)
+    except ValueError as error:
+        raise ConfigError(str(error).splitlines()) from None
     return config
 
 
@@ -99,13 +103,10 @@ def score(config: DictConfig) -> Path:
             f"{config.images} holds {len(files)} pictures or videos, {config.prompts} {len(asked)} prompts: "
             "give one prompt a file, in the files' order of name."
         )
+    if problems := unscorable(config.reward, [(f"{config.prompts}:{line}", prompt) for line, prompt in asked]):
+        raise ValueError("\n".join(problems))
     suite = reward_suite(config)
     try:
-        for line, prompt in asked:
-            try:
-                suite.check_prompts([prompt])
-            except ValueError as error:
-                raise ValueError(f"{config.prompts}:{line}: {error}") from error
         rows = list(_rows(config, suite, files, [prompt for _, prompt in asked]))
         failures = suite.failures()
     finally:
@@ -134,30 +135,40 @@ def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
 def _rows(
     config: DictConfig, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[dict[str, Any]]:
-    """One entry of scores.json per file; at most `batch` files of equal size are in memory."""
+    """One entry of scores.json per file."""
     import torch
 
-    from digenrl.rewards.media_files import read_media
     from digenrl.rewards.suite import combine
 
-    step = max(1, config.batch)
-    for start in range(0, len(files), step):
-        loaded = [
-            (file, prompt, read_media(file, config.max_frames))
-            for file, prompt in zip(files[start : start + step], asked[start : start + step], strict=True)
-        ]
-        for _, same in groupby(loaded, key=lambda entry: entry[2].shape):
-            group = list(same)
-            media = torch.stack([entry[2] for entry in group])
-            scores = suite.score(media, [entry[1] for entry in group], heldout=config.heldout)
-            total = combine(scores, suite.weights)
-            for row, (file, prompt, _) in enumerate(group):
-                yield {
-                    "file": file.name,
-                    "prompt": prompt.text,
-                    "score": _number(total[row]),
-                    "rewards": {name: _number(values[row]) for name, values in scores.items()},
-                }
+    for group in _batches(config, files, asked):
+        media = torch.stack([entry[2] for entry in group])
+        scores = suite.score(media, [entry[1] for entry in group], heldout=config.heldout)
+        total = combine(scores, suite.weights)
+        for row, (file, prompt, _) in enumerate(group):
+            yield {
+                "file": file.name,
+                "prompt": prompt.text,
+                "score": _number(total[row]),
+                "rewards": {name: _number(values[row]) for name, values in scores.items()},
+            }
+
+
+def _batches(
+    config: DictConfig, files: Sequence[Path], asked: Sequence[Prompt]
+) -> Iterator[list[tuple[Path, Prompt, Tensor]]]:
+    """Neighbours of equal size that are scored together: at most `batch`, and at most `max_pixels` in all."""
+    from digenrl.rewards.media_files import read_media
+
+    group: list[tuple[Path, Prompt, Tensor]] = []
+    for file, prompt in zip(files, asked, strict=True):
+        media = read_media(file, config.max_frames, config.max_pixels)
+        fits = (len(group) + 1) * media[..., 0, :, :].numel() <= config.max_pixels
+        if group and not (fits and len(group) < config.batch and media.shape == group[0][2].shape):
+            yield group
+            group = []
+        group.append((file, prompt, media))
+    if group:
+        yield group
 
 
 def _number(value: Tensor) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,17 +12,31 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl import devices, run
-from digenrl.cluster.attach import Place, attach, check_allocation
+from digenrl.cluster.attach import Place, attach, check_allocation, scheduler_limit
+from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.world import Session, World
 from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
 from digenrl.display import Display, final_table
 from digenrl.emulate import durations
 from digenrl.preflight import expected_seconds, memory_lines
-from digenrl.record.run_dir import LAUNCH, append_event
+from digenrl.record.attempt import ResumeAttempt
+from digenrl.record.run_dir import LAUNCH, METRICS, append_event
 from digenrl.report.build import close, finish
+from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.simulate.hardware import numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
+
+_LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
+"""`allocation.stop_grace_s=auto`: so many times the longest of the last ten steps, and no less than so many seconds;
+before the first step, seconds."""
+
+
+def ranks(composed: Composed) -> int:
+    """Ranks of a settled run."""
+    return sum(_counts(composed))
 
 
 def check_devices(composed: Composed, place: Place | None) -> None:
@@ -42,12 +57,22 @@ def check_devices(composed: Composed, place: Place | None) -> None:
         devices.check(composed.config, {rank: place.local_rank}, place.local_size, devices.found())
 
 
-def _announce(composed: Composed, run_dir: Path) -> None:
+def checkpoint_of(composed: Composed) -> Path | None:
+    """The checkpoint that a resumed run continues from; None for a new run.
+
+    Raises:
+        CheckpointError: the run has no whole checkpoint.
+    """
+    say = partial(print, file=sys.stderr)
+    return newest_valid(composed.run_dir / "checkpoints", say) if composed.resumed else None
+
+
+def _announce(composed: Composed, run_dir: Path, checkpoint: Path | None) -> None:
     """Record the launch, and say what is going to run."""
     trainers, rollouts = _counts(composed)
     world = {"trainer": trainers, "rollout": rollouts}
     append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides)})
-    lines = _described(composed.config, trainers, rollouts, run_dir, _newest(composed, run_dir))
+    lines = _described(composed.config, trainers, rollouts, run_dir, checkpoint)
     print("\n".join([*composed.notes, *lines, *memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
 
 
@@ -69,15 +94,19 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
     return lines + ([f"resume    {checkpoint}"] if checkpoint else [])
 
 
-def fork(composed: Composed) -> tuple[Path, Outcome]:
+def fork(
+    composed: Composed, checkpoint: Path | None, attempt: ResumeAttempt | None, signals: StopSignals
+) -> tuple[Path, Outcome]:
     """Start every rank on this machine, and show the run until the last one is gone; returns as `join`.
 
-    Raises:
-        CheckpointError: a resumed run has no whole checkpoint.
+    Args:
+        checkpoint: what a resumed run continues from.
+        attempt: at resuming; None for a new run.
     """
     settings, (trainers, rollouts) = composed.config, _counts(composed)
+    signals.count_all()  # what exists from here on is ended in order
     run_dir = prepare_run_dir_or_exit(composed)
-    _announce(composed, run_dir)
+    _announce(composed, run_dir, checkpoint)
     display: Display | None = None
 
     def tick(states: Callable[[], dict[int, str]]) -> None:
@@ -89,11 +118,6 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         if display is not None:
             display.close()
 
-    def orphaned(cause: str) -> None:
-        close(run_dir, "failed", cause)
-        print(run_dir, flush=True)
-        _say_end(run_dir, "failed", cause)
-
     most = settings.allocation.max_lost_rollouts
     if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
         most = 0
@@ -101,7 +125,7 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         partial(
             run.fit,
             settings,
-            _newest(composed, run_dir),
+            checkpoint,
             durations(composed, trainers, rollouts),
             expected_seconds(composed, trainers, rollouts),
         ),
@@ -109,9 +133,14 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         rollouts,
         run_dir,
         max_lost=None if most == "auto" else most,
+        handshake=Handshake(**settings.handshake),
+        limits=Limits(**settings.limits),
+        stop_grace=partial(_stop_grace, settings, run_dir),
+        stop_save_s=settings.allocation.stop_save_s,
+        signals=signals,
         on_tick=tick,
         on_end=end,
-        on_orphaned=orphaned,
+        on_orphaned=partial(_end_alone, attempt, run_dir),
     )
     try:
         return run_dir, launch(plan)
@@ -119,8 +148,13 @@ def fork(composed: Composed) -> tuple[Path, Outcome]:
         return run_dir, Outcome("failed", str(error), 1)
 
 
-def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
+def join(
+    composed: Composed, place: Place, checkpoint: Path | None, attempt: ResumeAttempt | None, signals: StopSignals
+) -> tuple[Path, Outcome]:
     """Be the rank that torchrun or SLURM started; returns the run directory and how the run ended.
+
+    Args:
+        checkpoint: what a resumed run continues from.
 
     Raises:
         ValueError: the allocation does not fit the processes that were started, or they share no directory.
@@ -128,8 +162,9 @@ def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
     trainers, rollouts = _counts(composed)
 
     def prepare() -> Path:
+        signals.count_all()  # what exists from here on is ended in order
         run_dir = prepare_run_dir_or_exit(composed)
-        _announce(composed, run_dir)
+        _announce(composed, run_dir, checkpoint)
         return run_dir
 
     def rank_main(world: World, session: Session) -> None:
@@ -137,16 +172,21 @@ def join(composed: Composed, place: Place) -> tuple[Path, Outcome]:
             devices.take(world.local_rank)
             devices.claim(session, world.rank)
         sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
-        run.fit(composed.config, _newest(composed, session.run_dir), sleeps, expected, world, session)
+        run.fit(composed.config, checkpoint, sleeps, expected, world, session)
 
     check_allocation(place, trainers, rollouts)
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)
-    return attach(place, numbers, trainers, prepare, rank_main)
+    handshake, limits = Handshake(**composed.config.handshake), Limits(**composed.config.limits)
+    end, grace = partial(_end_alone, attempt), partial(_stop_grace, composed.config)
+    return attach(place, numbers, trainers, prepare, rank_main, handshake, limits, end, grace, signals)
 
 
-def report(run_dir: Path, outcome: Outcome) -> None:
-    """Write summary, trace, pictures and report, and show the end of the run."""
+def report(run_dir: Path, outcome: Outcome, attempt: ResumeAttempt | None) -> None:
+    """Write summary, trace, pictures and report, and show the end of the run. A resume that ended before its ranks had
+    loaded the checkpoint is undone instead, and those of the run stay."""
     cause = None if outcome.cause is None else redact_text(outcome.cause)
+    if outcome.status != "completed" and attempt is not None and attempt.undone():
+        return _say_end(run_dir, outcome.status, cause, undone=True)
     summary = finish(run_dir, outcome.status, cause)
     Console(stderr=True).print(final_table(summary))
     for loss in summary["lost"]:
@@ -155,18 +195,42 @@ def report(run_dir: Path, outcome: Outcome) -> None:
         _say_end(run_dir, outcome.status, cause)
 
 
+def _end_alone(attempt: ResumeAttempt | None, run_dir: Path, cause: str) -> None:
+    """Close a run whose launcher, or process 0, can no longer do so."""
+    undone = attempt is not None and attempt.undone()
+    if not undone:
+        close(run_dir, "failed", cause)
+    print(run_dir, flush=True)
+    _say_end(run_dir, "failed", cause, undone)
+
+
 def _counts(composed: Composed) -> tuple[int, int]:
     """(trainers, rollouts) of a settled run."""
     return composed.config.allocation.trainers, composed.config.allocation.rollouts
 
 
-def _newest(composed: Composed, run_dir: Path) -> Path | None:
-    """The checkpoint that a resumed run continues from."""
-    return newest_valid(run_dir / "checkpoints") if composed.resumed else None
+def _stop_grace(config: DictConfig, run_dir: Path) -> float:
+    """Seconds that a stop leaves to the step in progress, said on standard error."""
+    seconds = config.allocation.stop_grace_s
+    if seconds == "auto":
+        measured = [row["step_s"] for row in JsonlTail(run_dir / METRICS).read() if is_number(row.get("step_s"))]
+        wanted = max(_LEAST_S, _LONGEST_STEPS * max(measured[-10:])) if measured else _UNKNOWN_STEP_S
+        seconds = min(wanted, scheduler_limit(time.time()) / 2)  # the other half is for saving
+    print(
+        f"stopping after the step in progress, for which there are {seconds:.0f} s; a second signal gives it up. "
+        "Finished steps are saved either way.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return float(seconds)
 
 
-def _say_end(run_dir: Path, status: str, cause: str | None) -> None:
+def _say_end(run_dir: Path, status: str, cause: str | None, undone: bool = False) -> None:
     """Say why a run ended early, and the way on where there is one."""
     print(f"{status}: {cause}", file=sys.stderr, flush=True)
-    if any((run_dir / "checkpoints").glob("step-*")):
+    if undone:
+        print(
+            f"the checkpoint was not loaded, and the run is as it was; see {run_dir}/logs", file=sys.stderr, flush=True
+        )
+    elif any((run_dir / "checkpoints").glob("step-*")):
         print(f"to continue: make resume RUN={run_dir}", file=sys.stderr, flush=True)

@@ -1,35 +1,50 @@
 """Ranks that somebody else started: torchrun, SLURM.
 
-Under torchrun the elastic agent's store serves, and any death ends the job (torchrun stops all workers). Under SLURM
-process 0 hosts the store and leaves last. In both, `allocation` must add up to the number of processes, the hardware
-profile says which of them train, and the run directory must be on a file system that all machines share.
+Process 0 hosts the run's store and leaves last; any death ends the job (torchrun stops all workers). `allocation` must
+add up to the number of processes, the hardware profile says which of them train, and the run directory must be on a
+file system that all machines share: in it, process 0 leaves the store's address and the run's token in a file that its
+user alone can read. The others learn the directory's path from a store that anybody may write (torchrun's own; under
+SLURM process 0's), so they take no file of another user and none of another job.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
+import math
 import os
 import re
-import secrets
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from queue import Empty
 
 import torch.distributed as dist
 
-from digenrl.cluster.control import Control, host_store, join_store
+from digenrl.cluster.control import Control
+from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.signals import StopSignals, obeyed
+from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
+from digenrl.cluster.vitals import judge_heartbeats, start_heartbeat
 from digenrl.cluster.world import Session, World
 
-LEAVE_S = 12.0
-"""How long process 0 waits for the others to leave, a little longer than a link takes to close; ABORT_GRACE_S after a
-failure. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
+LEAVE_MORE_S = 2.0
+"""How much longer than `Limits.leave_s`, in which links close, process 0 waits for the others to leave; after a failure
+ABORT_GRACE_S. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
+ACCESS = "access.json"
+"""In the run directory while the run lasts: the store's address and the run's token, mode 0600."""
+SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
+"""KillWait as SLURM has it by default; how long before a job's end its signal announces that end."""
 SOMEWHERE = "192.0.2.1"
 """An address of no machine (RFC 5737): the route to it begins at this machine's outward address."""
 
@@ -46,7 +61,7 @@ class Place:
     port: int
     prefix: str
     hosts_store: bool
-    """This process must host the store (no agent does)."""
+    """This process must host the store at `address` (no agent does)."""
     local_size: int = 1
     """Processes on this machine."""
 
@@ -127,37 +142,45 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
     return counts[int(environment["SLURM_NODEID"])]
 
 
+def scheduler_limit(now: float, environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds between a signal that comes at Unix second `now` and SIGKILL, as the scheduler has it; infinity where
+    nobody says so. SLURM's own: what is left of the job in its last ten minutes (`--signal`), otherwise its KillWait
+    (`scancel`)."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return float(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    if "SLURM_JOB_ID" in environment:
+        left = float(environment.get("SLURM_JOB_END_TIME", "0")) - now
+        return left if SLURM_KILL_WAIT_S < left < SLURM_ANNOUNCED_S else SLURM_KILL_WAIT_S
+    return math.inf
+
+
 @contextmanager
-def _stop_on_signals(control: Control) -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT ask for a clean stop after the step in progress (SLURM's --signal, torchrun's end).
-    Afterwards they are ignored: an agent that sees one rank leave sends SIGTERM to the others, of which process 0 may
-    still write the report.
+def _stop_on_signals(signals: StopSignals, control: Control, grace: Callable[[], float]) -> Iterator[None]:
+    """Inside, a stop signal asks for a clean stop after the step in progress (SLURM's --signal, torchrun's end); the
+    second one, or the end of the grace, gives that step up. One that came before counts too. Afterwards they are
+    ignored: an agent that sees one rank leave sends SIGTERM to the others, of which process 0 may still write the
+    report.
 
-    The handler only wakes a thread: the main thread may hold the lock of its own store client.
+    A thread does so: the main thread may hold the lock of its own store client.
     """
-    asked, over = threading.Event(), threading.Event()
-    causes: list[str] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        causes.append(f"signal {signal.Signals(number).name}")
-        asked.set()
+    signals.count_all()
 
     def watch() -> None:
-        asked.wait()
-        if not over.is_set():
-            control.request_stop(causes[0])
+        if number := signals.requests.get():
+            control.set("signal", str(number))
+            control.request_stop(f"signal {signal.Signals(number).name}")
+            with suppress(Empty):
+                number = signals.requests.get(timeout=0.0 if control.get("first_step") is None else grace())
+            if number:
+                control.set("give_up", "1")
 
     threading.Thread(target=watch, name="stop-on-signals", daemon=True).start()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        signal.signal(number, handle)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in obeyed():
             signal.signal(number, signal.SIG_IGN)
-        over.set()
-        asked.set()
+        signals.requests.put(0)
 
 
 def check_allocation(place: Place, trainers: int, rollouts: int) -> None:
@@ -180,56 +203,133 @@ def attach(
     trainers: int,
     prepare: Callable[[], Path],
     rank_main: Callable[[World, Session], None],
+    handshake: Handshake,
+    limits: Limits,
+    on_hang: Callable[[Path, str], None],
+    stop_grace: Callable[[Path], float],
+    signals: StopSignals,
 ) -> tuple[Path, Outcome]:
     """Run this process's rank to its end; returns the run directory and how it ended.
 
     Args:
         ranks: rank of every started process; the first `trainers` ranks train.
         prepare: makes the run directory; called by process 0 alone, the others learn its path from the store.
-        rank_main: as in `launcher.Launch`.
+        handshake: the limits of this process, and the token where it is process 0.
+        limits: how long ranks are waited for.
+        on_hang: called with the run directory and the cause where process 0 hangs and can report nothing itself.
+        rank_main, stop_grace, signals: as in `launcher.Launch`; the grace is told the run directory.
     """
-    server: dist.TCPStore | None = None
-    if place.hosts_store:
-        server = host_store(place.host, place.port)
-    control = Control(join_store(place.address, place.port, place.prefix), place.rank)
+    notices = _notices(place)
+    server: StoreServer | None = None
     if place.rank == 0:
-        run_dir = prepare()
-        control.set("token", secrets.token_hex(16))
-        control.set("epoch", repr(time.time()))
-        control.set("run_dir", str(run_dir.absolute()))
-    run_dir = Path(control.wait_for("run_dir", "process 0 to make the run directory"))
+        run_dir = prepare().absolute()
+        server = StoreServer(socket.create_server((place.host, 0), backlog=4096), handshake)
+        _leave_access(run_dir, place, server, handshake)
+        notices.set("run_dir", str(run_dir))
+    run_dir = _learn_run_dir(notices, place, limits.start_s)
+    session = replace(_take_access(run_dir, place, handshake), limits=limits)
+    world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
+    if place.rank == 0:
+        names = {rank: f"rank {rank} ({'trainer' if rank < trainers else 'rollout'})" for rank in ranks}
+        judge_heartbeats(session, names, partial(on_hang, run_dir))
+    start_heartbeat(session, world.rank)
+    control, watcher = (Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2))
+    outcome = Outcome()
+    try:
+        with _stop_on_signals(signals, watcher, partial(stop_grace, run_dir)):
+            rank_main(world, session)
+        if (cause := control.get("stop")) is not None:
+            number = control.get("signal")
+            outcome = Outcome("stopped", cause, EXIT_STOPPED if number is None else 128 + int(number))
+    except Exception as error:
+        cause = f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
+        with suppress(StoreLost):
+            cause = control.get("abort") or cause
+            control.abort(cause)
+        outcome = Outcome("failed", cause, 1)
+    with suppress(StoreLost):  # process 0 is gone
+        control.set(f"left/{place.rank}", "1")
+    if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
+        _wait_until_left(
+            control, place.size, limits.leave_s + LEAVE_MORE_S if outcome.status != "failed" else ABORT_GRACE_S
+        )
+    if server is not None:
+        (run_dir / ACCESS).unlink(missing_ok=True)
+        server.close()
+    return run_dir, outcome
+
+
+def _notices(place: Place) -> dist.Store:
+    """The store on which process 0 says where the run directory is: an agent's, or process 0's."""
+    host, limit = place.host if place.hosts_store else place.address, timedelta(seconds=60)
+    try:
+        store = dist.TCPStore(host, place.port, is_master=place.hosts_store, wait_for_workers=False, timeout=limit)
+    except dist.DistError as error:
+        raise OSError(f"no store at {host}:{place.port} for process {place.rank}: {error}") from error
+    return dist.PrefixStore(place.prefix, store)
+
+
+def _learn_run_dir(notices: dist.Store, place: Place, patience: float) -> Path:
+    """Where process 0 says that the run directory is.
+
+    Raises:
+        ValueError: it says nothing, or this machine does not see the directory.
+    """
+    try:
+        notices.wait(["run_dir"], timedelta(seconds=patience))
+        run_dir = Path(notices.get("run_dir").decode())
+    except dist.DistError as error:
+        raise ValueError(
+            f"process {place.rank} on {socket.gethostname()} waited for process 0 to make the run directory; see the "
+            f"output of process 0 ({error})."
+        ) from error
     if not run_dir.is_dir():
         raise ValueError(
             f"process {place.rank} on {socket.gethostname()} does not see the run directory {run_dir}, which process 0 "
             "made: set output_root to a directory that all machines share."
         )
-    session = Session(
-        store_host=place.address,
-        store_port=place.port,
-        prefix=place.prefix,
-        token=control.wait_for("token", "process 0"),
+    return run_dir
+
+
+def _leave_access(run_dir: Path, place: Place, server: StoreServer, handshake: Handshake) -> None:
+    """Write down how to reach the run's store, for this user alone."""
+    access = {"prefix": place.prefix, "host": server.host, "port": server.port, "epoch": time.time()}
+    (run_dir / ACCESS).unlink(missing_ok=True)
+    handle = os.open(run_dir / ACCESS, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        json.dump(access | {"token": handshake.token}, file)
+
+
+def _take_access(run_dir: Path, place: Place, handshake: Handshake) -> Session:
+    """The session that process 0 wrote down.
+
+    Raises:
+        ValueError: the file is another user's or another job's, or others can read it: whoever wrote the path on the
+            store is not process 0.
+    """
+    with (
+        open(os.open(run_dir / ACCESS, os.O_RDONLY | os.O_NOFOLLOW)) as file,
+        tempfile.TemporaryFile(dir=run_dir) as own,
+    ):
+        found, mine = os.fstat(file.fileno()), os.fstat(own.fileno())
+        if found.st_uid != mine.st_uid or found.st_mode & 0o077:
+            raise ValueError(
+                f"{run_dir / ACCESS} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}, wanted are "
+                f"user {mine.st_uid} and 600: start all processes as one user. If you did, somebody else wrote this "
+                f"path on the store at {place.address}:{place.port}."
+            )
+        access = json.load(file)
+    if access["prefix"] != place.prefix:
+        raise ValueError(f"{run_dir} is in use by the job {access['prefix']}, this process belongs to {place.prefix}.")
+    return Session(
+        store_host=access["host"],
+        store_port=access["port"],
+        handshake=replace(handshake, token=access["token"]),
         run_dir=run_dir,
-        epoch=float(control.wait_for("epoch", "process 0")),
+        epoch=access["epoch"],
         host=place.host,
         watched=False,
     )
-    world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
-    watcher = Control(join_store(place.address, place.port, place.prefix), place.rank)
-    outcome = Outcome()
-    try:
-        with _stop_on_signals(watcher):
-            rank_main(world, session)
-        if (cause := control.get("stop")) is not None:
-            outcome = Outcome("stopped", cause, EXIT_STOPPED)
-    except Exception as error:
-        cause = control.get("abort") or f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
-        control.abort(cause)
-        outcome = Outcome("failed", cause, 1)
-    control.set(f"left/{place.rank}", "1")
-    if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
-        _wait_until_left(control, place.size, LEAVE_S if outcome.status != "failed" else ABORT_GRACE_S)
-    del server
-    return run_dir, outcome
 
 
 def _wait_until_left(control: Control, size: int, seconds: float) -> None:

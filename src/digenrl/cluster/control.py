@@ -1,20 +1,17 @@
-"""The control plane: claims, versions, states and flags on a c10d store that the launcher hosts (never a rank).
+"""The control plane: claims, versions, states and flags on the run's store, which the launcher hosts (never a rank).
 
 Every wait is bounded by the abort flag: `check` raises `Aborted` with the cause that somebody wrote, so no rank hangs
-on a peer that is gone. Operations cost about 15 microseconds (one TCP round trip); a client serialises its calls, so
-each thread that waits uses its own clone.
+on a peer that is gone. An operation costs one TCP round trip; threads that share a client take turns.
 """
 
 from __future__ import annotations
 
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 
-import torch.distributed as dist
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.store import StoreClient, StoreLost
 
 
 class Aborted(RuntimeError):
@@ -29,45 +26,36 @@ class Control:
     """A rank's view of the control store.
 
     Args:
-        store: c10d store, already prefixed for this run (and restart).
+        store: this run's store.
         rank: launch rank, for messages.
         patience: longest wait in seconds for something that another rank must do; expired = `Aborted`.
     """
 
-    def __init__(self, store: dist.Store, rank: int, patience: float = 1800.0) -> None:
+    def __init__(self, store: StoreClient, rank: int, patience: float = Limits.start_s) -> None:
         self._store, self._rank, self._patience = store, rank, patience
-        self._lock = threading.Lock()
 
     def add(self, key: str, amount: int) -> int:
         """The sum after adding, from 0: atomic."""
-        with self._lock:
-            return int(self._store.add(key, amount))
+        return self._store.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bool:
-        """Set `key` to `desired` if it holds `expected` ("" = nobody has set it): atomic. `desired` must be a value
-        that the key does not hold yet."""
-        with self._lock:
-            return bool(self._store.compare_set(key, expected, desired).decode() == desired)
+        """Set `key` to `desired` if it holds `expected` ("" = nobody has set it): atomic. Whether it did."""
+        return self._store.swap(key, expected, desired)
 
     def delete(self, key: str) -> None:
-        with self._lock:
-            self._store.delete_key(key)
+        self._store.delete_key(key)
 
     def set(self, key: str, value: str) -> None:
-        with self._lock:
-            self._store.set(key, value)
+        """Everybody finds it from now on."""
+        self._store.set(key, value)
 
     def get(self, key: str) -> str | None:
         """The value, or None if nobody has set it."""
-        with self._lock:
-            return self._store.get(key).decode() if self._store.check([key]) else None
+        return self.get_all([key])[0]
 
     def get_all(self, keys: Sequence[str]) -> list[str | None]:
-        """The values of `keys`, in two round trips; all None unless every key is set."""
-        with self._lock:
-            if not keys or not self._store.check(list(keys)):
-                return [None] * len(keys)
-            return [value.decode() for value in self._store.multi_get(list(keys))]
+        """The values of `keys` at one moment, None where nobody has set one."""
+        return [None if value is None else value.decode() for value in self._store.read(keys)]
 
     def lose(self, rank: int) -> None:
         """Mark a rank as dead while the run goes on; what it announced no longer counts. The launcher alone does so."""
@@ -109,7 +97,7 @@ class Control:
             if rank is not None and rank in self.lost_ranks():
                 raise PeerLost(f"rank {rank} is lost: {what} will not come.")
             if time.monotonic() > deadline:
-                raise Aborted(f"rank {self._rank} waited {self._patience:.0f} s for {what}; nobody gave it in time.")
+                raise Aborted(f"rank {self._rank} waited {self._patience:.0f} s (limits.start_s) for {what}.")
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
         return value
@@ -118,7 +106,7 @@ class Control:
         """Raise `Aborted` with its cause if anybody has aborted the run."""
         try:
             cause = self.get("abort")
-        except (RuntimeError, ConnectionError) as error:  # DistNetworkError is a RuntimeError
+        except StoreLost as error:
             raise Aborted(f"rank {self._rank} lost the control store: the launcher is gone ({error}).") from error
         if cause is not None:
             raise Aborted(f"rank {self._rank} stops: {cause}")
@@ -135,7 +123,7 @@ class Control:
             self.set(f"cause/{self._rank}", cause)
             if fatal:
                 self.abort(f"rank {self._rank} (trainer) {cause}")
-        except RuntimeError:
+        except StoreLost:
             print(f"rank {self._rank} {cause}; the control store is gone, so is the launcher", file=sys.stderr)
 
     def request_stop(self, cause: str) -> None:
@@ -147,34 +135,3 @@ class Control:
     def stopping(self) -> bool:
         """Whether somebody asked for a clean stop (Ctrl-C, SIGTERM, too many missing rewards)."""
         return self.get("stop") is not None
-
-
-def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket for `host_store`. Who connects before the store serves it waits in its backlog.
-
-    Raises:
-        OSError: no port could be bound on `host`.
-    """
-    return socket.create_server((host, port), backlog=4096)
-
-
-def host_store(host: str, port: int = 0, listener: socket.socket | None = None) -> dist.TCPStore:
-    """The store server, in the launcher's process, on `listener` (which it takes over) or on `port` (0 = a free one).
-
-    Raises:
-        OSError: no port could be bound on `host`.
-    """
-    handle = None if listener is None else listener.detach()
-    timeout = timedelta(seconds=60)
-    try:
-        return dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=handle
-        )
-    except dist.DistError as error:
-        raise OSError(f"cannot host the control store on {host}: {error}") from error
-
-
-def join_store(host: str, port: int, prefix: str) -> dist.Store:
-    """A client of the launcher's store, under the run's prefix."""
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-    return dist.PrefixStore(prefix, store)

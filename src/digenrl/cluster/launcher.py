@@ -14,22 +14,27 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import secrets
+import resource
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 
 from digenrl.cluster.claims import StoredClaims
-from digenrl.cluster.control import Aborted, Control, host_store, join_store, listen
-from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
+from digenrl.cluster.control import Aborted, Control
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.signals import StopSignals, held_back
+from digenrl.cluster.store import StoreClient, StoreServer
+from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, oom_kills, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import LOST, append_event
@@ -40,6 +45,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt(3)."""
 ABORT_GRACE_S = 4.0
 """Time that ranks get to leave by themselves after a failure, before SIGKILL."""
+FILES_OF_A_PROCESS, FILES_PER_RANK = 64, 12
+"""Open files: libraries, logs and scorers of one process; connections of one rank, to the store and to another rank."""
 EXIT_STOPPED = 75
 """Exit code of a run that asked to stop itself (EX_TEMPFAIL: fix the cause, then resume)."""
 
@@ -67,15 +74,41 @@ class Launch:
     run_dir: Path
     max_lost: int | None = None
     """Rollout ranks that may die while the run continues; None = all but the last, 0 = any death ends the run."""
-    stop_grace_s: float = 5.0
-    """Ctrl-C: how long ranks may take to finish the step in progress and save, before they are killed."""
+    stop_grace: Callable[[], float] = field(default=lambda: 30.0)
+    """Asked at a stop: seconds for the step in progress. Then trainers give it up, and save the last version."""
+    stop_save_s: float = 60.0
+    """Seconds for that, before ranks are killed."""
+    signals: StopSignals = field(default_factory=StopSignals)
+    """What has been asked of this process so far counts too."""
     host: str = "127.0.0.1"
+    handshake: Handshake = field(default_factory=Handshake)
+    """With a token of its own for each run."""
+    limits: Limits = field(default_factory=Limits)
+    """How long ranks are waited for."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
     """Called several times per second with a function that reads what each rank does (the live display)."""
     on_end: Callable[[], None] = field(default=lambda: None)
     """Called once when every rank is gone, while the store still answers."""
     on_orphaned: Callable[[str], None] = field(default=lambda cause: None)
     """Called with the cause, in a process of its own, when the launcher itself was killed or suspended."""
+
+
+def check_open_files(ranks: int) -> None:
+    """Raise this process's limit of open files as far as it may, for `ranks` ranks.
+
+    Raises:
+        ValueError: they need more.
+    """
+    needed = FILES_OF_A_PROCESS + FILES_PER_RANK * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"{ranks} ranks need {needed} open files in a process, and this machine allows {hard}: raise the limit "
+            f"(ulimit -n {needed}, LimitNOFILE= of systemd), or set a smaller allocation."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def launch(spec: Launch) -> Outcome:
@@ -88,30 +121,30 @@ def launch(spec: Launch) -> Outcome:
     # and die of it.
     gc.collect()
     gc.freeze()
-    listener = listen(spec.host)
-    monitor, port = LauncherMonitor(spec.on_orphaned), listener.getsockname()[1]
-    prefix, epoch = f"run-{secrets.token_hex(4)}", time.time()
-    token = secrets.token_hex(16)
+    listener = socket.create_server((spec.host, 0), backlog=4096)
+    monitor, port = LauncherMonitor(spec.on_orphaned, spec.limits.suspended_s), listener.getsockname()[1]
+    epoch = time.time()
     logs = spec.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     ranks: dict[int, BaseProcess] = {}
-    with _Signals() as signals:
+    with spec.signals, ExitStack() as ended:
         try:
             for rank in range(spec.trainers + spec.rollouts):
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
-                session = Session(spec.host, port, prefix, token, spec.run_dir, epoch, spec.host)
+                session = Session(spec.host, port, spec.handshake, spec.run_dir, epoch, spec.host, spec.limits)
                 log = logs / f"rank-{rank:03d}.log"
                 process = multiprocessing.get_context("fork").Process(
                     target=_child, args=(spec.rank_main, world, session, log, os.getpid(), monitor, listener)
                 )
-                process.start()
+                with held_back():
+                    process.start()
                 ranks[rank] = process
             # Only now, because a fork beside the store's busy threads may inherit a lock that nobody releases.
-            store = host_store(spec.host, port, listener)
-            control = Control(join_store(spec.host, store.port, prefix), rank=-1)
+            ended.callback(StoreServer(listener, spec.handshake).close)
+            control = Control(StoreClient(spec.host, port, spec.handshake), rank=-1)
             for rank in ranks:
                 control.set(heartbeat_key(rank), "0")
-            outcome = _Watch(spec, ranks, control, signals).run()
+            outcome = _Watch(spec, ranks, control).run()
         except Exception as error:
             outcome = _own_failure(error, logs)
         finally:
@@ -127,7 +160,7 @@ def launch(spec: Launch) -> Outcome:
 
 def _own_failure(error: Exception, logs: Path) -> Outcome:
     """The launcher's own mistake, or that of what it calls (the display): the run ends, and says why."""
-    with (logs / "launcher.log").open("a") as file:
+    with suppress(OSError), (logs / "launcher.log").open("a") as file:
         traceback.print_exception(error, file=file)
     return Outcome("failed", f"the launcher raised {type(error).__name__}: {error}; see logs/launcher.log", 1)
 
@@ -148,8 +181,7 @@ def _child(
     monitor.close_in_rank()
     listener.close()
     keep_memory()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all trainers are on this machine
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -160,14 +192,14 @@ def _child(
     try:
         start_heartbeat(session, world.rank)
         rank_main(world, session)
+        control = Control(StoreClient(*session.store), world.rank)
+        control.set(f"left/{world.rank}", "1")
     except Aborted as error:
         print(error, file=sys.stderr)
         code = 1
     except BaseException as error:
         traceback.print_exc()
-        Control(join_store(session.store_host, session.store_port, session.prefix), world.rank).report(
-            world.is_trainer, error
-        )
+        Control(StoreClient(*session.store), world.rank).report(world.is_trainer, error)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -175,11 +207,21 @@ def _child(
 
 
 def mask_secrets() -> None:
-    """Mask secrets in what this rank prints from now on: its output is a file of the run directory. The streams stay
-    the same objects, because logging handlers hold on to them."""
+    """Mask secrets in what this rank prints from now on: its output is a file of the run directory, which a full disk
+    cuts short. The streams stay the same objects, because logging handlers hold on to them."""
     for stream in (sys.stdout, sys.stderr):
-        write = stream.write
-        stream.write = lambda text, write=write: write(redact_text(text))  # type: ignore[method-assign]
+        stream.write = partial(_print, stream.write)  # type: ignore[method-assign]
+        stream.flush = partial(_or_nothing, stream.flush)  # type: ignore[method-assign]
+
+
+def _print(write: Callable[[str], int], text: str) -> int:
+    _or_nothing(partial(write, redact_text(text)))
+    return len(text)
+
+
+def _or_nothing(call: Callable[[], object]) -> None:
+    with suppress(OSError):
+        call()
 
 
 def keep_memory() -> None:
@@ -195,15 +237,22 @@ def keep_memory() -> None:
 class _Watch:
     """Waits for the ranks; turns deaths, hangs and signals into one outcome with one cause."""
 
-    def __init__(self, spec: Launch, ranks: dict[int, BaseProcess], control: Control, signals: _Signals) -> None:
-        self._spec, self._ranks, self._control, self._signals = spec, ranks, control, signals
+    def __init__(self, spec: Launch, ranks: dict[int, BaseProcess], control: Control) -> None:
+        self._spec, self._ranks, self._control, self._signals = spec, ranks, control, spec.signals
         self._outcome = Outcome()
         self._deadline = float("inf")
+        """When the ranks are killed, on the monotonic clock."""
+        self._give_up_at = float("inf")
+        """When the step in progress is given up."""
         self._killed = False
         self._dead: set[int] = set()
+        self._left: set[int] = set()
+        """Ranks that have said that they leave; only then is an exit with code 0 no death."""
+        self._oom_kills = oom_kills()
         self._suspects: dict[int, str] = {}
         """rank -> why the launcher killed it."""
-        self._heartbeats = HeartbeatMonitor(control, {rank: process.pid for rank, process in ranks.items()})
+        pids = {rank: process.pid for rank, process in ranks.items()}
+        self._heartbeats = HeartbeatMonitor(control, pids, spec.limits)
         rollouts = max(0, spec.rollouts - 1)
         self._may_lose = rollouts if spec.max_lost is None else min(spec.max_lost, rollouts)
 
@@ -211,7 +260,9 @@ class _Watch:
         """Until every rank is gone."""
         while True:
             codes = {rank: process.exitcode for rank, process in self._ranks.items()}
-            self._judge({rank: code for rank, code in codes.items() if code and rank not in self._dead})
+            ended = {rank: code for rank, code in codes.items() if code is not None and rank not in self._dead}
+            self._left |= {rank for rank in ended.keys() - self._left if self._control.get(f"left/{rank}") is not None}
+            self._judge({rank: code for rank, code in ended.items() if rank not in self._left})
             alive = {rank: self._ranks[rank] for rank, code in codes.items() if code is None}
             if not alive:
                 if self._outcome.status == "completed" and (cause := self._control.get("stop")) is not None:
@@ -221,9 +272,13 @@ class _Watch:
                 self._suspects[rank] = cause
                 alive[rank].kill()
             self._obey_signals()
-            if time.monotonic() > self._deadline or self._signals.count > 1:
-                self._killed = True
-                _kill(self._ranks)
+            if self._outcome.status == "stopped" and alive.keys().isdisjoint(range(self._spec.trainers)):
+                self._kill_at(time.monotonic() + ABORT_GRACE_S)  # nobody waits for what the rollouts still do
+            if time.monotonic() > self._give_up_at:
+                self._control.set("give_up", "1")  # trainers drop the step, save the version before it, and leave
+                self._kill_at(time.monotonic() + self._spec.stop_save_s)
+            if time.monotonic() > self._deadline and not self._killed:
+                self._kill()
             self._spec.on_tick(self._states)
             connection.wait([process.sentinel for process in alive.values()], timeout=0.2)
 
@@ -239,13 +294,27 @@ class _Watch:
         if not dead or self._killed or self._outcome.status == "failed":
             return
         # A rank killed by a signal could not speak: its peers' lost connections come second.
-        for rank, code in sorted(dead.items(), key=lambda item: (item[1] >= 0, item[0])):
-            cause = self._suspects.get(rank) or _death(rank, code, self._control)
+        for rank, code in sorted(dead.items(), key=lambda item: (item[1] > 0, item[0])):
+            cause = self._suspects.get(rank) or self._death(rank, code)
             if cause is None:
                 return self._fail(self._control.get("abort") or f"{self._name(rank)} exited with code {code}")
             if rank < self._spec.trainers or self._may_lose == 0:
                 return self._fail(f"{self._name(rank)} {cause}")
             self._lose(rank, cause)
+
+    def _death(self, rank: int, code: int) -> str | None:
+        """What a dead rank did ("was killed by ...", "raised ..."), or None when it only left because the run was
+        over."""
+        if code < 0:
+            hint = ""
+            if -code == signal.SIGKILL:
+                short = oom_kills() > self._oom_kills
+                hint = "; the kernel ran out of memory" if short else "; sent from outside, not for lack of memory"
+            return f"was killed by signal {-code} ({signal.Signals(-code).name}{hint})"
+        reported = self._control.get(f"cause/{rank}")
+        if reported is None and (code == 0 or self._control.get("abort") is None):
+            return f"exited with code {code} before the run ended; see logs/rank-{rank:03d}.log"
+        return reported
 
     def _lose(self, rank: int, cause: str) -> None:
         """Go on without a rollout rank: its tasks go back to the others."""
@@ -262,29 +331,38 @@ class _Watch:
         if self._outcome.status != "failed":
             self._outcome.status, self._outcome.cause, self._outcome.exit_code = "failed", cause, 1
             self._control.abort(cause)
-            self._deadline = min(self._deadline, time.monotonic() + ABORT_GRACE_S)
+            self._kill_at(time.monotonic() + ABORT_GRACE_S)
 
     def _obey_signals(self) -> None:
-        """Ctrl-C or SIGTERM: ask the ranks to stop after the step in progress."""
-        if self._signals.count and self._outcome.status == "completed":
-            self._outcome.status, self._outcome.exit_code = "stopped", 128 + self._signals.number
-            self._outcome.cause = f"signal {self._signals.name}"
+        """The first signal, to this process or passed on by a rank: stop after the step in progress. The second one to
+        this process: give that step up. The third: leave at once."""
+        passed_on = self._control.get("signal")
+        if (self._signals.count or passed_on) and self._outcome.status == "completed":
+            number = signal.Signals(self._signals.number or int(passed_on or 0))
+            self._outcome.status, self._outcome.exit_code = "stopped", 128 + number
+            self._outcome.cause = f"signal {number.name}"
             self._control.set("stop", "1")
-            self._deadline = time.monotonic() + self._spec.stop_grace_s
+            if self._control.get("first_step") is None:  # nothing has been trained, so nothing can be lost
+                return self._kill()
+            self._give_up_at = time.monotonic() + self._spec.stop_grace()
+        if self._outcome.status == "stopped" and self._signals.count > 1:
+            self._give_up_at = 0.0
+        if self._outcome.status == "stopped" and self._signals.count > 2:
+            self._deadline = 0.0
+
+    def _kill_at(self, deadline: float) -> None:
+        self._deadline = min(self._deadline, deadline)
+
+    def _kill(self) -> None:
+        """End every rank that is still there."""
+        training = any(self._ranks[rank].exitcode is None for rank in range(self._spec.trainers))
+        if self._outcome.status == "stopped" and training and self._control.get("first_step") is not None:
+            self._outcome.cause = f"{self._outcome.cause}; the trainers had not saved when they were killed"
+        self._killed = True
+        _kill(self._ranks)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({World(rank, self._spec.trainers, self._spec.rollouts).role})"
-
-
-def _death(rank: int, code: int, control: Control) -> str | None:
-    """What a dead rank did ("was killed by ...", "raised ..."), or None when it only left because the run was over."""
-    if code < 0:
-        hint = "; likely out of memory" if -code == signal.SIGKILL else ""
-        return f"was killed by signal {-code} ({signal.Signals(-code).name}{hint})"
-    reported = control.get(f"cause/{rank}")
-    if reported is None and control.get("abort") is None:
-        return f"exited with code {code}; see logs/rank-{rank:03d}.log"
-    return reported
 
 
 def _kill(ranks: dict[int, BaseProcess]) -> None:
@@ -293,25 +371,3 @@ def _kill(ranks: dict[int, BaseProcess]) -> None:
             process.kill()
     for process in ranks.values():
         process.join(timeout=5.0)
-
-
-class _Signals:
-    """Counts SIGINT and SIGTERM while active; the handlers do nothing else."""
-
-    def __init__(self) -> None:
-        self.count, self.number = 0, 0
-
-    @property
-    def name(self) -> str:
-        return signal.Signals(self.number).name
-
-    def __enter__(self) -> _Signals:
-        self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count, self.number = self.count + 1, number

@@ -1,34 +1,45 @@
 """Signs of life: the launcher monitors its ranks, and a small process monitors the launcher.
 
-    rank      -- a counter on the control store, once per second, from a thread of its own -->  launcher
+    rank      -- what its threads do, on the control store, every second, from a thread of its own -->  launcher
     launcher  -- the end of a pipe, and its state in /proc -->  LauncherMonitor
 
 A suspended rank (SIGSTOP stops all of its threads) is seen in /proc within seconds. A rank without heartbeat counts as
 dead only if it uses no processor time either: a library that computes or compiles may hold Python's lock for long.
+A rank hangs when one of its threads shows no progress for much longer than that stage has ever taken (`Limits`). Who
+waits for others is excused while any thread of the run is at work; when all wait, for long, the run hangs.
 Time is counted by the observer's own observations, so a launcher that was itself suspended (Ctrl-Z, then fg) finds
 nobody dead.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import multiprocessing
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 
-from digenrl.cluster.control import Control, join_store
+from digenrl.cluster.control import Control
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.signals import held_back, obeyed
+from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.world import Session
+from digenrl.record.progress import OUTSIDE, Stretch
 
 BEAT_EVERY_S = 1.0
-SUSPENDED_LIMIT_S = 3.0
-"""A process in state T (SIGSTOP, a debugger) for this long counts as dead."""
-SILENT_LIMIT_S = 30.0
-"""So does a rank without heartbeat and processor time; not less, because a file server may stall a process."""
+STACKS = signal.SIGUSR2
+"""A rank that gets it writes the stacks of its threads to its log."""
+_STACKS_S = 0.2
+"""How long that takes."""
+_FIRST = 2.0
+"""`Limits.stage_factor` of a rank's first stretch of a stage, which starts processes, compiles and loads."""
 _CHECK_S = 0.5
 """The launcher is checked this often; no check counts for more than twice that, whatever the clock says."""
 
@@ -53,6 +64,22 @@ def _stat(pid: int | None) -> list[str] | None:
         return None
 
 
+def oom_kills() -> int:
+    """Processes that the kernel has killed for lack of memory: in this process's cgroup where it counts them, else on
+    this machine."""
+    cgroups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    for path in (
+        f"/sys/fs/cgroup{cgroups.get('', '')}/memory.events",
+        f"/sys/fs/cgroup/memory{cgroups.get('memory', '')}/memory.oom_control",
+        "/proc/vmstat",
+    ):
+        with suppress(OSError):
+            counts = [line.split()[1] for line in Path(path).read_text().splitlines() if line.startswith("oom_kill ")]
+            if counts:
+                return int(counts[0])
+    return 0
+
+
 class ConditionTimer:
     """How long a condition has held, by the observer's own observations."""
 
@@ -68,55 +95,177 @@ class ConditionTimer:
 
 
 def start_heartbeat(session: Session, rank: int) -> None:
-    """Count up once per second, in a thread of its own, until the process or the store ends."""
+    """Say once per second what this process does, from a thread of its own, until the process or the store ends; pass a
+    stop signal on."""
+    faulthandler.register(STACKS, file=2)
 
     def run() -> None:
         count = 0
         try:
-            control = Control(join_store(session.store_host, session.store_port, session.prefix), rank)
+            control = Control(StoreClient(*session.store), rank)
             while True:
                 count += 1
-                control.set(heartbeat_key(rank), str(count))
-                time.sleep(BEAT_EVERY_S)
-        except RuntimeError:  # the store is gone; whoever waits for it says so
+                doing = [astuple(stretch) for stretch in session.progress.now()]
+                control.set(heartbeat_key(rank), json.dumps([count, doing]))
+                if not session.watched:  # no launcher: the process has its own handlers
+                    time.sleep(BEAT_EVERY_S)
+                elif (caught := signal.sigtimedwait(obeyed(), BEAT_EVERY_S)) is not None:
+                    control.set("signal", str(caught.si_signo))
+        except StoreLost:  # whoever waits for it says so
             return
 
     threading.Thread(target=run, name=f"heartbeat-{rank}", daemon=True).start()
 
 
+def judge_heartbeats(session: Session, names: Mapping[int, str], on_own: Callable[[str], None]) -> None:
+    """Where no launcher watches, one process judges the heartbeats of all ranks, in a thread of its own. The first
+    verdict aborts the run: ranks that wait for others leave with the cause, and the scheduler ends those that hang.
+
+    Args:
+        names: rank -> how messages call it. The process's own rank comes first.
+        on_own: called with the cause if it is this process that hangs; then it ends.
+    """
+    own = next(iter(names))
+    control = Control(StoreClient(*session.store), own)
+    for rank in names:
+        control.set(heartbeat_key(rank), "0")
+
+    def run() -> None:
+        monitor = HeartbeatMonitor(control, dict.fromkeys(names), session.limits)
+        with suppress(StoreLost):  # the store is gone; whoever waits for it says so
+            while control.get("abort") is None and control.get("done") is None:
+                for rank, cause in monitor.unresponsive(list(names)).items():
+                    control.abort(f"{names[rank]} {cause}")
+                    if rank == own:
+                        faulthandler.dump_traceback(2)
+                        on_own(f"{names[rank]} {cause}")
+                        os._exit(1)
+                time.sleep(BEAT_EVERY_S)
+
+    threading.Thread(target=run, name="judge", daemon=True).start()
+
+
 def heartbeat_key(rank: int) -> str:
-    """Where a rank counts its heartbeats; the launcher sets all of them when the store begins."""
+    """Where a rank leaves its heartbeats; the launcher sets all of them when the store begins."""
     return f"beat/{rank}"
 
 
 class HeartbeatMonitor:
-    """Tells the launcher which of its ranks no longer respond."""
+    """Tells the launcher which of its ranks no longer respond, or hang.
 
-    def __init__(self, control: Control, pids: Mapping[int, int | None]) -> None:
-        self._control, self._pids = control, dict(pids)
+    Args:
+        pids: rank -> its process, None on another machine.
+    """
+
+    def __init__(self, control: Control, pids: Mapping[int, int | None], limits: Limits) -> None:
+        self._control, self._pids, self._limits = control, dict(pids), limits
         self._suspended = {rank: ConditionTimer(1.0) for rank in pids}
         self._silent = {rank: ConditionTimer(2.0 * BEAT_EVERY_S) for rank in pids}
         self._seen: dict[int, tuple[str | None, int]] = {}
+        self._progress = ProgressJudge(limits)
         self._next = 0.0
 
     def unresponsive(self, ranks: list[int]) -> dict[int, str]:
         """Of the living `ranks`, those that no longer respond, each with the cause."""
         found: dict[int, str] = {}
         for rank in ranks:
-            if self._suspended[rank].observe(is_suspended(self._pids[rank])) > SUSPENDED_LIMIT_S:
+            if self._suspended[rank].observe(is_suspended(self._pids[rank])) > self._limits.suspended_s:
                 found[rank] = f"stopped responding (process {self._pids[rank]} is suspended)"
         if time.monotonic() < self._next:
             return found
         self._next = time.monotonic() + BEAT_EVERY_S
-        for rank, count in zip(ranks, self._control.get_all([heartbeat_key(rank) for rank in ranks]), strict=True):
-            sign = (count, cpu_ticks(self._pids[rank]))
-            if self._silent[rank].observe(self._seen.get(rank) == sign) > SILENT_LIMIT_S:
-                found.setdefault(
-                    rank,
-                    f"stopped responding (process {self._pids[rank]} gave no sign of life for {SILENT_LIMIT_S:.0f} s)",
-                )
+        doing: dict[int, list[Stretch]] = {}
+        for rank, beat in zip(ranks, self._control.get_all([heartbeat_key(rank) for rank in ranks]), strict=True):
+            sign = (beat, cpu_ticks(self._pids[rank]))
+            # Elsewhere nobody sees whether it computes: a library may hold Python's lock as long as a stage may take.
+            limit = self._limits.silent_s if self._pids[rank] is not None else self._limits.stage_floor_s
+            if self._silent[rank].observe(self._seen.get(rank) == sign) > limit:
+                found.setdefault(rank, f"stopped responding (it gave no sign of life for {limit:g} s)")
             self._seen[rank] = sign
+            doing[rank] = _stretches(beat)
+        hanging = self._progress.hanging(doing)
+        self._ask_for_stacks([rank for rank in hanging if rank not in found])
+        told = {rank: "; its log has the stacks of its threads" for rank in hanging if self._pids[rank] is not None}
+        return {rank: cause + told.get(rank, "") for rank, cause in hanging.items()} | found
+
+    def _ask_for_stacks(self, ranks: Sequence[int]) -> None:
+        """Have `ranks`, which are about to be killed, say where their threads are."""
+        for rank in ranks:
+            if (pid := self._pids[rank]) is not None:
+                os.kill(pid, STACKS)
+        if ranks:
+            time.sleep(_STACKS_S)
+
+
+def _stretches(beat: str | None) -> list[Stretch]:
+    """What a heartbeat says about the rank's threads; nothing before the first one."""
+    said = json.loads(beat or "0")
+    return [Stretch(*fields) for fields in said[1]] if isinstance(said, list) else []
+
+
+class ProgressJudge:
+    """Decides which ranks hang, from what their threads say that they do."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._last: dict[tuple[int, str], Stretch] = {}
+        """(rank, thread) -> its stretch."""
+        self._lasted: dict[tuple[int, str], ConditionTimer] = {}
+        self._grown: dict[str, float] = {}
+        """Stage -> seconds that its longest stretch, on any rank, allows others."""
+        self._all_wait = ConditionTimer(2.0 * BEAT_EVERY_S)
+
+    def hanging(self, doing: Mapping[int, Sequence[Stretch]]) -> dict[int, str]:
+        """The ranks that hang, each with the cause; called every second with what the threads of every rank do."""
+        if self._limits.stage_factor is None:
+            return {}
+        last, self._last = self._last, {(r, stretch.thread): stretch for r, all_ in doing.items() for stretch in all_}
+        for place, stretch in last.items():
+            if self._last.get(place) != stretch:
+                factor = self._limits.stage_factor if stretch.known else min(_FIRST, self._limits.stage_factor)
+                lasted = self._lasted.pop(place).seconds
+                self._grown[stretch.stage] = max(self._grown.get(stretch.stage, 0.0), factor * lasted)
+        found: dict[int, str] = {}
+        for (rank, thread), stretch in self._last.items():
+            timer = self._lasted.setdefault((rank, thread), ConditionTimer(2.0 * BEAT_EVERY_S))
+            seconds = timer.observe(last.get((rank, thread)) == stretch)
+            limit, key = self._limit(stretch)
+            if seconds > limit and not stretch.waits:
+                found.setdefault(rank, f"hangs in {_named(stretch)}: no progress for {seconds:.0f} s; {_remedy(key)}")
+        # In a collective, who is late cannot be told from those that wait for it.
+        also = {rank: [f"rank {other}" for other in found if other != rank] for rank in found}
+        found = {rank: f"{cause}{_also(also[rank])}" for rank, cause in found.items()}
+        waiting = all(doing.values()) and all(stretch.waits for stretch in self._last.values())
+        if self._all_wait.observe(waiting and self._last == last) > self._limits.stage_floor_s:
+            waits = ", ".join(f"rank {rank}: {stretch.stage}" for (rank, _), stretch in self._last.items())
+            found.setdefault(
+                min(doing),
+                f"hangs, as all ranks wait for each other ({waits}): nobody has been at work "
+                f"for {self._all_wait.seconds:.0f} s; {_remedy('limits.stage_floor_s')}",
+            )
         return found
+
+    def _limit(self, stretch: Stretch) -> tuple[float, str]:
+        """Seconds that a stretch may take, and the key that says so."""
+        limits = self._limits
+        if not stretch.known or stretch.stage == OUTSIDE:
+            return limits.start_s, "limits.start_s"
+        grown = self._grown.get(stretch.stage, 0.0)
+        return max((limits.stage_floor_s, "limits.stage_floor_s"), (grown, "limits.stage_factor"))
+
+
+def _named(stretch: Stretch) -> str:
+    """A stretch in words: its stage, and its thread if that is not the main one."""
+    stage = f"stage {stretch.stage}" if stretch.stage != OUTSIDE else "no stage (its start, a callback, a logger)"
+    return stage if stretch.thread == "main" else f"{stage} (thread {stretch.thread})"
+
+
+def _also(others: Sequence[str]) -> str:
+    return f"; {', '.join(others)} too" if others else ""
+
+
+def _remedy(key: str) -> str:
+    return f"raise {key} if it only needs longer"
 
 
 class LauncherMonitor:
@@ -125,13 +274,16 @@ class LauncherMonitor:
 
     Args:
         on_death: called in that process with the cause.
+        suspended_s: how long the launcher may be in state T.
     """
 
-    def __init__(self, on_death: Callable[[str], None]) -> None:
+    def __init__(self, on_death: Callable[[str], None], suspended_s: float = Limits.suspended_s) -> None:
+        self._suspended_s = suspended_s
         self._read, self._write = os.pipe()
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=self._watch, args=(os.getpid(), on_death))
-        self._process.start()
+        with held_back():
+            self._process.start()
         os.close(self._read)
 
     def close_in_rank(self) -> None:
@@ -143,12 +295,12 @@ class LauncherMonitor:
         with suppress(BrokenPipeError):  # somebody killed the monitor
             os.write(self._write, b".")
         os.close(self._write)
-        self._process.join(timeout=5.0)
+        self._process.join(timeout=1.0)
+        self._process.kill()  # somebody suspended the monitor
+        self._process.join()
 
     def _watch(self, launcher: int, on_death: Callable[[str], None]) -> None:
         os.close(self._write)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # the terminal sends them to everybody; the launcher decides
         suspended = ConditionTimer(2 * _CHECK_S)
         while True:
             ready, _, _ = select.select([self._read], [], [], _CHECK_S)
@@ -157,7 +309,7 @@ class LauncherMonitor:
                     os._exit(0)
                 cause = f"the launcher (process {launcher}) was killed"
                 break
-            if suspended.observe(is_suspended(launcher)) > SUSPENDED_LIMIT_S and os.getppid() == launcher:
+            if suspended.observe(is_suspended(launcher)) > self._suspended_s and os.getppid() == launcher:
                 cause = f"the launcher (process {launcher}) stopped responding (it is suspended)"
                 os.kill(launcher, signal.SIGKILL)  # every rank dies with it
                 break

@@ -7,10 +7,14 @@ no override reaches: Lightning broadcasts on it before every micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
+
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.limits import Limits
+from digenrl.record.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -53,25 +57,27 @@ class World:
 
 @dataclass(frozen=True)
 class Session:
-    """How a rank reaches its run: the control store, the run directory, and the limits of patience."""
+    """How a rank reaches its run: the control store, the run directory, and how long it is waited for."""
 
     store_host: str
     store_port: int
-    prefix: str
-    """Namespace on the store; carries the restart count, so that a restarted run meets no old keys."""
-    token: str
-    """Secret of this run; a data connection without it is dropped."""
+    handshake: Handshake
+    """How ranks of this run, and nobody else, reach the store and each other."""
     run_dir: Path
     epoch: float
     """Wall-clock second that spans call zero."""
     host: str = "127.0.0.1"
     """Address that this rank's data link listens on."""
-    timeout_s: float = 600.0
-    """Limit of a collective among trainers."""
-    patience_s: float = 1800.0
-    """Limit of a wait for another rank."""
+    limits: Limits = field(default_factory=Limits)
+    progress: Progress = field(default_factory=Progress)
+    """What this rank does at the moment; its heartbeat carries it."""
     watched: bool = True
     """A launcher sees every death and judges it. Without one the ranks see to each other: any death ends the run."""
+
+    @property
+    def store(self) -> tuple[str, int, Handshake]:
+        """What a `StoreClient` needs."""
+        return self.store_host, self.store_port, self.handshake
 
 
 class RoleEnvironment(ClusterEnvironment):

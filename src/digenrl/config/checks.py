@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,11 @@ def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterat
             yield (
                 f"{path} = {MASK}: a configuration is written to disk and shown in reports; pass secrets in the "
                 "environment (WANDB_API_KEY, HF_TOKEN, DIGENRL_REWARD_TOKEN)."
+            )
+        elif path.rpartition(".")[2] == "token_env" and not re.fullmatch(r"DIGENRL_\w+", str(value)):
+            yield (
+                f"{path} = {shown(value)}: a reward is sent variables named DIGENRL_... only, so that no configuration "
+                "can ask for another secret; put its token into one of those."
             )
         elif isinstance(value, str) and MASK in value:
             yield f"{path} = {redact_text(value)}: was masked when the run's config.yaml was written; set it again."

@@ -19,10 +19,10 @@ class ConfigError(Exception):
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The entry of `known` most like `name`, or None when nothing is close.
 
-    A dotted key is looked for among the children of its own parent, then by its last part under any parent, then as a
-    whole.
+    A dotted key is looked for among the children of its own parent, then by its last part under any parent (the
+    shortest path first: `sampling.steps` before `sampling.eval.steps`), then as a whole.
     """
-    candidates = sorted(set(known))
+    candidates = sorted(set(known), key=lambda key: (key.count("."), key))
     parent, _, leaf = name.rpartition(".")
     siblings = {its.rpartition(".")[2]: its for its in candidates if its.rpartition(".")[0] == parent}
     leaves = {its.rpartition(".")[2]: its for its in reversed(candidates)}

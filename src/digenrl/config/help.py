@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from digenrl.config.compose import composed, config_directory, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.schema import SCHEMAS, Train
+from digenrl.config.schema import SCHEMAS, Train, may_change
 from digenrl.config.validation import Key, keys_of, problems_by_key, shown
 from digenrl.record.redact import redact_text
 
@@ -119,7 +119,8 @@ def configuration_help(config_name: str, text: str | None = None) -> str:
             (text or f"python -m digenrl.cli.{config_name} [group=option ...] [key=value ...]").strip(),
             "\ngroups (group=option):",
             *(f"  {name:<24}{listing(names)}" for name, names in groups.items()),
-            "\nkeys (key=value; +key=value adds one, ~key removes one), with the value where nothing is said:",
+            "\nkeys (key=value; +key=value adds one, ~key removes one), with the value where nothing is said"
+            + ("; keys with * may change on resume:" if whole else ":"),
             *_key_lines(keys, defaults),
         ]
     )
@@ -128,7 +129,8 @@ def configuration_help(config_name: str, text: str | None = None) -> str:
 def _key_lines(keys: Mapping[str, Key], defaults: Mapping[str, str]) -> list[str]:
     lines = []
     for key, its in keys.items():
-        lines.append(f"  {f'{key} = {defaults[key]}' if key in defaults else key:<42}  {its.allowed}")
+        mark = "*" if may_change(key) else " "
+        lines.append(f"{mark} {f'{key} = {defaults[key]}' if key in defaults else key:<42}  {its.allowed}")
         lines += [f"      {its.meaning}"] if its.meaning else []
     return lines
 

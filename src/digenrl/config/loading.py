@@ -9,26 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
-from digenrl.config.compose import (
-    KnownKeys,
-    compose_words,
-    composed,
-    config_directory,
-    group_options,
-    merge_words,
-)
+from digenrl.config.compose import KnownKeys, compose_words, merge_words
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import configuration_help, show
-from digenrl.config.schema import SCHEMAS
-from digenrl.config.validation import keys_of
-from digenrl.record.redact import redact_text
+from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
 
 EXIT_CODE = 2
 """Exit code of a refused configuration, as of wrong command line arguments elsewhere."""
@@ -52,10 +41,14 @@ class Composed:
     """What the user should know though it is no error (duplicate prompts)."""
 
 
-def load(argv: Sequence[str], config_name: str = "train") -> Composed:
+def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = None) -> Composed:
     """Compose configs/<config_name>.yaml with the overrides in `argv` and check the result; nothing is written.
 
-    `resume=RUN` takes RUN/config.yaml as the base instead, and RUN as the run directory.
+    `resume=RUN` takes RUN/config.yaml as the base instead, and RUN as the run directory; only the keys of
+    `digenrl.config.schema.RESUMABLE` may differ from it.
+
+    Args:
+        stored: a run whose config.yaml is the base, to look at what it made: every key may differ.
 
     Raises:
         ConfigError: with every problem that could be found.
@@ -64,9 +57,11 @@ def load(argv: Sequence[str], config_name: str = "train") -> Composed:
     problems = [
         f"{word}: unknown option; settings are key=value (see --help)." for word in argv if word.startswith("-")
     ]
-    run, words = _resume_word(words)
+    resumed, words = _resume_word(words)
+    run = resumed if stored is None else stored.expanduser().absolute()
     choices: dict[str, str] = {}
     completed: list[str] = []
+    base: dict[str, Any] | None = None
     if run is None:
         tree, found = compose_words(words, config_name)
         choices = {
@@ -78,10 +73,11 @@ def load(argv: Sequence[str], config_name: str = "train") -> Composed:
         OmegaConf.set_struct(tree, False)
         del tree["hydra"]
     else:
-        tree, completed = _stored(run)
+        tree, completed = read_stored(run, "resume" if stored is None else "run")
+        base, _ = resolved(tree)
         found = merge_words(tree, words, config_name)
         run_dir = run
-    allow = _command_line_allowance(words, tree)
+    allow, confirmed = (_command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts"))
     problems += [*found, *problems_of(tree, config_name, KnownKeys(tree, config_name), allow)]
     if OmegaConf.is_list(tree.get("allow_targets")) and list(tree.allow_targets) != allow and run is None:
         problems.append(
@@ -89,13 +85,16 @@ def load(argv: Sequence[str], config_name: str = "train") -> Composed:
             "set it there, for this run."
         )
     problems += _unwritable(run_dir.absolute())
+    plain, _ = resolved(tree)
+    if base is not None:
+        problems += unconfirmed_hosts(base, plain, confirmed)
+        problems += changes(base, plain) if stored is None else ()
     if problems:
         raise ConfigError(problems)
-    plain, _ = resolved(tree)
     for key in ("prompts", "heldout"):
         if plain["data"][key] is not None and prompts.locate(plain["data"][key]).parent != prompts.DIRECTORY:
             plain["data"][key] = str(prompts.locate(plain["data"][key]))  # a rank may have another working directory
-    plain["allow_targets"] = list(allow)
+    plain["allow_targets"], plain["confirm_hosts"] = allow, confirmed
     plain["resume"] = None if run is None else str(run)
     config = OmegaConf.create(plain)
     OmegaConf.set_readonly(config, True)
@@ -165,48 +164,10 @@ def _resume_word(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(given[-1]).expanduser().absolute(), others
 
 
-def _stored(run: Path) -> tuple[DictConfig, list[str]]:
-    """RUN/config.yaml, completed by keys that came after it; and a note of them."""
-    file = run / "config.yaml"
-    if not file.is_file():
-        near = sorted(path.parent for path in run.glob("*/config.yaml"))[-3:] if run.is_dir() else []
-        hint = f" It holds the runs {', '.join(map(str, near))}." if near else ""
-        cause = "has no config.yaml" if run.is_dir() else "is no directory"
-        raise ConfigError([f"resume = {run}: {cause}; name a run directory, e.g. outputs/<experiment>/<time>-0.{hint}"])
-    try:
-        tree = OmegaConf.load(file)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
-        raise ConfigError([f"{file}: cannot be read ({redact_text(' '.join(str(error).split()))})."]) from error
-    if not isinstance(tree, DictConfig):
-        raise ConfigError([f"{file}: is not the config.yaml of a run (it holds no keys)."])
-    tree["allow_targets"] = []
-    added = _complete(tree)
-    note = f"{file} lacks keys that came after it; from the defaults: {', '.join(added)}."
-    return tree, [note] if added else []
-
-
-def _complete(tree: DictConfig) -> list[str]:
-    """Add the keys that every configuration holds and a stored one lacks, in place: the default of each, with every
-    mechanism of the schedule off. Returns them as key=value."""
-    experiment = str(tree.get("experiment_name"))
-    known = experiment in group_options(config_directory())["experiment"]
-    defaults = composed("train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])])
-    added: dict[str, Any] = {}
-    for key in (key for key, its in keys_of(SCHEMAS["train"]).items() if its.required):
-        head, _, leaf = key.rpartition(".")
-        parent = OmegaConf.select(tree, head) if head else tree
-        here = parent is None or (isinstance(parent, DictConfig) and leaf not in parent)
-        if here and key != "experiment_name":
-            default = OmegaConf.select(defaults, key)
-            added[key] = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
-            OmegaConf.update(tree, key, added[key], force_add=True)
-    return [f"{key}={value}" for key, value in added.items()]
-
-
-def _command_line_allowance(words: Sequence[str], tree: DictConfig) -> list[str]:
-    """Packages of `allow_targets=[...]`, which counts only when the command line holds it."""
-    if not any(word.lstrip("+").startswith("allow_targets=") for word in words):
+def _command_line_list(key: str, words: Sequence[str], tree: DictConfig) -> list[str]:
+    """The items of `key` = allow_targets | confirm_hosts, which count only when the command line holds them."""
+    if not any(word.lstrip("+").startswith(f"{key}=") for word in words):
         return []
-    value = tree.get("allow_targets")
+    value = tree.get(key)
     items = OmegaConf.to_container(value) if OmegaConf.is_list(value) else []
     return [item for item in items if isinstance(item, str) and item.strip()] if isinstance(items, list) else []

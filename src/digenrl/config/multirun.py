@@ -30,6 +30,7 @@ from digenrl.record.redact import redact_text
 
 FLAGS = ("-m", "--multirun")
 _PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def is_multirun(argv: Sequence[str]) -> bool:
@@ -111,7 +112,7 @@ def sweep(argv: Sequence[str], module: str = "digenrl.cli.train", config_name: s
 
 
 class _Signals:
-    """Inside, SIGINT and SIGTERM end the sweep after the job under way, which is told to stop."""
+    """Inside, the signals that stop a run end the sweep after the job under way, which is told to stop."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -120,7 +121,7 @@ class _Signals:
         """The job under way."""
 
     def __enter__(self) -> None:
-        self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._old = {number: signal.signal(number, self._handle) for number in _STOPS}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():

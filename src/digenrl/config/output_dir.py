@@ -6,33 +6,33 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from digenrl.config.errors import ConfigError
 from digenrl.config.loading import Composed
 from digenrl.record.redact import redact
+from digenrl.record.run_dir import CONFIG
 
 _JOB = re.compile(r"-(\d+)$")
 _MAX_ATTEMPTS = 1000
 
 
 def prepare_run_dir(composed: Composed) -> Path:
-    """Create the run directory and write config.yaml (resolved, secrets masked) into it; returns its absolute path.
+    """Create the run directory and `store_config` in it; returns its absolute path.
 
     A directory that exists belongs to another run of the same second: the job number at its end is counted up.
-    A resumed run keeps its directory, and its config.yaml is replaced by the configuration that now applies.
+    A resumed run keeps its directory, and its config.yaml until its ranks have loaded the checkpoint.
 
     Raises:
         ConfigError: the directory cannot be created or written.
     """
     try:
-        directory = composed.run_dir if composed.resumed else _fresh(composed.run_dir)
-        temporary = directory / f".config.yaml.{os.getpid()}.tmp"
-        plain = redact(OmegaConf.to_container(composed.config))
-        plain["resume"] = None  # naming the run that is resumed is the command line's part
-        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
-        os.replace(temporary, directory / "config.yaml")
+        if composed.resumed:
+            return composed.run_dir
+        directory = _fresh(composed.run_dir)
+        store_config(composed.config, directory)
     except OSError as error:
         raise ConfigError(
             [
@@ -41,6 +41,19 @@ def prepare_run_dir(composed: Composed) -> Path:
             ]
         ) from error
     return directory
+
+
+def store_config(config: Any, directory: Path) -> None:
+    """Write config.yaml, resolved and with secrets masked, in one rename.
+
+    Raises:
+        OSError: it cannot be written; the file that was there is untouched.
+    """
+    temporary = directory / f".{CONFIG}.{os.getpid()}.tmp"
+    plain = redact(OmegaConf.to_container(config))
+    plain["resume"] = None  # naming the run that is resumed is the command line's part
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
+    os.replace(temporary, directory / CONFIG)
 
 
 def prepare_run_dir_or_exit(composed: Composed) -> Path:

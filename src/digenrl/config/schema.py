@@ -51,6 +51,11 @@ ABSENT: Any = None
 """Default of a key that a configuration need not have; it is never read."""
 _Text = StringConstraints(pattern=r"\S")
 Text = Annotated[str, _Text, WithJsonSchema({"phrase": "text"})]
+Name = Annotated[
+    str,
+    StringConstraints(pattern=r"^\w[\w.+= -]*$"),
+    WithJsonSchema({"phrase": "name of a directory: letters, digits, spaces, _ . + = -; a letter or digit first"}),
+]
 Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory"})]
 File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file"})]
 PromptFile = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a .txt or .jsonl prompt file"})]
@@ -69,6 +74,7 @@ Recomputation = bool | Share | Literal["auto", "products", "attention"] | Kept
 ByTrainer = Annotated[
     list[Recomputation], Field(min_length=1), WithJsonSchema({"phrase": "a list of these, one for each trainer"})
 ]
+Urls = Annotated[dict[str, list[Text]], WithJsonSchema({"phrase": "{reward: [URL, ...]}"})]
 Seconds = Annotated[
     dict[str, dict[str, Positive]], WithJsonSchema({"phrase": "{stage: {pool: seconds}}, as `make profile` writes it"})
 ]
@@ -82,6 +88,20 @@ class Allocation(Closed):
     max_lost_rollouts: AtLeast0 | Auto = Field(
         description="rollout ranks that may die while the run goes on; auto: all but the last"
     )
+    stop_grace_s: Amount | Auto = Field(
+        description="seconds for the step in progress after a stop signal; auto: 3 x the longest recent step, at least "
+        "5, at most half of what SLURM or torchrun leave"
+    )
+    stop_save_s: Positive = Field(
+        description="seconds for saving when that step is given up; ranks that are still there are killed"
+    )
+
+
+class Handshake(Closed):
+    """handshake.*"""
+
+    seconds: Positive = Field(description="in which a connection to a rank must prove that it belongs to the run")
+    waiting: AtLeast1 = Field(description="connections of a rank that have not done so yet; one more ends the oldest")
 
 
 class Parallel(Closed):
@@ -94,6 +114,30 @@ class Parallel(Closed):
     shard_group: AtLeast1 | Auto = Field(
         description="hsdp: trainers that hold one copy of the weights; auto: those of a node"
     )
+
+
+class Patience(Closed):
+    """limits.*: how long ranks are waited for, in seconds unless said otherwise."""
+
+    stage_factor: Annotated[float, Field(ge=1)] | None = Field(
+        description="a rank hangs after this many times its stage's longest stretch without progress; null: never"
+    )
+    stage_floor_s: Positive = Field(description="... and not before so many seconds; also where all ranks wait")
+    start_s: Positive = Field(description="in place of both: a rank's start, and its first stretch of each stage")
+    collective_s: Positive = Field(description="one collective of the trainers, the wait for the slowest included")
+    silent_s: Positive = Field(description="a rank without heartbeat and processor time counts as dead")
+    suspended_s: Positive = Field(description="so does a suspended one (SIGSTOP), and a suspended launcher")
+    leave_s: Positive = Field(description="at the end of a run, for what is still on its way to other ranks")
+
+
+class Record(Closed):
+    """record.*"""
+
+    keep_mib: Positive = Field(
+        description="MiB of all ranks' spans, and of their decisions; events get a quarter; then steps are left out"
+    )
+    logger_pending: AtLeast1 = Field(description="calls that may wait for a slow logger; more are dropped and counted")
+    logger_finish_s: Amount = Field(description="seconds that a logger gets at the end for the calls that wait")
 
 
 class Data(Closed):
@@ -130,6 +174,7 @@ class Schedule(Closed):
     shares: Literal["equal", "measured"] | Annotated[list[Amount], Field(min_length=1)] = Field(
         description="each trainer's part of the training: its relative speed"
     )
+    skip_zero: bool = Field(description="cells whose gradient is known to be zero (advantage 0, no KL) are not trained")
     async_steps: int = Field(ge=0, le=1, description="1: some groups of a batch use weights one version old")
     stale_fraction: Share = Field(description="share of a batch's groups that do so; read with async_steps=1")
 
@@ -198,11 +243,14 @@ class Reward(Open):
     """reward.*"""
 
     placement: Literal["inline", "thread", "process", "http"] = Field(ABSENT, description="where scorers run")
+    urls: Urls = Field(ABSENT, description="reward services of the scorers placed http")
     max_missing_share: Share = Field(ABSENT, description="of a reward's samples; beyond it the run saves and stops")
     min_missing_samples: AtLeast1 = Field(ABSENT, description="samples of a rank before that share counts")
     pending: AtLeast1 = Field(ABSENT, description="tasks that may wait for scores before generation waits too")
     max_batch: AtLeast0 = Field(ABSENT, description="samples of waiting tasks scored together; 0: each task alone")
     cache_size: AtLeast0 = Field(ABSENT, description="scores kept by content; 0: off")
+    start_s: Positive = Field(ABSENT, description="placement process: seconds until a scorer must be built")
+    call_s: Positive = Field(ABSENT, description="placement process or http: seconds that a batch may take")
 
 
 class Lora(Open):
@@ -215,10 +263,27 @@ class Lora(Open):
 class Model(Open):
     """model.*"""
 
+    path: Text | None = Field(ABSENT, description="the base model: a directory, a file or a hub id")
     gradient_checkpointing: Recomputation | ByTrainer = Field(
         ABSENT, description="which blocks are computed again in the backward pass; auto: what memory asks for"
     )
     lora: Lora | None = Field(ABSENT)
+
+
+class Efficiency(Closed):
+    """hardware.efficiency.* for all pools, hardware.pools.NAME.efficiency.* for one; the defaults are those of the kind
+    of GPU (digenrl.simulate.gpus)."""
+
+    generate: Positive = Field(ABSENT, description="share of the peak that a forward's products reach")
+    attention: Positive = Field(ABSENT, description="share of the peak that PyTorch's attention reaches")
+    fused_attention: Positive = Field(ABSENT, description="... that attention_backend's attention reaches")
+    train: Positive = Field(ABSENT, description="speed of forward and backward, as a part of the forward's")
+    decode: Positive = Field(ABSENT, description="share of the memory bandwidth that the VAE reaches")
+    score: Positive = Field(ABSENT, description="speed of the scorers, as a part of the forward's products")
+    encode: Positive = Field(ABSENT, description="speed of the text encoders, likewise")
+    network: Positive = Field(ABSENT, description="share of the links' nominal bandwidth")
+    launch_seconds: Amount = Field(ABSENT, description="least seconds of a block's forward; else the engine's")
+    host_gb_s: Positive = Field(ABSENT, description="GB/s between processor and GPU")
 
 
 class Pool(Closed):
@@ -233,20 +298,7 @@ class Pool(Closed):
     intra_gb_s: Positive = Field(description="GB/s between two GPUs of a node, per direction")
     inter_gb_s: Positive = Field(description="GB/s of a node's network link, per direction, shared by its GPUs")
     per_node: AtLeast1 | None = Field(ABSENT, description="GPUs of a node; null: 8, or all of a smaller pool")
-
-
-class Efficiency(Closed):
-    """hardware.efficiency.*: the defaults are those of digenrl.simulate.hardware.Efficiency."""
-
-    generate: Positive = Field(ABSENT, description="share of the peak that a saturated forward reaches")
-    train: Positive = Field(ABSENT, description="share of the peak of forward and backward")
-    decode: Positive = Field(ABSENT, description="share of the peak of the VAE")
-    score: Positive = Field(ABSENT, description="share of the peak of the scorers")
-    encode: Positive = Field(ABSENT, description="share of the peak of the text encoders")
-    network: Positive = Field(ABSENT, description="share of the nominal bandwidth")
-    saturation_tokens: Amount = Field(ABSENT, description="n tokens reach n / (n + this x TFLOP/s) of the shares")
-    launch_seconds: Amount = Field(ABSENT, description="overhead of a transformer block")
-    host_gb_s: Positive = Field(ABSENT, description="GB/s between processor and GPU")
+    efficiency: Efficiency | None = Field(ABSENT, description="what its GPUs reach, if not what their kind does")
 
 
 class Hardware(Closed):
@@ -256,7 +308,7 @@ class Hardware(Closed):
     emulate: bool = Field(description="sleep as long as the cost model says, in place of the networks")
     time_scale: Positive = Field(description="of emulated durations")
     pools: dict[str, Pool] = Field(min_length=1, description="pools of equal GPUs by name")
-    efficiency: Efficiency | None = Field(ABSENT)
+    efficiency: Efficiency | None = Field(ABSENT, description="of every pool")
     seconds: Seconds | None = Field(ABSENT, description="measured seconds per unit; they replace computed ones")
     exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny builds, by model class")
 
@@ -264,7 +316,7 @@ class Hardware(Closed):
 class Train(Closed):
     """A run: configs/train.yaml and its groups."""
 
-    experiment_name: Text = Field(description="name of the run's directory and of its reports")
+    experiment_name: Name = Field(description="name of the run's directory and of its reports")
     seed: int = Field(ge=0, le=2**63 - 1, description="of every random choice")
     max_rl_steps: AtLeast1 = Field(description="RL steps of the run")
     resume: Directory | None = Field(description="directory of the run to continue")
@@ -272,8 +324,14 @@ class Train(Closed):
     allow_targets: list[Package] = Field(
         description="further packages that `_target_` may name; counts on the command line only"
     )
+    confirm_hosts: list[Text] = Field(
+        description="hosts that the config.yaml of an earlier run may name; counts on the command line only"
+    )
     allocation: Allocation
+    handshake: Handshake
     parallel: Parallel
+    limits: Patience
+    record: Record
     strategy: Component = Field(description="DisaggregatedStrategy, or a subclass with other hooks")
     data: Data
     schedule: Schedule
@@ -292,6 +350,10 @@ class PlanOptions(Closed):
 
     asynchronous: bool = Field(alias="async", description="may choose asynchrony where schedule.async_steps is 0")
     show: AtLeast1 = Field(description="candidates printed")
+    simulated_steps: Annotated[int, Field(ge=4)] | None = Field(
+        description="RL steps of each finalist's simulation; null: until its step no longer changes"
+    )
+    price_per_gpu_hour: Amount | None = Field(description="for the cost of the run, in any currency")
     plot: bool = Field(description="draw the winner's step as plots/gantt.png")
 
 
@@ -316,6 +378,7 @@ class Score(Closed):
     heldout: bool = Field(description="also the mixture's held-out rewards")
     batch: AtLeast1 = Field(description="files read and scored together, if of equal size")
     max_frames: AtLeast1 = Field(description="of a video; longer ones are cut")
+    max_pixels: AtLeast1 = Field(description="frames x height x width of a file, and about those held at once")
     hardware: Build
     reward: dict[str, Any] = Field(description="the scorers: an option of the group")
 
@@ -327,6 +390,8 @@ class Limits(Closed):
     max_samples: AtLeast1 = Field(description="of a request")
     max_pixels: AtLeast1 = Field(description="frames x height x width of a sample")
     max_pending: AtLeast1 = Field(description="requests that may wait")
+    max_connections: AtLeast1 = Field(description="open ones; one more ends the one that waits longest for a request")
+    head_s: Positive = Field(description="seconds in which the head of a request must have arrived")
     body_s: Positive = Field(description="seconds in which a request must have arrived")
     score_s: Positive = Field(description="seconds that scoring may take")
     retry_after_s: Positive = Field(description="seconds after which a refused client may ask again")
@@ -338,12 +403,53 @@ class ServeReward(Closed):
     name: Text | None = Field(description="which reward of the mixture; null: its only one")
     host: Text = Field(description="address; anything but loopback needs a token")
     port: int = Field(ge=0, le=65535, description="0: a free one, which is printed")
-    token_env: Text = Field(description="environment variable that holds the token")
+    token_env: Text = Field(description="environment variable DIGENRL_... that holds the token")
     token_file: File = Field(description="where a new token is written, off loopback without that variable")
     limits: Limits
     hardware: Build
     reward: dict[str, Any] = Field(description="the scorers: an option of the group")
 
+
+RESUMABLE: tuple[str, ...] = (
+    "max_rl_steps",
+    "allocation",
+    "handshake",
+    "limits",
+    "parallel.shard_group",
+    "record",
+    "schedule.gap",
+    "schedule.claims",
+    "schedule.order",
+    "schedule.tsp",
+    "schedule.tag",
+    "schedule.handoff",
+    "schedule.shares",
+    "schedule.skip_zero",
+    "sampling.task_size",
+    "data.prompts",
+    "data.heldout",
+    "model.path",
+    "model.gradient_checkpointing",
+    "reward.call_s",
+    "reward.placement",
+    "reward.start_s",
+    "reward.urls",
+    "reward.max_missing_share",
+    "reward.min_missing_samples",
+    "reward.pending",
+    "reward.max_batch",
+    "reward.cache_size",
+    "hardware.time_scale",
+    "hardware.pools",
+    "hardware.efficiency",
+    "hardware.seconds",
+    "logger",
+    "callbacks",
+    "allow_targets",
+    "confirm_hosts",
+)
+"""Keys and groups that may change when a run is resumed: what decides about time, memory and places, what watches the
+run, and where it ends. Every other key is part of what the checkpoint was trained with, and keeps its value."""
 
 SCHEMAS: dict[str, type[Closed]] = {"train": Train, "plan": Plan, "score": Score, "serve_reward": ServeReward}
 """Primary file of configs/ -> what it may hold."""
@@ -352,3 +458,8 @@ _DERIVED = Path(__file__).with_name("derived_trainer_keys.yaml")
 DERIVED_TRAINER_KEYS: dict[str, str] = yaml.safe_load(_DERIVED.read_text(encoding="utf-8"))
 """Trainer arguments that the rest of the configuration decides, or that would break an RL step -> what to set in their
 place."""
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may change the dotted `key` (see `RESUMABLE`)."""
+    return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE)

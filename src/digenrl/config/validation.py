@@ -20,7 +20,6 @@ _COMPLAINTS = {
     "less_than": "is too large",
     "less_than_equal": "is too large",
     "finite_number": "is not finite",
-    "string_pattern_mismatch": "is empty",
 }
 
 
@@ -180,6 +179,8 @@ def _distance(located: _Located) -> int:
 
 def _complaint(error: Mapping[str, Any]) -> str:
     kind, value = error["type"], error["input"]
+    if kind == "string_pattern_mismatch":
+        return "is not of that form" if value.strip() else "is empty"
     if kind in _COMPLAINTS:
         return _COMPLAINTS[kind]
     if error["loc"][-1] == "[key]":

@@ -8,7 +8,7 @@ latent dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -192,12 +192,19 @@ def sample(
 
 
 @torch.no_grad()
-def ode_sample(policy: Policy, condition: dict[str, Tensor], noise: Tensor, sigmas: Tensor) -> Tensor:
+def ode_sample(
+    policy: Policy,
+    condition: dict[str, Tensor],
+    noise: Tensor,
+    sigmas: Tensor,
+    before_step: Callable[[], None] = lambda: None,
+) -> Tensor:
     """Euler sampling for evaluation (always without SDE noise: flow_grpo train_sd3.py:258). noise [b, *L] -> final [b,
     *L]."""
     latents, rows = noise, noise.shape[0]
     grid = sigmas.to(noise.device)
     for k in range(grid.numel() - 1):
+        before_step()
         sigma, next_sigma = grid[k].expand(rows), grid[k + 1].expand(rows)
         velocity = policy.velocity(latents, sigma, expand_condition(condition, rows))
         latents = ode_step(latents, velocity, sigma, next_sigma, noise.dtype)

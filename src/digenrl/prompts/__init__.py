@@ -1,12 +1,14 @@
 """Prompt files: where they are and what a valid one looks like. Standard library only (no torch).
 
-`.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, ...metadata}` a line. Blank lines
-are skipped; a byte order mark and CRLF are accepted. Text is kept as written: no Unicode normalisation.
+`.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, metadata?}` a line, where
+`metadata` is an object for the scorers. Blank lines are skipped; a byte order mark and CRLF are accepted. Text is kept
+as written: no Unicode normalisation.
 The files beside this module are the project's own sets; `python -m digenrl.prompts.generate` writes them again.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -16,6 +18,8 @@ from typing import Any
 
 DIRECTORY = Path(__file__).resolve().parent
 SUFFIXES = (".txt", ".jsonl")
+FIELDS = ("prompt", "negative", "target", "id", "metadata")
+"""Of a line of a .jsonl file."""
 MAX_CHARACTERS = 10_000
 """Longest accepted prompt. Text encoders cut at 77 to 512 tokens, so that a longer line is a damaged file."""
 _MAX_LINE_BYTES = 1 << 20
@@ -36,7 +40,7 @@ class Record:
     negative: str | None = None
     target: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Every other field, `id` included."""
+    """The fields of the line's `metadata`, and its `id`."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +167,16 @@ def _json_record(text: str, line: int) -> Record:
         raise ValueError("half of a surrogate pair (\\ud800 .. \\udfff) is no text.") from error
     if "prompt" not in fields:
         raise ValueError(f'the field "prompt" is missing (it has {", ".join(sorted(fields)) or "no field"}).')
-    prompt = _checked(fields.pop("prompt"), "prompt")
+    for name in sorted(fields.keys() - set(FIELDS)):
+        close = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.7)
+        hint = f"nearest: {close[0]}" if close else f"fields: {', '.join(FIELDS)}"
+        raise ValueError(f'no such field: "{name[:60]}"; {hint} (what scorers read besides goes into "metadata").')
+    prompt = _checked(fields["prompt"], "prompt")
     if not prompt.strip():
         raise ValueError("prompt is empty.")
-    given = {name: text for name in ("negative", "target") if (text := fields.pop(name, None)) is not None}
-    return Record(prompt, line, **{name: _checked(text, name) for name, text in given.items()}, metadata=fields)
+    metadata = {} if fields.get("metadata") is None else fields["metadata"]
+    if not isinstance(metadata, dict):
+        raise ValueError(f"metadata must be an object, not {type(metadata).__name__}.")
+    given = {name: fields[name] for name in ("negative", "target") if fields.get(name) is not None}
+    metadata = metadata | ({"id": fields["id"]} if "id" in fields else {})
+    return Record(prompt, line, **{name: _checked(text, name) for name, text in given.items()}, metadata=metadata)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from digenrl.record.line_file import LineFile
+
 _NOTHING = (None, False, 0, "wait")
 """Answers with which a rank goes on waiting."""
+_BLOCK = 100
+"""Lines that wait in memory at most."""
 
 
 class DecisionLog:
@@ -16,12 +21,17 @@ class DecisionLog:
     A rank that waits asks the same question many times a second. While the answer stays "nothing to do", it is the same
     decision still standing, and is written once. What a rank sees of others is written when something is decided with
     it: a decision depends on the newest view alone.
+
+    A decision follows from all before it, so a record without its middle gives none of the later ones again: the first
+    `limit` bytes are kept, whole. For the same reason a record ends where the disk refused a part of it.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(header) + "\n")
+    def __init__(self, path: Path, header: dict[str, Any], limit: float = math.inf) -> None:
+        self._file, self._limit = LineFile(path), limit
+        self._over = path.exists() and path.stat().st_size >= limit
+        self._lines: list[bytes] = []
+        self._take(header)
+        self._flush()  # a rank that is killed early leaves at least the header
         self._seen: dict[int, dict[str, Any]] = {}
         self._answers: dict[str, Any] = {}
 
@@ -36,9 +46,22 @@ class DecisionLog:
                 return
             self._answers[name] = answer
         for each in (*self._seen.values(), row):
-            self._file.write(json.dumps(each, separators=(",", ":")) + "\n")
+            self._take(each)
         self._seen.clear()
+
+    def _take(self, row: dict[str, Any]) -> None:
+        if self._over:
+            return
+        self._lines.append(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+        if len(self._lines) >= _BLOCK:
+            self._flush()
+
+    def _flush(self) -> None:
+        block, self._lines = b"".join(self._lines), []
+        if block and (not self._file.write(block) or self._file.size >= self._limit):
+            self._over = True
 
     def close(self) -> None:
         """Write what is still in memory."""
+        self._flush()
         self._file.close()

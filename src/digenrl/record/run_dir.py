@@ -1,16 +1,20 @@
 """What a run writes into its directory: names of files, events, JSON lines. `digenrl.report.read_run` reads it.
 
 Writers append one JSON object per line with a single `write`, so several processes may share a file and a reader sees
-whole lines.
+whole lines. A record never stops a run: lines that a full or read-only disk refuses are counted, and told once at the
+first and once at the end (events of kind "unwritten"). So that they can be told, a run holds a little room in reserve.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from digenrl.record.redact import redact
 
 Row = dict[str, Any]
 
+CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SPANS = "spans"
@@ -35,6 +40,75 @@ END = "end"
 """Kind of the event with which a launcher closes an attempt; carries `status` and `cause`."""
 LOST = "lost"
 """Kind of the event with which a launcher notes a rank's death while the run continues; carries `rank` and `cause`."""
+CHECKPOINT_FAILED = "checkpoint_failed"
+"""Kind of the event that tells of a checkpoint that could not be written; carries `rl_step` and `cause`."""
+LOGGER = "logger"
+"""Kind of the event that tells of `failures` of a `logger`, with the first `cause`."""
+UNWRITTEN = "unwritten"
+"""Kind of the event that tells of `lines` that `file` could not take, with the `cause`."""
+LEFT_OUT = "left_out"
+"""Kind of the event that tells how many routine events of a kind (`of`) were not written, and their `samples`."""
+ROUTINE = ("publish", "lend", "dropped", "missing", "shares", "warning", "checkpoint")
+"""Kinds of events that a step may repeat; beyond the limit of `limit_events` they are only counted."""
+
+_RESERVE, _RESERVE_BYTES, _PAGE = ".reserve", 64 << 10, 4 << 10
+_unwritten: Counter[Path] = Counter()
+"""Lines that this process could not write and has not told yet, by file; a file stays here once it failed."""
+_left_out: Counter[tuple[Path, str, str, str]] = Counter()
+"""(events file, kind, what is counted, by what) -> routine events, or their samples, that this process left out."""
+_events_limit: float = math.inf
+
+
+def limit_events(size: float) -> None:
+    """From `size` bytes of events.jsonl on, this process counts routine events in place of writing them."""
+    global _events_limit
+    _events_limit = size
+
+
+def hold_reserve(run_dir: str | os.PathLike[str]) -> None:
+    """Take a little room of the disk, which is given back page by page when there is no other."""
+    with suppress(OSError), replaced(Path(run_dir) / _RESERVE) as path:
+        path.write_bytes(bytes(_RESERVE_BYTES))
+
+
+def release_reserve(run_dir: str | os.PathLike[str]) -> None:
+    """Give all of it back: the run is over, and its summary may need it."""
+    with suppress(OSError):
+        (Path(run_dir) / _RESERVE).unlink(missing_ok=True)
+
+
+def _release_page(run_dir: Path) -> bool:
+    """Whether a page of the reserve could be given back. Half of it is for the run's end."""
+    try:
+        size = (run_dir / _RESERVE).stat().st_size
+        if size <= _RESERVE_BYTES // 2:
+            return False
+        os.truncate(run_dir / _RESERVE, size - _PAGE)
+    except OSError:
+        return False
+    return True
+
+
+def free_space(path: str | os.PathLike[str]) -> str:
+    """What is free on the disk of `path`, in words."""
+    try:
+        state = os.statvfs(path)
+    except OSError as error:
+        return f"its disk does not answer: {error.strerror}"
+    return f"{state.f_bavail * state.f_frsize / 2**20:.1f} MiB free"
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`, renamed over it when the body is done, and gone when the body fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def json_safe(value: Any) -> Any:
@@ -53,29 +127,113 @@ def json_safe(value: Any) -> Any:
 
 
 def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
-    """Append `row` as one line, in one write. After a line that a crash tore, it still begins on a line of its own."""
-    path = Path(path)
+    """Append `row` as one line, in one write; a line that cannot be written is counted (`unwritten`)."""
+    try:
+        _append(Path(path), row)
+    except OSError as error:
+        unwritten(Path(path), 1, error)
+
+
+def _append(path: Path, row: Mapping[str, Any], limit: float = math.inf) -> bool:
+    """Whether `row` was appended: not to a file of `limit` bytes and more. After a line that a crash tore, it still
+    begins on a line of its own.
+
+    Raises:
+        OSError: the file cannot be opened or does not take the whole line.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(json_safe(row), ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    line = json.dumps(json_safe(row), ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n"
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(descriptor).st_size
+        if size >= limit:
+            return False
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line
-        os.write(descriptor, line)
+        write_whole(descriptor, line)
     finally:
         os.close(descriptor)
+    return True
+
+
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Write `data` in one call.
+
+    Raises:
+        OSError: the file took nothing, or only a part of it, which is what a disk does that fills up.
+    """
+    if os.write(descriptor, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def append_event(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any] | None = None) -> None:
     """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl, secrets masked: facts hold what
     errors said."""
-    append_jsonl(Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **redact(facts or {})})
+    path, event = Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **redact(facts or {})}
+    try:
+        if not _append(path, event, _events_limit if kind in ROUTINE else math.inf):
+            by = str(event.get("reward", event.get("reason", "")))
+            _left_out[path, kind, "times", by] += 1
+            _left_out[path, kind, "samples", by] += int(event.get("samples", 0))
+    except OSError as error:
+        unwritten(path, 1, error)
+
+
+def append_urgent(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any]) -> bool:
+    """Like `append_event`, with room of the reserve if there is no other; whether it was written."""
+    path, event = Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **redact(facts)}
+    for _ in range(2):
+        try:
+            return _append(path, event)
+        except OSError:
+            if not _release_page(path.parent):
+                break
+    return False
+
+
+def unwritten(path: Path, lines: int, error: OSError) -> None:
+    """Count lines that `path`, a file of a run directory, could not take. The first are told at once."""
+    first = path not in _unwritten
+    _unwritten[path] += lines
+    if first:
+        _tell(path, error.strerror or str(error))
+
+
+def tell_unwritten(run_dir: str | os.PathLike[str]) -> None:
+    """Tell what this process could not write, or left out, and has not told yet. Called when its part is over."""
+    for path in [path for path, lines in _unwritten.items() if lines and Path(run_dir) in path.parents]:
+        _tell(path, None)
+    for path, kind, what, by in [key for key in _left_out if key[0].parent == Path(run_dir) and key[2] == "times"]:
+        facts = {"of": kind, "by": by, "times": _left_out.pop((path, kind, what, by))}
+        append_urgent(run_dir, LEFT_OUT, facts | {"samples": _left_out.pop((path, kind, "samples", by))})
+
+
+def _tell(path: Path, cause: str | None) -> None:
+    run_dir = path.parent if path.suffix == ".jsonl" and path.parent.name not in (SPANS, DECISIONS) else path.parents[1]
+    facts = {"file": str(path.relative_to(run_dir)), "lines": _unwritten[path], "cause": cause}
+    if append_urgent(run_dir, UNWRITTEN, facts):
+        _unwritten[path] = 0
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2) -> None:
-    """Write `value` beside `path` and rename it over, so that no reader ever sees half a file."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(json_safe(value), indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    """Write `value` beside `path` and rename it over, so that no reader ever sees half a file.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    with replaced(Path(path)) as temporary:
+        text = json.dumps(json_safe(value), indent=indent, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8", errors="replace")
+
+
+def write_trace(path: str | os.PathLike[str], events: Iterable[Mapping[str, Any]]) -> None:
+    """Write Chrome trace events as one JSON object, one event a line, without holding them in memory.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    with replaced(Path(path)) as temporary, temporary.open("w", encoding="utf-8", errors="replace") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        for number, event in enumerate(events):
+            file.write((",\n" if number else "\n") + json.dumps(json_safe(event), separators=(",", ":")))
+        file.write("\n]}\n")

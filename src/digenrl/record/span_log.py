@@ -1,8 +1,12 @@
-"""What this rank did when: one JSON line per span, in a file of its own; a crash loses no more than a second of it."""
+"""What this rank did when: one JSON line per span, in a file of its own; a crash loses no more than a second of it.
+
+A file that grows beyond its limit is thinned: whole steps are dropped, the first and the newest stay.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import defaultdict
@@ -10,6 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from digenrl.record.line_file import LineFile, thin
+from digenrl.record.progress import Progress
+
+_BLOCK = 1000
+"""Lines that wait in memory at most."""
 
 
 class SpanLog:
@@ -19,42 +29,54 @@ class SpanLog:
         path: JSON-lines file, created with its directory; None keeps spans in memory only.
         epoch: wall-clock second that the launcher calls zero. Durations use the monotonic clock alone.
         on_stage: called with a short text when a stage begins (the live display's "what does each rank do").
+        progress: where the stages in progress are marked.
+        limit: bytes of the file.
     """
 
     def __init__(
-        self, path: Path | None, rank: int, role: str, epoch: float, on_stage: Callable[[str], None] | None = None
+        self,
+        path: Path | None,
+        rank: int,
+        role: str,
+        epoch: float,
+        on_stage: Callable[[str], None] = lambda text: None,
+        progress: Progress | None = None,
+        limit: float = math.inf,
     ) -> None:
-        self.rank, self.role = rank, role
+        self.rank, self.role, self.progress = rank, role, progress or Progress()
         self._offset = time.time() - epoch - time.monotonic()
         self._on_stage = on_stage
-        self._file = None
-        self._dirty = 0.0
+        self._file = None if path is None else LineFile(path)
+        self._limit = self._thin_at = limit
+        self._lines: list[bytes] = []
+        self._flushed = 0.0
         self._lock = threading.Lock()
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         """(stage, cause) -> seconds since the last `take_seconds`."""
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
 
     def now(self) -> float:
         """Seconds since the run started."""
         return time.monotonic() + self._offset
 
-    def announce(self, text: str) -> None:
-        """Say what this rank does now, without a span."""
-        if self._on_stage is not None:
-            self._on_stage(text)
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Inside, the rank is in stage `name`: what `span` does without the record."""
+        self._on_stage(name)
+        with self.progress.stage(name):
+            yield
 
     @contextmanager
     def span(self, stage: str, quiet: bool = False, **args: Any) -> Iterator[dict[str, Any]]:
         """Record the body as one span; the yielded dict takes facts that are known only inside. `quiet` spans of other
         threads do not change what the rank is said to do."""
         start = self.now()
+        name = " ".join([stage, *(args[key] for key in ("cause", "what") if key in args)])
         where = next((f" {key[0]}{args[key]}" for key in ("group", "version") if key in args), "")
         if not quiet:
-            self.announce(f"{stage}{where}")
+            self._on_stage(f"{name}{where}")
         try:
-            yield args
+            with self.progress.stage(name):
+                yield args
         finally:
             self.add(stage, start, self.now(), **args)
 
@@ -65,10 +87,21 @@ class SpanLog:
             self.seconds[stage, str(args.get("cause", ""))] += end - start
             if self._file is None:
                 return
-            self._file.write(json.dumps(row | args) + "\n")
-            if end - self._dirty > 1.0:
-                self._file.flush()
-                self._dirty = end
+            self._lines.append(json.dumps(row | args, separators=(",", ":")).encode() + b"\n")
+            if end - self._flushed > 1.0 or len(self._lines) >= _BLOCK:
+                self._flush(self._file)
+                self._flushed = end
+
+    def _flush(self, file: LineFile) -> None:
+        block, self._lines = b"".join(self._lines), []
+        if not block or not file.write(block) or file.size <= self._thin_at:
+            return
+        file.close()
+        try:
+            thin(file.path, self._limit)
+            self._thin_at = self._limit
+        except (OSError, ValueError, KeyError):  # no room for the thinner file beside it, or somebody wrote into it
+            self._thin_at = file.size + self._limit / 8
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
         """Seconds by (stage, cause) since the last call."""
@@ -79,5 +112,6 @@ class SpanLog:
     def close(self) -> None:
         with self._lock:
             if self._file is not None:
+                self._flush(self._file)
                 self._file.close()
                 self._file = None

@@ -7,7 +7,7 @@ Pure: standard library only, no clock, no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,10 @@ STAGES = (
 WAIT_CAUSES = ("first_fragment", "weights", "tail", "reward", "straggler", "startup")
 """Why a rank waited. A `wait` span carries one of them as `cause`."""
 
+ROLES = ("launcher", "rollout", "trainer")
+"""Every role that a span of a record may name; its place is the process number in `trace.json`."""
+
+_LATEST_S, _LARGEST = 1e10, 2**53
 _FIELDS = {"rank": int, "role": str, "stage": str, "start": float, "end": float, "step": int}
 
 
@@ -73,42 +77,51 @@ class Span:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Span:
-        """Inverse of `to_dict`; a missing step is -1. Raises ValueError naming any other field that is missing."""
+        """Inverse of `to_dict`; a missing step is -1.
+
+        Raises:
+            ValueError: another field is missing, or one has a value that no rank writes.
+            TypeError, OverflowError: one is no number.
+        """
         missing = [name for name in _FIELDS if name not in record and name != "step"]
         if missing:
             raise ValueError(f"span record lacks {', '.join(missing)}: {dict(record)}.")
         args = {key: value for key, value in record.items() if key not in _FIELDS}
-        return cls(**{name: kind(record.get(name, -1)) for name, kind in _FIELDS.items()}, args=args)
+        span = cls(**{name: kind(record.get(name, -1)) for name, kind in _FIELDS.items()}, args=args)
+        if span.role not in ROLES:
+            raise ValueError(f"span role = {span.role!r}: use one of {', '.join(ROLES)}.")
+        if not -_LATEST_S <= span.start <= span.end <= _LATEST_S or not -1 <= span.step <= _LARGEST >= span.rank >= 0:
+            raise ValueError(
+                f"a span of rank {span.rank}, step {span.step} from {span.start} to {span.end} s is absurd."
+            )
+        return span
 
 
-def perfetto(spans: Iterable[Span]) -> dict[str, Any]:
-    """Chrome trace-event JSON (opens in ui.perfetto.dev): one process per role, one thread per rank, microseconds.
+def perfetto(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
+    """Chrome trace events (open in ui.perfetto.dev): one process per role, one thread per rank, microseconds.
 
-    Format: "Trace Event Format", complete events (`ph: X`) and metadata events (`ph: M`).
+    Format: "Trace Event Format", complete events (`ph: X`) and metadata events (`ph: M`), in any order.
     """
-    ordered = sorted(spans, key=lambda span: (span.start, span.rank))
-    roles = {role: number for number, role in enumerate(sorted({span.role for span in ordered}))}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": role}} for role, pid in roles.items()
-    ]
-    for role, rank in sorted({(span.role, span.rank) for span in ordered}):
-        name = {"name": f"{role} {rank}"}
-        events.append({"ph": "M", "name": "thread_name", "pid": roles[role], "tid": rank, "args": name})
-    for span in ordered:
+    known: set[tuple[str, int]] = set()
+    for pid, role in enumerate(ROLES):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": role}}
+    for span in spans:
+        pid = ROLES.index(span.role)
+        if (span.role, span.rank) not in known:
+            known.add((span.role, span.rank))
+            name = {"name": f"{span.role} {span.rank}"}
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": span.rank, "args": name}
         cause = span.args.get("cause")
-        events.append(
-            {
-                "ph": "X",
-                "name": f"wait: {cause}" if cause else span.stage,
-                "cat": span.stage,
-                "pid": roles[span.role],
-                "tid": span.rank,
-                "ts": round(span.start * 1e6, 3),
-                "dur": round(span.seconds * 1e6, 3),
-                "args": {"step": span.step, **span.args},
-            }
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+        yield {
+            "ph": "X",
+            "name": f"wait: {cause}" if cause else span.stage,
+            "cat": span.stage,
+            "pid": pid,
+            "tid": span.rank,
+            "ts": round(span.start * 1e6, 3),
+            "dur": round(span.seconds * 1e6, 3),
+            "args": {"step": span.step, **span.args},
+        }
 
 
 def bubbles(spans: Iterable[Span]) -> dict[str, dict[str, float]]:

@@ -1,14 +1,31 @@
-"""Everything that is made from a run directory, in one call: summary.json, trace.json, pictures, report.html."""
+"""Everything that is made from a run directory, in one call: summary.json, trace.json, pictures, report.html.
+
+Each is made on its own: one that fails, on a full disk for example, becomes a warning and costs no other.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
-from digenrl.record.run_dir import END, REPORT, SUMMARY, TRACE, append_event, write_json
+from digenrl.record.run_dir import (
+    END,
+    EVENTS,
+    REPORT,
+    SUMMARY,
+    TRACE,
+    append_urgent,
+    free_space,
+    release_reserve,
+    replaced,
+    tell_unwritten,
+    write_json,
+    write_trace,
+)
 from digenrl.record.spans import perfetto
 from digenrl.report.html import render
-from digenrl.report.plots import draw_all
+from digenrl.report.plots import attempt, draw_all
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 
@@ -24,26 +41,36 @@ def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = Non
     Raises:
         ValueError: another status.
     """
-    close(run_dir, status, cause)
-    return rebuild(run_dir)
+    summary = close(run_dir, status, cause)
+    rebuilt = rebuild(run_dir)
+    # Where events.jsonl took no end, the files alone cannot tell how the run ended.
+    warnings = list(dict.fromkeys([*rebuilt["warnings"], *summary["warnings"]]))
+    return rebuilt | {"status": status, "cause": cause, "warnings": warnings}
 
 
-def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> None:
+def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> dict[str, Any]:
     """Record a run's end in events.jsonl, and write summary.json: what must be there even if nothing more can be made.
+    Returns the summary, which says so if it could not be written.
 
     Args, Raises: see `finish`.
     """
     if status not in ("completed", "stopped", "failed"):
         raise ValueError(f"status = {status!r}: use completed, stopped or failed.")
-    append_event(run_dir, END, {"status": status, "cause": cause})
+    release_reserve(run_dir)
+    tell_unwritten(run_dir)
+    warnings: list[str] = []
+    if not append_urgent(run_dir, END, {"status": status, "cause": cause}):
+        warnings.append(f"{EVENTS} could not take the end of the run ({free_space(run_dir)}): its record has gaps")
     run = read_run(run_dir)
-    write_json(run.path / SUMMARY, build_summary(run))
+    summary = build_summary(run, warnings) | {"status": status, "cause": cause}
+    attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), summary["warnings"])
+    return summary
 
 
 def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Write summary.json, trace.json, the pictures and report.html from the run's files alone; returns the summary.
 
-    A picture that cannot be drawn is named in the summary's `warnings`; the rest is written all the same.
+    What cannot be made is named in the summary's `warnings`; the rest is written all the same.
 
     Raises:
         FileNotFoundError: `run_dir` is not a run directory.
@@ -51,13 +78,16 @@ def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     run = read_run(run_dir)
     # First without pictures, so that a summary exists whatever happens to the drawing.
     summary = build_summary(run)
-    write_json(run.path / SUMMARY, summary)
-    write_json(run.path / TRACE, perfetto(run.spans), indent=None)
-    warnings = draw_all(run)
-    if warnings:
-        summary = build_summary(run, warnings)
-        write_json(run.path / SUMMARY, summary)
-    page = run.path / f".{REPORT}.tmp"
-    page.write_text(render(run, summary), encoding="utf-8")
-    page.replace(run.path / REPORT)
+    known, warnings = len(summary["warnings"]), summary["warnings"]
+    attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), warnings)
+    attempt(TRACE, lambda: write_trace(run.path / TRACE, perfetto(run.spans)), warnings)
+    warnings += draw_all(run)
+    attempt(REPORT, lambda: _write_page(run.path / REPORT, render(run, summary)), warnings)
+    if len(warnings) > known:
+        attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), [])
     return summary
+
+
+def _write_page(path: Path, page: str) -> None:
+    with replaced(path) as temporary:
+        temporary.write_text(page, encoding="utf-8", errors="replace")

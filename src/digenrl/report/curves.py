@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,12 +18,11 @@ WIDTH = 7.2
 
 def smoothed(values: Sequence[float], span: int) -> list[float]:
     """Centred running mean of width `span` (odd), narrower at the ends, so that the end values are not shifted."""
-    half = span // 2
+    half, sums = span // 2, list(accumulate(values, initial=0.0))
     means = []
     for index in range(len(values)):
         reach = min(half, index, len(values) - 1 - index)
-        window = values[index - reach : index + reach + 1]
-        means.append(sum(window) / len(window))
+        means.append((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1))
     return means
 
 
@@ -160,7 +160,7 @@ def staleness(run: Run) -> Figure | None:
         return None
     figure = Figure(figsize=(WIDTH, 1.9), layout="constrained")
     axes = figure.subplots()
-    axes.bar(steps, values, width=0.8, color=BLUE)
+    axes.stairs(values, [steps[0] - 0.5, *(step + 0.5 for step in steps)], fill=True, color=BLUE)
     draw_level(axes, 1.0, "allowed at most", VERMILION)
     finish_axes(axes, "Staleness of consumed weights", "versions")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))

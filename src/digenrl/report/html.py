@@ -46,7 +46,7 @@ def render(run: Run, summary: Mapping[str, Any]) -> str:
         evaluations=list(_evaluations(run)),
         events=list(_events(run, times[0] if times else 0.0)),
         max_events=_MAX_EVENTS,
-        config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else None,
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None,
     )
 
 
@@ -78,21 +78,27 @@ def _evaluations(run: Run) -> Iterable[list[str]]:
 
 def _rewards(run: Run, summary: Mapping[str, Any]) -> Iterable[list[str]]:
     """What was scored, by which model, to what end, and how often it could not be."""
-    group = run.config.get("reward") or {}
+    group = _mapping(run.config.get("reward"))
     identities = next((event.get("identities") or {} for event in reversed(run.events_of("rewards"))), {})
     causes: dict[str, Counter[str]] = defaultdict(Counter)
     for event in run.events_of("missing"):
-        causes[str(event.get("reward"))][str(event.get("cause"))] += int(event.get("samples") or 0)
+        causes[str(event.get("reward"))][str(event.get("cause"))] += event.get("samples", 0)
     for role in ("rewards", "heldout"):
-        for name, entry in (group.get(role) or {}).items():
-            weight = "held out" if role == "heldout" else f"{float(entry.get('weight', 1.0)):g}"
+        for name, entry in _mapping(group.get(role)).items():
+            given = _mapping(entry).get("weight", 1.0)
+            weight = "held out" if role == "heldout" else f"{given:g}" if is_number(given) else DASH
             prefix = "heldout" if weight in ("held out", "0") else "reward"
             values = run.column(f"{prefix}/{name}", "eval")[1] or run.column(f"reward/{name}")[1]
             model = identities.get(name) or {}
             lost = summary["missing"].get(name, 0)
-            why = f"{lost}: {causes[name].most_common(1)[0][0]}" if lost else "0"
-            yield [name, weight, number(values[0] if values else None), number(values[-1] if values else None),
+            why = f"{lost}: {', '.join(cause for cause, _ in causes[str(name)].most_common(1))}" if lost else "0"
+            yield [str(name), weight, number(values[0] if values else None), number(values[-1] if values else None),
                    why, f"{model.get('model_id', DASH)} {str(model.get('weights_digest', ''))[:8]}"]  # fmt: skip
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    """A part of a configuration that should be a mapping; an empty one in place of anything else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _events(run: Run, began: float) -> Iterable[list[str]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from digenrl.record.run_dir import BEFORE_AFTER, PLOTS
+from digenrl.record.run_dir import BEFORE_AFTER, PLOTS, replaced
 from digenrl.report import curves, timeline
 from digenrl.report.pictures import Samples, before_after, read_samples, sample_files
 from digenrl.report.read_run import Run
@@ -73,19 +74,28 @@ def draw_all(run: Run) -> list[str]:
     """
     warnings: list[str] = []
     for name, (_, plot) in PICTURES.items():
-        path = run.path / name
-        try:
-            with paper_style():
-                figure = plot(run)
-                if figure is None:
-                    path.unlink(missing_ok=True)
-                    continue
-                path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = path.with_name(f".{path.stem}.tmp.png")
-                figure.savefig(temporary)
-                temporary.replace(path)
-        except Exception as error:  # a report must not lose the other pictures to one that fails; it is reported
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(place.filename).name}:{place.lineno}"
-            warnings.append(f"{name} could not be drawn: {type(error).__name__}: {error} ({where})")
+        attempt(name, partial(_draw, run, run.path / name, plot), warnings)
     return warnings
+
+
+def _draw(run: Run, path: Path, plot: Plot) -> None:
+    with paper_style():
+        figure = plot(run)
+        if figure is None:
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(path) as temporary:
+            figure.savefig(temporary, format="png")
+
+
+def attempt(name: str, make: Callable[[], None], warnings: list[str]) -> None:
+    """Make one file of a report; what prevents it becomes a warning."""
+    try:
+        make()
+    except OSError as error:
+        warnings.append(f"{name} could not be made: {error.strerror or error}")
+    except Exception as error:  # the files of a run may hold anything, and a defect must cost one file; it is reported
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        warnings.append(f"{name} could not be made: {type(error).__name__}: {error} ({where})")

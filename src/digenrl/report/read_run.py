@@ -1,19 +1,129 @@
-"""Reads a run directory. Accepts what a crash leaves behind: a torn last line, missing files, lines written twice."""
+"""Reads a run directory. Accepts what a crash leaves behind: a torn last line, missing files, lines written twice.
+
+Nothing in it is trusted: a line that is no JSON object, or whose known fields have other types or absurd values, is
+left out, counted, and named with its file and line. Spans are read line by line, as often as they are asked for.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from digenrl.record.line_file import LEFT_OUT
 from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row
-from digenrl.record.spans import Span
+from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
+
+_LONGEST = 1 << 20
+"""Bytes of a line that is read."""
+_LARGEST = 1e300
+"""Of a number: sums and axes of larger ones overflow."""
+
+_Second = Annotated[float, Field(ge=0, le=2.5e11)]  # until the year 9892, which a calendar can show
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class _Row(BaseModel):
+    """What is read of a line by name; other keys are anything. `time`: null where a clock said nothing."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    kind: str = ""
+    time: _Second | None = None
+
+
+class _Metric(_Row):
+    """A line of metrics.jsonl."""
+
+    rl_step: _Count = 0
+
+
+class _Event(_Row):
+    """A line of events.jsonl."""
+
+    status: str = ""
+    cause: str | None = None
+    message: str = ""
+    rl_step: _Count | Annotated[float, Field(ge=0, le=2**53)] = 0
+    samples: _Count = 0
+    times: _Count = 0
+    lines: _Count = 0
+    failures: _Count = 0
+    of: str = ""
+    by: str = ""
+    file: str = ""
+    logger: str = ""
+    reward: str = ""
+    reason: str = ""
+    world: dict[str, _Count] = {}
+    identities: dict[str, dict[str, Any] | None] = {}
+
+
+@dataclass
+class Refused:
+    """Lines of one file that are left out. Grows while the file is read, hence not frozen."""
+
+    count: int = 0
+    first: str = ""
+    """Number of the first such line, and what is wrong with it."""
+
+    def add(self, line: int, why: str) -> None:
+        self.count += 1
+        self.first = self.first or f"line {line}: {' '.join(why.split())[:200]}"
+
+    def warn(self, path: Path, warnings: list[str]) -> None:
+        """Say it, if there is something to say."""
+        if self.count:
+            warnings.append(f"{path.name}: {self.count} damaged line(s) left out; the first is {self.first}")
+
+
+def parse(line: bytes) -> Row:
+    """The object of a line; its keys are shared with those of other lines.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    try:
+        row = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    return {sys.intern(key): value for key, value in row.items()}
+
+
+def lines_of(path: Path, refused: Refused) -> Iterator[tuple[int, Row]]:
+    """(number, object) of every line that holds one; none of a file that cannot be read."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        refused.add(0, error.strerror or str(error))
+        return
+    with file:
+        number, inside = 0, False
+        while line := file.readline(_LONGEST):
+            number += not inside
+            cut = not line.endswith(b"\n") and len(line) == _LONGEST
+            if inside or cut:
+                if not inside:
+                    refused.add(number, f"longer than {_LONGEST} bytes")
+                inside = cut
+                continue
+            if not line.strip():
+                continue
+            try:
+                yield number, parse(line)
+            except ValueError as error:  # includes UnicodeDecodeError: a multi-byte character cut in two
+                refused.add(number, str(error))
 
 
 class JsonlTail:
@@ -53,14 +163,24 @@ class JsonlTail:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError:  # includes UnicodeDecodeError: a multi-byte character cut in two
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
+                rows.append(parse(line))
+            except ValueError:
                 self.damaged += 1
         return rows
+
+
+@dataclass(frozen=True)
+class SpanFiles:
+    """The spans of all ranks, rank by rank in the order of their ends; read from their files whenever they are asked
+    for. Seconds since the run's first start, also after a resume."""
+
+    files: tuple[Path, ...]
+    offsets: tuple[float, ...]
+    """Seconds from the first start to that of each attempt."""
+
+    def __iter__(self) -> Iterator[Span]:
+        for file in self.files:
+            yield from _spans(file, self.offsets, Refused(), {})
 
 
 @dataclass(frozen=True)
@@ -76,8 +196,12 @@ class Run:
     """Metric lines of kind "eval" by rising rl_step, replaced likewise."""
     events: tuple[Row, ...]
     """In the order of the file."""
-    spans: tuple[Span, ...]
-    """Of all ranks by start; seconds since the run's first start, also after a resume."""
+    spans: Iterable[Span]
+    """Of all ranks, in no order; may be iterated over again and again. A long run's record lacks steps."""
+    seconds: Mapping[tuple[str, int], Mapping[str, float]]
+    """(role, rank) -> stage, or "wait <cause>" -> seconds; of the steps that the record lacks too."""
+    step_ends: Mapping[int, float]
+    """RL step -> second at which the last trainer finished it, of the steps in `spans`."""
     warnings: tuple[str, ...]
     """What could not be read, in words."""
 
@@ -114,14 +238,15 @@ def split_attempts(events: Sequence[Row]) -> list[list[Row]]:
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a finite number (a boolean is none)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
     """Read everything that a run directory holds.
 
     Raises:
-        FileNotFoundError: `path` is no directory, or holds neither config.yaml nor metrics.jsonl nor events.jsonl.
+        FileNotFoundError: `path` is no directory, that of a plan, or holds neither config.yaml nor metrics.jsonl nor
+            events.jsonl.
     """
     path = Path(path)
     if not path.is_dir():
@@ -132,23 +257,15 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise FileNotFoundError(f"run={path}: not a run directory (no config.yaml, {METRICS} or {EVENTS}).{nearest}")
     warnings: list[str] = []
     config = _read_config(path / "config.yaml", warnings)
-    metrics = _read_jsonl(path / METRICS, warnings)
-    events = _read_jsonl(path / EVENTS, warnings)
-    spans: list[Span] = []
+    if "plan" in config:
+        raise FileNotFoundError(f"run={path}: is the directory of a plan; name that of a run (with make: RUN=...).")
+    steps, evals = _latest(_checked(path / METRICS, _Metric, warnings))
+    events = tuple(_checked(path / EVENTS, _Event, warnings))
     starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]
-    offsets = [start - starts[0] for start in starts] or [0.0]  # seconds from the first start to that of each attempt
-    for file in sorted((path / SPANS).glob("rank-*.jsonl")):
-        spans += _shift_attempts(_read_spans(file, warnings), offsets)
-    steps, evals = _latest(metrics)
-    return Run(
-        path=path,
-        config=config,
-        steps=steps,
-        evals=evals,
-        events=tuple(events),
-        spans=tuple(sorted(spans, key=lambda span: (span.start, span.rank))),
-        warnings=tuple(warnings),
-    )
+    offsets = tuple(start - starts[0] for start in starts) or (0.0,)
+    spans = SpanFiles(tuple(sorted((path / SPANS).glob("rank-*.jsonl"))), offsets)
+    survey = _survey(spans, warnings)
+    return Run(path, config, steps, evals, events, spans, survey.seconds, survey.step_ends, tuple(warnings))
 
 
 def _read_config(path: Path, warnings: list[str]) -> Row:
@@ -157,21 +274,30 @@ def _read_config(path: Path, warnings: list[str]) -> Row:
         return {}
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         warnings.append(f"config.yaml cannot be read: {error}")
         return {}
-    return config if isinstance(config, dict) else {}
+    if not isinstance(config, dict):
+        warnings.append("config.yaml is no mapping")
+        return {}
+    return config
 
 
-def _read_jsonl(path: Path, warnings: list[str]) -> list[Row]:
-    tail = JsonlTail(path)
-    rows = tail.finish()
-    if tail.damaged:
-        warnings.append(f"{path.name}: {tail.damaged} damaged line(s) left out (a crash tears the line being written)")
-    return rows
+def _checked(path: Path, fields: type[_Row], warnings: list[str]) -> Iterator[Row]:
+    """The rows of a file whose known fields are what they should be."""
+    refused = Refused()
+    for number, row in lines_of(path, refused):
+        try:
+            fields.model_validate(row)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            refused.add(number, f"{wrong['loc'][0]} = {str(wrong['input'])[:40]!r}: {wrong['msg']}")
+        else:
+            yield row
+    refused.warn(path, warnings)
 
 
-def _latest(metrics: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+def _latest(metrics: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """(step lines, eval lines), each by rising rl_step.
 
     A resumed run goes back to its checkpoint and writes some rl_steps again: a line takes the place of those of its
@@ -195,30 +321,73 @@ def append_step(rows: list[Row], row: Row) -> None:
     rows.append(row)
 
 
-def _read_spans(path: Path, warnings: list[str]) -> list[Span]:
-    spans: list[Span] = []
-    refused: list[str] = []
-    for row in _read_jsonl(path, warnings):
-        try:
-            spans.append(Span.from_dict(row))
-        except (ValueError, TypeError) as error:
-            refused.append(str(error))
-    if refused:
-        warnings.append(f"{path.name}: {len(refused)} span(s) left out, the first because: {refused[0]}")
-    return spans
+@dataclass
+class _Survey:
+    """What all spans say together. Grows while they are read."""
+
+    seconds: dict[tuple[str, int], dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
+    step_ends: dict[int, float] = field(default_factory=dict)
+
+    def add(self, role: str, rank: int, label: str, seconds: float) -> None:
+        row = self.seconds[role, rank]
+        row[label] = row.get(label, 0.0) + seconds
 
 
-def _shift_attempts(spans: Sequence[Span], offsets: Sequence[float]) -> list[Span]:
-    """Put the spans of resumed attempts, whose clock began again at zero, after those of the attempts before.
+def _survey(spans: SpanFiles, warnings: list[str]) -> _Survey:
+    """Read every span once; say what had to be left out."""
+    survey = _Survey()
+    for file in spans.files:
+        refused, left_out = Refused(), dict[tuple[str, int], Row]()
+        for span in _spans(file, spans.offsets, refused, left_out):
+            survey.add(span.role, span.rank, label_of(span), span.seconds)
+            if finishes(span):
+                survey.step_ends[span.step] = max(survey.step_ends.get(span.step, 0.0), span.end)
+        for (role, rank), seconds in left_out.items():
+            for label, spent in seconds.items():
+                survey.add(role, rank, label, spent)
+        refused.warn(file, warnings)
+    return survey
+
+
+def label_of(span: Span) -> str:
+    """What a span's seconds are counted under: its stage, or "wait <cause>"."""
+    return f"wait {span.args['cause']}" if span.stage == "wait" else span.stage
+
+
+def finishes(span: Span) -> bool:
+    """Whether a trainer's part of an RL step lasts at least until this span's end."""
+    return span.role == "trainer" and span.step >= 0 and span.stage not in ("generate", "lend", "send", "eval")
+
+
+_LABELS = {*STAGES, *(f"wait {cause}" for cause in WAIT_CAUSES)} - {"wait"}
+
+
+def _spans(
+    path: Path, offsets: Sequence[float], refused: Refused, left_out: dict[tuple[str, int], Row]
+) -> Iterator[Span]:
+    """The spans of one rank; those of resumed attempts, whose clock began again at zero, after those of the attempts
+    before. `left_out` takes the seconds of steps that the record lacks.
 
     A rank's lines are written as spans end, so an `end` that falls back by more than a second marks the next attempt.
     """
-    attempt, previous = 0, -math.inf
-    shifted: list[Span] = []
-    for span in spans:
+    attempt, previous = 0, 0.0
+    for number, row in lines_of(path, refused):
+        try:
+            if LEFT_OUT in row:
+                seconds = row[LEFT_OUT]
+                if not seconds.keys() <= _LABELS or not all(is_number(spent) for spent in seconds.values()):
+                    raise ValueError(f"{LEFT_OUT} = {seconds}: use seconds by stage")
+                if seconds:
+                    left_out[str(row["role"]), int(row["rank"])] = seconds
+                continue
+            span = Span.from_dict(row)
+        except (ValueError, TypeError, OverflowError, AttributeError, KeyError) as error:
+            refused.add(number, f"{type(error).__name__}: {error}")
+            continue
         if span.end < previous - 1.0 and attempt + 1 < len(offsets):
             attempt += 1
         previous = span.end
         offset = offsets[attempt]
-        shifted.append(replace(span, start=span.start + offset, end=span.end + offset) if offset else span)
-    return shifted
+        if offset:
+            span = Span(span.rank, span.role, span.stage, span.start + offset, span.end + offset, span.step, span.args)
+        yield span

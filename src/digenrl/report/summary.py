@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from digenrl.record.run_dir import END, LAUNCH, LOST, Row
-from digenrl.record.spans import bubbles
+from digenrl.record.run_dir import (
+    CHECKPOINT_FAILED,
+    END,
+    EVENTS,
+    LAUNCH,
+    LEFT_OUT,
+    LOGGER,
+    LOST,
+    METRICS,
+    UNWRITTEN,
+    Row,
+)
 from digenrl.report.read_run import Run, is_number
 
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `missing`, `alarms`,
-    `lost`, `warnings`. `restarts` counts what the run survived: resumes, and ranks that were lost while it continued
-    (`lost` has their causes).
+    `lost`, `unwritten` (file -> lines), `loggers` (name -> failures), `warnings`. `restarts` counts what the run
+    survived: resumes, and ranks that were lost while it continued (`lost` has their causes).
 
     A figure that the files do not hold is null. `reward_first` and `reward_last` are the batch means of the first and
     the last RL step, `heldout_*` those of the first and the last evaluation; seconds in `bubble` are summed over ranks.
@@ -47,16 +58,55 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "nn_distance_last": edge("nn_distance", -1, "eval"),
         "first_ratio_max_dev": edge("first_ratio_max_dev", 0),
         "staleness_max": max((int(value) for value in run.column("staleness_max")[1]), default=None),
-        "bubble": {role: dict(sorted(causes.items())) for role, causes in sorted(bubbles(run.spans).items())},
+        "bubble": bubble(run),
         "predicted_step_s": _median(run, "predicted_step_s"),
+        "cells": {name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")},
         "dropped": samples_by(run, "dropped", "reason"),
         "missing": samples_by(run, "missing", "reward"),
         "alarms": suspicions(run),
         "restarts": max(0, len(run.attempts()) - 1) + len(run.events_of(LOST)),
         "lost": [str(event.get("cause")) for event in run.events_of(LOST)],
+        "unwritten": counted(run, UNWRITTEN, "file", "lines"),
+        "loggers": counted(run, LOGGER, "logger", "failures"),
         "world": world(run),
-        "warnings": [*run.warnings, *dict.fromkeys(str(e["message"]) for e in run.events_of("warning")), *warnings],
+        "warnings": [*run.warnings, *troubles(run), *warnings],
     }
+
+
+def bubble(run: Run) -> dict[str, dict[str, float]]:
+    """role -> cause -> seconds waited, summed over ranks."""
+    table: dict[str, Counter[str]] = defaultdict(Counter)
+    for (role, _), labels in run.seconds.items():
+        for label, seconds in labels.items():
+            stage, _, cause = label.partition(" ")
+            if stage == "wait":
+                table[role][cause] += seconds  # type: ignore[assignment]  # a Counter adds what it is given
+    return {role: dict(sorted(causes.items())) for role, causes in sorted(table.items())}
+
+
+def counted(run: Run, kind: str, name: str, amount: str) -> dict[str, int]:
+    """Sums of `amount` over the events of `kind`, by their `name`."""
+    counts: Counter[str] = Counter()
+    for event in run.events_of(kind):
+        counts[str(event.get(name))] += event.get(amount, 0)
+    return dict(sorted(counts.items()))
+
+
+def troubles(run: Run) -> list[str]:
+    """What went wrong while the run went on, each once: warnings, checkpoints, records that have gaps, loggers."""
+    told = [str(event.get("message")) for event in run.events_of("warning")]
+    told += [str(event.get("cause")) for event in run.events_of(CHECKPOINT_FAILED)][-1:]
+    causes: dict[tuple[str, str], str] = {}
+    for kind, name in ((UNWRITTEN, "file"), (LOGGER, "logger")):
+        for event in run.events_of(kind):
+            causes.setdefault((kind, str(event.get(name))), str(event.get("cause")))
+    for file, lines in counted(run, UNWRITTEN, "file", "lines").items():
+        told.append(f"{file} lacks {lines} line(s) that could not be written: {causes[UNWRITTEN, file]}")
+    for name, failures in counted(run, LOGGER, "logger", "failures").items():
+        told.append(f"logger {name} failed {failures} time(s), first: {causes[LOGGER, name]}; {METRICS} has everything")
+    left_out = counted(run, LEFT_OUT, "of", "times")
+    told += [f"{EVENTS} reached its limit: {times} events of kind {kind} left out" for kind, times in left_out.items()]
+    return list(dict.fromkeys(told))
 
 
 def suspicions(run: Run) -> list[str]:
@@ -97,7 +147,8 @@ def wall_seconds(run: Run) -> float | None:
     edges = [*(starts or times[:1]), float("inf")]
     total = 0.0
     for start, following in pairwise(edges):
-        total += max([t for t in times if start <= t < following], default=start) - start
+        before = bisect_left(times, following)
+        total += max(start, times[before - 1] if before else start) - start
     return total
 
 
@@ -105,19 +156,19 @@ def samples_by(run: Run, kind: str, key: str) -> dict[str, int]:
     """Samples that the events of `kind` count, by their `key`; an event without a count counts as one sample."""
     counts: Counter[str] = Counter()
     for event in run.events_of(kind):
-        counts[str(event.get(key))] += int(event["samples"]) if is_number(event.get("samples")) else 1
+        counts[str(event.get(key))] += event.get("samples", 1)
+    for event in run.events_of(LEFT_OUT):
+        if event.get("of") == kind:
+            counts[str(event.get("by"))] += event.get("samples", 0)
     return dict(sorted(counts.items()))
 
 
 def world(run: Run) -> dict[str, int]:
     """role -> ranks: as the launcher said, else as the spans show."""
     for event in reversed(run.events_of(LAUNCH, END)):
-        if isinstance(event.get("world"), dict):
+        if "world" in event:
             return dict(event["world"])
-    ranks: dict[str, set[int]] = defaultdict(set)
-    for span in run.spans:
-        ranks[span.role].add(span.rank)
-    return {role: len(members) for role, members in sorted(ranks.items())}
+    return dict(sorted(Counter(role for role, _ in run.seconds).items()))
 
 
 def _times(run: Run) -> list[float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from statistics import median
 
 from matplotlib.axes import Axes
@@ -12,47 +13,41 @@ from matplotlib.patches import Patch
 
 from digenrl.record.spans import Span, clipped
 from digenrl.report.curves import WIDTH
-from digenrl.report.read_run import Run
+from digenrl.report.read_run import Run, label_of
 from digenrl.report.style import CAUSE_COLOURS, FAINT, GRID, INK, STAGE_COLOURS
 from digenrl.report.summary import wall_seconds
 
 SHOWN_STEPS = 3
+SHOWN_SPANS = 10_000
+"""Spans that are looked at, at most, where no RL step was finished."""
+COLOURS = {stage: colour for stage, colour in STAGE_COLOURS.items() if stage != "wait"} | {
+    f"wait {cause}": colour for cause, colour in CAUSE_COLOURS.items()
+}
+"""Label of a span -> its colour, work first."""
 
 
 def colour_of(span: Span) -> str:
     """Colour of a span: by stage, or by cause for a wait."""
-    if span.stage == "wait":
-        return CAUSE_COLOURS[str(span.args["cause"])]
-    return STAGE_COLOURS[span.stage]
+    return COLOURS[label_of(span)]
 
 
-def label_of(span: Span) -> str:
-    """Legend entry of a span."""
-    return f"wait: {str(span.args['cause']).replace('_', ' ')}" if span.stage == "wait" else span.stage
+def typical_window(ends: Mapping[int, float], steps: int = SHOWN_STEPS) -> tuple[float, float, range]:
+    """(start, end, RL steps) of up to `steps` consecutive RL steps amid the run.
 
-
-def typical_window(spans: Sequence[Span], steps: int = SHOWN_STEPS) -> tuple[float, float, range]:
-    """(start, end, RL steps) of `steps` consecutive RL steps amid the run; of fewer than 2, all (no steps)."""
-    ends = step_ends(spans)
+    Args:
+        ends: RL step -> second at which it was finished; at least two consecutive steps.
+    """
     known = sorted(ends)
-    if len(known) < 2:
-        first, last = min(span.start for span in spans), max(span.end for span in spans)
-        return first, last, range(0)
-    steps = min(steps, len(known) - 1)
-    # Among the windows of that many steps, the one whose length is the median: neither the start nor an outlier.
-    lengths = {at: ends[known[at + steps - 1]] - ends[known[at - 1]] for at in range(1, len(known) - steps + 1)}
-    middle = median(lengths.values())
-    at = min(lengths, key=lambda index: (abs(lengths[index] - middle), abs(index - len(known) // 2)))
-    return ends[known[at - 1]], ends[known[at + steps - 1]], range(known[at], known[at + steps - 1] + 1)
-
-
-def step_ends(spans: Sequence[Span]) -> dict[int, float]:
-    """RL step -> second at which the last trainer finished it."""
-    ends: dict[int, float] = {}
-    for span in spans:
-        if span.role == "trainer" and span.step >= 0 and span.stage not in ("generate", "lend", "send", "eval"):
-            ends[span.step] = max(ends.get(span.step, 0.0), span.end)
-    return ends
+    runs = [known[at : at + steps + 1] for at in range(len(known))]
+    # The first of each gives the second at which the others begin. A thinned record has gaps, which no window spans.
+    windows = [run for run in runs if len(run) > 1 and run[-1] - run[0] == len(run) - 1]
+    longest = max(len(window) for window in windows)
+    windows = [window for window in windows if len(window) == longest]
+    # Among those, the one whose length is the median: neither the start nor an outlier.
+    lengths = [ends[window[-1]] - ends[window[0]] for window in windows]
+    middle = median(lengths)
+    at = min(range(len(windows)), key=lambda index: (abs(lengths[index] - middle), abs(index - len(windows) // 2)))
+    return ends[windows[at][0]], ends[windows[at][-1]], range(windows[at][1], windows[at][-1] + 1)
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:
@@ -90,55 +85,63 @@ def draw_gantt(axes: Axes, spans: Sequence[Span], start: float, end: float) -> N
     axes.grid(axis="y", visible=False)
 
 
-def palette_of(spans: Sequence[Span]) -> dict[str, str]:
-    """Label -> colour of what `spans` hold: work first, then bubbles."""
-    present = {label_of(span): colour_of(span) for span in spans}
-    order = [*STAGE_COLOURS, *(f"wait: {cause.replace('_', ' ')}" for cause in CAUSE_COLOURS)]
-    return {name: present[name] for name in order if name in present}
+def palette_of(labels: Collection[str]) -> dict[str, str]:
+    """Label -> colour of those in `labels`: work first, then bubbles."""
+    return {name: colour for name, colour in COLOURS.items() if name in labels}
 
 
-def draw_legend(figure: Figure, spans: Sequence[Span]) -> None:
+def draw_legend(figure: Figure, labels: Collection[str]) -> None:
     """The palette, below the axes."""
-    handles = [Patch(facecolor=colour, label=name) for name, colour in palette_of(spans).items()]
+    handles = [Patch(facecolor=colour, label=_named(name)) for name, colour in palette_of(labels).items()]
     figure.legend(handles=handles, loc="outside lower left", ncols=6, handlelength=1.1, columnspacing=1.4)
+
+
+def _named(label: str) -> str:
+    """A label as people read it."""
+    stage, _, cause = label.partition(" ")
+    return f"{stage}: {cause.replace('_', ' ')}" if cause else stage
 
 
 def timeline(run: Run) -> Figure | None:
     """Gantt chart of a few typical RL steps; lost time in warm colours by its cause."""
-    spans = [span for span in run.spans if span.role != "launcher"]
-    if not spans:
-        return None
-    start, end, steps = typical_window(spans)
-    shown = clipped(spans, start, end)
+    if any(step + 1 in run.step_ends for step in run.step_ends):
+        start, end, steps = typical_window(run.step_ends)
+        which = f"RL step {steps[0] + 1}" + f" to {steps[-1] + 1}" * (len(steps) > 1)
+    else:  # one step or none: what there is, in the order of its start
+        spans = sorted((span.start, span.end) for span in islice(_of_ranks(run), SHOWN_SPANS))
+        if not spans:
+            return None
+        start, end, steps, which = spans[0][0], max(end for _, end in spans), range(0), "the whole run"
+    shown = clipped(_of_ranks(run), start, end)
     ranks = len({(span.role, span.rank) for span in shown})
     figure = Figure(
         figsize=(WIDTH * 1.35, 1.5 + 0.42 * min(ranks, 24) + 0.09 * max(0, ranks - 24)), layout="constrained"
     )
     axes = figure.subplots()
-    draw_gantt(axes, spans, start, end)
-    for step, boundary in step_ends(spans).items():
-        if step in steps[:-1]:
-            axes.axvline(boundary - start, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
-    which = "the whole run" if not steps else f"RL step {steps[0] + 1}" + f" to {steps[-1] + 1}" * (len(steps) > 1)
+    draw_gantt(axes, shown, start, end)
+    for step in steps[:-1]:
+        axes.axvline(run.step_ends[step] - start, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
     axes.set_title(f"What each rank did, {which}")
     axes.set_xlabel(f"seconds after {start:.1f} s of the run (dashed: a version was finished)")
-    draw_legend(figure, shown)
+    draw_legend(figure, [label_of(span) for span in shown])
     return figure
+
+
+def _of_ranks(run: Run) -> Iterator[Span]:
+    return (span for span in run.spans if span.role != "launcher")
 
 
 def time_by_rank(run: Run) -> Figure | None:
     """Seconds of the whole run by rank, split into stages and bubbles."""
-    spans = [span for span in run.spans if span.role != "launcher"]
-    if not spans:
+    totals = {key: labels for key, labels in run.seconds.items() if key[0] != "launcher"}
+    if not totals:
         return None
-    totals: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for span in spans:
-        totals[span.role, span.rank][label_of(span)] += span.seconds
     rows = sorted(totals, key=lambda key: (key[0] != "trainer", key[1]))
     figure = Figure(figsize=(WIDTH * 1.35, 1.5 + 0.34 * min(len(rows), 30)), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(rows)
-    for name, colour in palette_of(spans).items():
+    labels = {label for own in totals.values() for label in own}
+    for name, colour in palette_of(labels).items():
         widths = [totals[key].get(name, 0.0) for key in rows]
         axes.barh(range(len(rows)), widths, left=left, height=0.72, color=colour, edgecolor="white", linewidth=0.3)
         left = [base + width for base, width in zip(left, widths, strict=True)]
@@ -154,5 +157,5 @@ def time_by_rank(run: Run) -> Figure | None:
     axes.set_title("Time by rank, whole run")
     axes.set_xlabel("seconds")
     axes.xaxis.grid(color=GRID)
-    draw_legend(figure, spans)
+    draw_legend(figure, labels)
     return figure

@@ -32,37 +32,54 @@ def media_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: path.name)
 
 
-def read_media(path: Path, max_frames: int) -> Tensor:
+def read_media(path: Path, max_frames: int, max_pixels: int) -> Tensor:
     """fp32 in [0, 1]: a picture as [3, H, W] ([1, H, W] if stored grey), a video as [F, 3, H, W] with F <= max_frames.
 
-    Transparency is laid over white, a photograph's orientation is applied. Raises MediaError.
+    Transparency is laid over white, a photograph's orientation is applied. No more than `max_pixels` (F x H x W) are
+    decoded. Raises MediaError.
     """
     try:
-        pixels = _video(path, max_frames) if path.suffix.lower() in VIDEOS else _picture(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            video = path.suffix.lower() in VIDEOS
+            pixels = _video(path, max_frames, max_pixels) if video else _picture(path, max_pixels)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise MediaError(f"{path}: cannot be read as a picture or video ({error}).") from error
-    return torch.from_numpy(pixels).movedim(-1, -3).float().div(255)
+        cause = str(error).strip().splitlines()[-1:]  # a decoder's own words may be pages
+        raise MediaError(f"{path}: cannot be read as a picture or video ({''.join(cause)}).") from error
+    return torch.from_numpy(pixels).movedim(-1, -3).float().div_(255)
 
 
-def _picture(path: Path) -> np.ndarray:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(path) as file:
-            image: Image.Image = ImageOps.exif_transpose(file)
-            if image.has_transparency_data:
-                layer = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-            if image.mode in ("1", "L"):
-                return np.array(image.convert("L"))[:, :, None]
-            return np.array(image.convert("RGB"))
+def _check_size(pixels: int, max_pixels: int) -> None:
+    if pixels > max_pixels:
+        raise ValueError(f"{pixels} pixels or more, max_pixels = {max_pixels}: raise it, or lower max_frames")
 
 
-def _video(path: Path, max_frames: int) -> np.ndarray:
+def _picture(path: Path, max_pixels: int) -> np.ndarray:
+    with Image.open(path) as file:
+        _check_size(file.width * file.height, max_pixels)
+        image: Image.Image = ImageOps.exif_transpose(file)
+        if image.has_transparency_data:
+            layer = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+        if image.mode in ("1", "L"):
+            return np.array(image.convert("L"))[:, :, None]
+        return np.array(image.convert("RGB"))
+
+
+def _video(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
     try:
         import imageio.v3 as imageio
     except ImportError as error:
         raise ImportError("reading videos needs imageio: pip install 'digenrl[video]'") from error
-    frames = [np.asarray(Image.fromarray(frame).convert("RGB")) for frame in islice(imageio.imiter(path), max_frames)]
+    frames: list[np.ndarray] = []
+    with imageio.imopen(path, "r") as file:
+        height, width = file.properties().shape[1:3]
+        _check_size(height * width, max_pixels)
+        # A header may promise small frames; ffmpeg then refuses larger ones.
+        limit = {} if path.suffix.lower() == ".gif" else {"input_params": ["-max_pixels", str(max_pixels)]}
+        for frame in islice(file.iter(**limit), max_frames):
+            _check_size((len(frames) + 1) * frame.shape[0] * frame.shape[1], max_pixels)
+            frames.append(np.asarray(Image.fromarray(frame).convert("RGB")))
     if not frames:
         raise ValueError("it has no frames")
     return np.stack(frames)

@@ -11,13 +11,15 @@ from digenrl.rewards.protocol import Scorer, build_scorer, plain
 PLACEMENTS = ("inline", "thread", "process", "http")
 
 
-def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | None) -> Callable[[], Scorer]:
+def place_scorer(
+    name: str, scorer: Any, placement: str, urls: Sequence[str] | None, start_s: float, call_s: float
+) -> Callable[[], Scorer]:
     """What makes the scorer of one reward where it is placed; until it is called, nothing is loaded.
 
     Args:
         name: the reward's name, for messages.
         scorer: a scorer, or the YAML node that describes one (`_target_` and its arguments).
-        placement: see `RewardSuite`. `process` and `http` need the YAML node resp. `urls`.
+        placement, start_s, call_s: see `RewardSuite`. `process` and `http` need the YAML node resp. `urls`.
 
     Raises:
         ValueError: unknown placement, or one that this scorer cannot have.
@@ -36,7 +38,7 @@ def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | N
             raise ValueError(f"Reward `{name}` is placed http: list its services under reward.urls.{name}.")
         from reward_models.remote import RemoteScorer
 
-        return partial(RemoteScorer, urls=list(urls))
+        return partial(RemoteScorer, urls=list(urls), deadline_s=call_s)
     if placement == "process":
         if not described:
             raise ValueError(
@@ -45,5 +47,5 @@ def place_scorer(name: str, scorer: Any, placement: str, urls: Sequence[str] | N
             )
         from digenrl.rewards.process import ProcessScorer
 
-        return partial(ProcessScorer, plain(scorer))
+        return partial(ProcessScorer, plain(scorer), start_s, call_s)
     return partial(build_scorer, scorer) if described else lambda: scorer

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -39,7 +40,7 @@ class ProcessScorer:
     """
 
     def __init__(
-        self, node: Mapping[str, Any], start_s: float = 600.0, call_s: float = 300.0, max_deaths: int = 3
+        self, node: Mapping[str, Any], start_s: float = 600.0, call_s: float = 240.0, max_deaths: int = 3
     ) -> None:
         self._node, self._start_s, self._call_s, self._max_deaths = dict(node), start_s, call_s, max_deaths
         self._child: subprocess.Popen[str] | None = None
@@ -137,7 +138,11 @@ class ProcessScorer:
             code = None
         self._deaths += 1
         self._end()
-        what = f"did not answer within {seconds:g} s" if code is None else f"died (exit code {code})"
+        what = (
+            f"did not answer within {seconds:g} s (reward.start_s, reward.call_s)"
+            if code is None
+            else f"died (exit code {code})"
+        )
         message = f"The process of scorer {self._node.get('_target_')} {what}"
         if self._deaths >= self._max_deaths:
             raise RewardError(f"{message}, {self._deaths} times in a row: run it inline to see why.") from error
@@ -191,6 +196,8 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     """Builds the scorer and serves it to one parent until that goes away."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # a group gets them; the rank still finishes its step
     asked = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")

@@ -9,8 +9,8 @@ A *scorer* is any callable `scorer(media, prompts) -> scores`:
 
 A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name it: `model_id` (what
 is scored with) and `weights_digest` (hex digest of its weights, "none" where it has none); see `identity_of`.
-Two methods are optional: `check_prompts(prompts)` raises ValueError for a prompt that it could never score, `close()`
-ends processes and connections.
+Two methods are optional: `check_prompts(prompts)`, static, raises ValueError for a prompt that it could never score;
+`close()` ends processes and connections.
 """
 
 from __future__ import annotations

@@ -59,20 +59,18 @@ class AsyncScorer:
             self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
             self._thread.start()
 
-    def submit(
-        self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False, timeout_s: float | None = 600.0
-    ) -> Future[Scores]:
-        """A future of what `RewardSuite.score` returns or raises.
+    def submit(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> Future[Scores]:
+        """A future of what `RewardSuite.score` returns or raises. Waits for a free place among the waiting tasks as
+        long as that takes: a scorer that hangs is for the one who watches the rank's progress.
 
         Args:
             media: [B, ...] in [0, 1]; copied to the CPU, so the caller may reuse its memory.
             prompts: B prompts.
             heldout: also the held-out rewards.
-            timeout_s: longest wait for a free place.
 
         Raises:
             ValueError: not one prompt per sample.
-            RuntimeError: closed, or no place became free in time.
+            RuntimeError: closed.
         """
         if self._closed:
             raise RuntimeError("The scorer is closed: it takes no more tasks.")
@@ -83,13 +81,7 @@ class AsyncScorer:
         if self._thread is None:
             self._score([task])
             return task.future
-        try:
-            self._queue.put(task, timeout=timeout_s)
-        except queue.Full:
-            raise RuntimeError(
-                f"{self.suite.pending} tasks have waited {timeout_s} s for scores: "
-                "the reward is too slow or hangs; see reward.pending and the scorer's own time-outs."
-            ) from None
+        self._queue.put(task)
         return task.future
 
     def close(self, timeout_s: float = 10.0) -> None:

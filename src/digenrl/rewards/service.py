@@ -20,6 +20,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ try:
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ImportError("a reward service needs starlette and uvicorn: pip install 'digenrl[serve]'") from error
 
@@ -51,6 +54,10 @@ class Limits:
     """F x H x W of one sample."""
     max_pending: int = 4
     """Requests that are read, wait or are scored; one more gets 429."""
+    max_connections: int = 64
+    """Open connections; one more ends the one that has waited longest for a request."""
+    head_s: float = 10.0
+    """A connection that has not sent the head of its next request by then is closed."""
     body_s: float = 30.0
     """A body that is not complete after this is refused (408)."""
     score_s: float = 300.0
@@ -96,6 +103,18 @@ class RewardService:
                 Route("/score", self._guarded(self._score), methods=["POST"]),
             ]
         )
+
+    def server(self) -> uvicorn.Server:
+        """A server of the application that bounds connections too, which uvicorn itself does not."""
+        config = uvicorn.Config(
+            self.app(),
+            http=partial(_Connection, limits=self.limits),  # type: ignore[arg-type]  # called as the class would be
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+        )
+        return uvicorn.Server(config)
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -214,6 +233,50 @@ class RewardService:
             raise _Refused(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
 
 
+class _Connection(H11Protocol):
+    """An HTTP connection that does not wait for ever for the head of a request."""
+
+    def __init__(self, *, limits: Limits, **server: Any) -> None:
+        super().__init__(**server)
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self._limits.max_connections:
+            waiting = [other for other in self.connections if isinstance(other, _Connection) and other._timer]
+            oldest = min(waiting, key=lambda other: other._timer.when() if other._timer else 0.0, default=None)
+            if oldest is None:
+                transport.abort()
+            else:
+                oldest.transport.abort()
+        super().connection_made(transport)
+        self._set_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._set_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._set_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def _set_timer(self) -> None:
+        """One timer from the end of a request to the end of the next one's head."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self._limits.head_s, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` can be reached from this machine only."""
     if host == "localhost":
@@ -242,11 +305,8 @@ def serve(service: RewardService, host: str, port: int, announce: Callable[[str]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
         bound = listener.getsockname()[1]
-        config = uvicorn.Config(
-            service.app(), log_level="warning", access_log=False, server_header=False, lifespan="off"
-        )
         announce(f"http://{f'[{host}]' if ':' in host else host}:{bound}")
-        uvicorn.Server(config).run(sockets=[listener])
+        service.server().run(sockets=[listener])
 
 
 def describe(service: RewardService) -> str:

@@ -11,6 +11,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -68,6 +69,8 @@ class RewardSuite:
         max_batch: largest number of samples that scoring joins from several waiting tasks; 0 = each task alone, so that
             no score depends, in its last bits, on which tasks happened to wait together.
         cache_size: scores kept by content hash; 0 = off.
+        start_s: placement `process`: seconds until a scorer must be built.
+        call_s: placements `process` and `http`: seconds after which a batch without scores is missing.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class RewardSuite:
         pending: int = 4,
         max_batch: int = 0,
         cache_size: int = 4096,
+        start_s: float = 600.0,
+        call_s: float = 240.0,
     ) -> None:
         if not rewards:
             raise ValueError("The reward mixture is empty: name at least one reward under `reward.rewards`.")
@@ -106,13 +111,17 @@ class RewardSuite:
         for name, entry in heldout.items():
             _check_entry(name, entry, _HELDOUT_KEYS)
         self._makers = {
-            name: place_scorer(name, entry["scorer"], entry.get("placement") or placement, urls.get(name))
+            name: place_scorer(
+                name, entry["scorer"], entry.get("placement") or placement, urls.get(name), start_s, call_s
+            )
             for name, entry in {**rewards, **heldout}.items()
         }
         self.names: tuple[str, ...] = tuple(rewards)
         self.heldout: tuple[str, ...] = tuple(heldout)
         self.on_missing: Callable[[str, int, str], None] = lambda name, samples, cause: None
         """Told (reward, samples, cause) whenever samples stay without a score; a run writes it down."""
+        self.stage: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Entered with "score NAME" around every call of a scorer; a run marks what it does with it."""
         self._failures = {name: FailureCount() for name in self._makers}
         self._lock = threading.Lock()
 
@@ -159,8 +168,9 @@ class RewardSuite:
     def _ask(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, str]:
         """([B] scores, why some of them are missing)."""
         try:
-            with torch.no_grad():
-                scores = check_scores(name, self._scorers[name](media, prompts), len(prompts))
+            with self.stage(f"score {name}"), torch.no_grad():
+                # A scorer may write into what it is given: the next one, and the caller, keep what was generated.
+                scores = check_scores(name, self._scorers[name](media.clone(), prompts), len(prompts))
             return scores.clone(), "the scorer gave no finite score"
         except RewardUnavailable as error:
             kept = torch.full((len(prompts),), math.nan) if error.scores is None else error.scores

@@ -6,7 +6,7 @@ task gives depends on the task, the seed and the weights alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -167,7 +167,12 @@ class RolloutEngine:
 
     @torch.no_grad()
     def evaluate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, steps: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        seed: int,
+        steps: int | None = None,
+        before_step: Callable[[], None] = lambda: None,
     ) -> Evaluation:
         """ODE samples with noise that depends on (seed, prompt, sample) alone, scored by every reward.
 
@@ -176,6 +181,7 @@ class RolloutEngine:
             samples_per_prompt: rows per prompt.
             seed: of the evaluation noise.
             steps: ODE steps; None = `sampling.eval_steps`.
+            before_step: called before each of them; an exception ends the evaluation.
         """
         grid = self.policy.sigma_grid(steps or self.sampling.eval_steps or self.sampling.steps)
         media, finals, rows = [], [], []
@@ -185,7 +191,7 @@ class RolloutEngine:
             condition = self.policy.encode([prompt])
             # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
             latents = noise.to(self.policy.device, wide(self.sampling.storage_dtype))
-            final = denoise.ode_sample(self.policy, condition, latents, grid)
+            final = denoise.ode_sample(self.policy, condition, latents, grid, before_step)
             media.append(self.policy.decode(final).cpu())
             finals.append(final.cpu())
             rows += [prompt] * samples_per_prompt
@@ -200,9 +206,9 @@ class RolloutEngine:
     def _plan(self, task: Task) -> StepPlan:
         return self._selection.plan(self.seed, task.step, self.sampling.steps)
 
-    def close(self) -> None:
-        """Stop the scorers."""
-        self._scorer.close()
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop the scorers; the batch in progress has `timeout_s` to end."""
+        self._scorer.close(timeout_s)
 
     def reward_trouble(self) -> str | None:
         """Why the run should stop: more samples than `reward.max_missing_share` allows have no score; else None."""

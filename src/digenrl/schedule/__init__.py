@@ -11,10 +11,11 @@ from digenrl.schedule.order import (
     update_of,
 )
 from digenrl.schedule.spec import ScheduleSpec, Task, steps_per_forward
-from digenrl.schedule.timesteps import Block, micro_batches_per_update, place
+from digenrl.schedule.timesteps import Block, Placement, micro_batches_per_update, place
 
 __all__ = [
     "Block",
+    "Placement",
     "ScheduleSpec",
     "Task",
     "fragments",

@@ -57,6 +57,8 @@ class ScheduleSpec:
     """Relative speed of each trainer rank; () = equal."""
     measured_shares: bool = False
     """`shares` are only the first ones: they follow the trainers' measured speed from step to step."""
+    skip_zero: bool = True
+    """Cells whose gradient is known to be zero are not trained."""
     async_steps: int = 0
     """0 = on-policy, 1 = the first groups of the next batch may be one version old."""
     stale_fraction: float = 0.5
@@ -136,6 +138,7 @@ _KEYS = {
     "tag": "schedule.tag",
     "handoff": "schedule.handoff",
     "shares": "schedule.shares",
+    "skip_zero": "schedule.skip_zero",
     "async_steps": "schedule.async_steps",
     "stale_fraction": "schedule.stale_fraction",
 }

@@ -50,8 +50,12 @@ def apportion(units: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+Placement = tuple[tuple[tuple[Block, ...], ...], ...]
+"""placement[rank][micro_batch] = blocks of one fragment."""
+
+
 @lru_cache(maxsize=4096)
-def place(spec: ScheduleSpec, trainers: int, groups: tuple[int, ...]) -> tuple[tuple[tuple[Block, ...], ...], ...]:
+def place(spec: ScheduleSpec, trainers: int, groups: tuple[int, ...]) -> Placement:
     """placement[rank][micro_batch] = blocks; an empty tuple is a micro-batch that only joins collectives."""
     shares = spec.shares or (1.0,) * trainers
     if len(shares) != trainers:
@@ -61,16 +65,29 @@ def place(spec: ScheduleSpec, trainers: int, groups: tuple[int, ...]) -> tuple[t
     units = [blocks[i : i + unit] for i in range(0, len(blocks), unit)]
     equal = not spec.measured_shares and all(share == shares[0] for share in shares)
     counts = apportion(len(units), shares)
-    if equal:  # odd units go round the ranks from fragment to fragment instead of always to rank 0
-        turn = groups[0] // max(1, spec.fragment_groups) % trainers
-        counts = counts[-turn:] + counts[:-turn]
+    turn = groups[0] // max(1, spec.fragment_groups) % trainers  # odd units go round the ranks, not always to rank 0
     owned: list[list[Block]] = []
     start = 0
-    for count in counts:
-        owned.append([block for part in units[start : start + count] for block in part])
+    for rank, count in enumerate(counts):
+        # Equal ranks take the steps of a task in turn, so that each has its part of whatever tasks turn out useful.
+        mine = units[(rank - turn) % trainers :: trainers] if equal else units[start : start + count]
+        owned.append([block for part in mine for block in part])
         start += count
     micro = max(len(o) for o in owned) if equal else math.ceil(len(blocks) / trainers)
     return tuple(_split(o, micro) for o in owned)
+
+
+@lru_cache(maxsize=4096)
+def without(placement: Placement, useless: frozenset[tuple[int, int]]) -> Placement:
+    """`placement` less the tasks (group, part) that have no gradient: as many micro-batches, of which the first ones
+    are empty on every rank."""
+    if not useless:
+        return placement
+    rests = [[b for micro in own for b in micro if (b.group, b.part) not in useless] for own in placement]
+    widths = [max(1, *(len(micro) for micro in own)) for own in placement]
+    needed = max(math.ceil(len(rest) / width) for rest, width in zip(rests, widths, strict=True))
+    idle = ((),) * (len(placement[0]) - needed)
+    return tuple(idle + (_split(rest, needed) if needed else ()) for rest in rests)
 
 
 def _split(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
@@ -89,12 +106,17 @@ def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
     return sum(len(place(spec, trainers, groups)[0]) for groups in fragments(spec, 0))
 
 
-@lru_cache(maxsize=65536)
 def cells_of(spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragment: tuple[int, ...]) -> int:
-    """Cells (one task at one trained step) of `fragment` that occupy trainer `rank`. Sharded trainers wait for the
-    largest micro-batch of all; a replica without cells runs a block of stand-ins (`transport.cells`)."""
+    """Cells (one task at one trained step) of `fragment` that occupy trainer `rank`, if all are useful. Sharded
+    trainers wait for the largest micro-batch of all."""
+    return cells_by_rank(spec, trainers, lockstep, fragment)[rank]
+
+
+@lru_cache(maxsize=4096)
+def cells_by_rank(spec: ScheduleSpec, trainers: int, lockstep: bool, fragment: tuple[int, ...]) -> tuple[int, ...]:
+    """`cells_of` for every trainer."""
     placement = place(spec, trainers, fragment)
     cells = [[sum(len(block.steps) for block in micro) for micro in own] for own in placement]
     if lockstep:
-        return sum(max(column) for column in zip(*cells, strict=True))
-    return sum(cells[rank]) or min(spec.tsp_batch, spec.trained_steps)
+        return (sum(max(column) for column in zip(*cells, strict=True)),) * trainers
+    return tuple(sum(own) for own in cells)

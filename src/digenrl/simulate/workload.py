@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from typing import Any
 
@@ -68,6 +68,12 @@ class Workload:
     """Rewards that only evaluation asks for."""
     evaluated: int = 0
     """Samples that a trainer makes at once when it evaluates; 0 = it never does."""
+    engine: str = "eager"
+    """How the network runs: a key of `gpus.ENGINES`."""
+    fused_attention: bool = False
+    """Its attention is a kernel written for the GPU."""
+    passes_apart: bool = False
+    """The forwards of classifier-free guidance run one after the other (published rows); else as one batch."""
     storage_bytes: int = 2
     """Of one stored latent element."""
 
@@ -85,7 +91,7 @@ class Workload:
             tsp_shard=True,
         )
 
-    @property
+    @cached_property
     def sizes(self) -> Mapping[str, Any]:
         """The model's entry in facts.json."""
         entry: Mapping[str, Any] = facts()["models"][self.model]
@@ -115,6 +121,17 @@ class Workload:
     def passes(self) -> int:
         """Forwards per velocity."""
         return 2 if self.guidance else 1
+
+    @property
+    def launches(self) -> int:
+        """Forwards that are launched per velocity."""
+        return self.passes if self.passes_apart else 1
+
+    @property
+    def block_bytes(self) -> float:
+        """Of one [tokens, hidden] in 16 bit, text included where it goes through the blocks."""
+        joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
+        return 2.0 * float(self.sizes["hidden"]) * (self.tokens + joint)
 
     @property
     def samples(self) -> int:

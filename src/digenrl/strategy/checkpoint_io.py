@@ -11,17 +11,24 @@ afterwards, in one rename. Neither safetensors nor torch.save notices a flipped 
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+log = logging.getLogger(__name__)
 POLICY = "policy.safetensors"
 STATE = "state.pt"
 MANIFEST = "manifest.json"
@@ -50,22 +57,24 @@ class DirectoryCheckpointIO(CheckpointIO):
         """Write one checkpoint; nothing of an older one is touched before this one is complete.
 
         Raises:
-            OSError: no space or no permission; the temporary directory is removed.
-            CheckpointError: what was read back is not what was written.
+            OSError: no space, no permission, or other bytes were read back than were written; the temporary directory
+                is removed.
         """
         target = Path(path)
         temporary = target.with_name(f".tmp-{target.name}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for unfinished in target.parent.glob(".tmp-step-*"):  # of a process that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)
         try:
+            temporary.mkdir()
             rest = dict(checkpoint)
             state = rest.pop("state_dict")
             policy = {
                 k.removeprefix(PREFIX): v.detach().cpu().contiguous() for k, v in state.items() if k.startswith(PREFIX)
             }
             rest["state_dict"] = {k: v for k, v in state.items() if not k.startswith(PREFIX)}
-            save_file(policy, temporary / POLICY)
-            torch.save(rest, temporary / STATE)
+            _save_weights(policy, temporary / POLICY)
+            _save_state(rest, temporary / STATE)
             files = {name: _describe(temporary / name) for name in (POLICY, STATE)}
             (temporary / MANIFEST).write_text(_manifest({"epoch": rest.get("epoch"), "files": files}))
             for name in (POLICY, STATE, MANIFEST):
@@ -74,6 +83,9 @@ class DirectoryCheckpointIO(CheckpointIO):
             if target.exists():  # a resumed run reaches a step again: set aside, so that a crash finds one of the two
                 target.rename(target.with_name(f"{_ASIDE}{target.name}"))
             temporary.rename(target)
+        except CheckpointError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise OSError(errno.EIO, f"other bytes were read back than were written ({error})") from error
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -103,7 +115,8 @@ def verify(directory: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        CheckpointError: no manifest (the write never finished), a missing file, or other bytes than were written.
+        CheckpointError: no manifest (the write never finished) or one that does not list the checkpoint's files, a
+            missing file, or other bytes than were written.
     """
     try:
         text = (directory / MANIFEST).read_text()
@@ -119,6 +132,11 @@ def verify(directory: Path) -> None:
             f"{directory / MANIFEST} is damaged: it does not give its own digest. "
             "Resume from an older checkpoint of the run, or restore the file."
         )
+    if not isinstance(files, dict) or not {POLICY, STATE} <= files.keys():
+        raise CheckpointError(
+            f"{directory / MANIFEST} does not list {POLICY} and {STATE}: {directory} is not a complete checkpoint. "
+            "Resume from an older checkpoint of the run."
+        )
     for name, written in files.items():
         found = _describe(directory / name) if (directory / name).is_file() else None
         if found != written:
@@ -128,22 +146,53 @@ def verify(directory: Path) -> None:
             )
 
 
-def newest_valid(checkpoints: Path) -> Path:
-    """The newest checkpoint of a run that verifies; damaged ones are passed over.
+def newest_valid(checkpoints: Path, say: Callable[[str], object] = log.warning) -> Path:
+    """The newest checkpoint of a run that verifies; `say` is told which damaged ones were passed over, and why.
 
     Raises:
         CheckpointError: there is none; the message tells what is wrong with each.
     """
     aside = sorted(checkpoints.glob(f"{_ASIDE}*"), reverse=True)  # there only after a crash between two renames
-    found = [*sorted(checkpoints.glob("step-*"), reverse=True), *aside]
+    named = [*sorted(checkpoints.glob("step-*"), reverse=True), *aside]
+    found = [path for path in named if path.name.rpartition("-")[2].isdecimal()]
     problems: list[str] = []
     for directory in found:
         try:
             verify(directory)
-            return directory
         except CheckpointError as error:
             problems.append(str(error))
+            continue
+        for problem in problems:
+            say(f"passed over for {directory.name}: {problem}")
+        return directory
     raise CheckpointError("\n".join([f"no valid checkpoint in {checkpoints} ({len(found)} looked at).", *problems]))
+
+
+def _save_weights(tensors: dict[str, Tensor], path: Path) -> None:
+    """safetensors' own error says what the disk said; raised as the OSError that it is."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        told = re.search(r"os error (\d+)", str(error))
+        if told is None:
+            raise
+        raise OSError(int(told[1]), os.strerror(int(told[1])), str(path)) from error
+
+
+def _save_state(state: dict[str, Any], path: Path) -> None:
+    """torch.save hides what the disk said behind a RuntimeError about positions."""
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def step_of(checkpoint: Path) -> int:
+    """RL steps that a checkpoint's run had finished, from its directory's name."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _manifest(facts: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ into the pure `digenrl.schedule`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -26,17 +27,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from digenrl.cluster.claims import note_version
-from digenrl.cluster.control import Aborted, Control, join_store
+from digenrl.cluster.control import Aborted, Control
+from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment, Session, World
 from digenrl.data import PromptSampler
 from digenrl.record.decision_log import DecisionLog
-from digenrl.record.run_dir import DECISIONS, append_event
+from digenrl.record.run_dir import DECISIONS, append_event, tell_unwritten
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy import gradients, shard
+from digenrl.strategy.consent import Consent
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
@@ -47,6 +50,7 @@ from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
 from digenrl.transport.weights import attest, publish, take_part
+from digenrl.types import StepGivenUp
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -67,6 +71,7 @@ class DisaggregatedStrategy(DDPStrategy):
         unequal: replicas stand on GPUs of several kinds.
         split_claims: divide every queue equally beforehand instead of claiming (what published colocated loops do).
         expected: (stage, rank) -> seconds, as `SchedulePolicy.expected` takes them: what the hardware profile says.
+        record_bytes: of this rank's spans, and of its decisions; more are left out.
     """
 
     strategy_name = "disaggregated"
@@ -84,14 +89,15 @@ class DisaggregatedStrategy(DDPStrategy):
         unequal: bool = False,
         split_claims: bool = False,
         expected: Mapping[tuple[str, int], float] | None = None,
+        record_bytes: float = math.inf,
         checkpoint_io: Any = None,
     ) -> None:
-        timeout = timedelta(seconds=session.timeout_s)
+        timeout = timedelta(seconds=session.limits.collective_s)
         super().__init__(cluster_environment=RoleEnvironment(world), checkpoint_io=checkpoint_io, timeout=timeout)
         self.world, self.session, self.spec, self.engine = world, session, spec, engine
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
         self._unequal = unequal and sharding == "ddp"
-        self._expected = expected or {}
+        self._expected, self._record_bytes = expected or {}, record_bytes
         self._sampler, self._last_step = sampler, last_step
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
@@ -146,17 +152,25 @@ class DisaggregatedStrategy(DDPStrategy):
         reset_seed()
         self.set_world_ranks()
         session, world = self.session, self.world
-        where = (session.store_host, session.store_port, session.prefix)
-        store = join_store(*where)
-        self.control = Control(store, world.rank, session.patience_s)
-        self.link = SocketLink(self.control, world.rank, session.host, session.token, watched=session.watched)
-        self._state_control = Control(join_store(*where), world.rank, session.patience_s)
+        limits, progress = session.limits, session.progress
+        store = StoreClient(*session.store)
+        self.control = Control(store, world.rank, limits.start_s)
+        self.link = SocketLink(
+            self.control,
+            world.rank,
+            session.host,
+            session.handshake,
+            watched=session.watched,
+            close_s=limits.leave_s,
+            stage=progress.stage,
+        )
+        self._state_control = Control(StoreClient(*session.store), world.rank)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
-        self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show)
+        self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show, progress, self._record_bytes)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
         roles = Roles(world.trainers, world.rollouts, self._sharded, self._split_claims, self.published.kept)
         head = header(self.spec, roles, self._last_step)
-        self._decisions = DecisionLog(session.run_dir / DECISIONS / path.name, head)
+        self._decisions = DecisionLog(session.run_dir / DECISIONS / path.name, head, self._record_bytes)
         self.policy = SchedulePolicy(self.spec, roles, lambda version: self.plan_tasks(version), self._decisions)
         for (stage, rank), seconds in self._expected.items():
             self.policy.expected(stage, rank, seconds)
@@ -193,7 +207,8 @@ class DisaggregatedStrategy(DDPStrategy):
             agree=self._agree,
             versions=lambda: (self.previous, self.current),
         )
-        self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans)
+        self.consent = Consent(self.control, world, self._sharded, self._droppable)
+        self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.consent)
 
     def _new_board(self, step: int) -> StepBoard:
         return StepBoard(
@@ -202,8 +217,13 @@ class DisaggregatedStrategy(DDPStrategy):
             self.world.rank,
             step,
             self.engine.reward_weights,
+            self._useful if self.spec.skip_zero else None,
             lockstep=self._sharded,
         )
+
+    def _useful(self, rewards: Mapping[str, Tensor]) -> Tensor:
+        """[P, G] bool: samples whose cells can have a gradient."""
+        return self.learner.useful(rewards, self.engine.reward_weights)
 
     def _published_weights(self, updates_done: int) -> AbstractContextManager[None]:
         """Inside, the model holds the published version (I6)."""
@@ -217,7 +237,7 @@ class DisaggregatedStrategy(DDPStrategy):
             return
         if self.world.is_trainer:  # before every other callback, so that rollouts work while the first evaluation runs
             trainer.callbacks.insert(0, Begin(self.begin))  # type: ignore[attr-defined]
-            run_free(trainer.fit_loop)
+            run_free(trainer)
         else:
             trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop, self.run_rollouts)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
@@ -246,7 +266,9 @@ class DisaggregatedStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self.world.is_trainer and self.lightning_module.trainer.training:
             per_update = self.micro_batches_per_update
-            return FragmentStream(self.spec, per_update, lambda: self.version, self.inbox, self._lending, self.ledger)
+            return FragmentStream(
+                self.spec, per_update, lambda: self.version, self.inbox, self._lending, self.ledger, self.consent
+            )
         return dataloader
 
     @property
@@ -254,16 +276,28 @@ class DisaggregatedStrategy(DDPStrategy):
         """Whether every forward is a collective of the trainers."""
         return self.sharding != "ddp" and self.world.trainers > 1
 
+    def _droppable(self) -> bool:
+        return self.updates_done == 0 or self.engine.policy.lora is not None
+
     def _agree(self, choice: int) -> int:
         """Trainer 0's `choice`, on every trainer. It travels over the store: trainer 0 may decide after longer than a
         collective may last. Each decision is followed by collectives, so the one before the last has been read."""
         self._agreed += 1
         key = f"agreed/{self._agreed}"
         if not self.is_global_zero:
-            return int(self.control.wait_for(key, "trainer 0 to decide what all do next"))
+            with self._turn_of_others():
+                return int(self.control.wait_for(key, "trainer 0 to decide what all do next"))
         self.control.set(key, str(choice))
         self.control.delete(f"agreed/{self._agreed - 2}")
         return choice
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._turn_of_others():
+            super().barrier(*args, **kwargs)
+
+    def _turn_of_others(self) -> AbstractContextManager[None]:
+        """Inside, this trainer waits for a slower one."""
+        return self.session.progress.stage("wait straggler")
 
     # ---- gradients: the one place that scales (design, "Scaling of gradients")
 
@@ -287,10 +321,12 @@ class DisaggregatedStrategy(DDPStrategy):
         scaled = closure_loss * (self.micro_batches_per_update * self.world.trainers)
         loss = super().backward(scaled, optimizer, *args, **kwargs)
         self.shares.end()
+        self.session.progress.tick()
         if not self._accumulating:
             self.ledger.end_fragment()  # what follows belongs to the update
             if self.world.trainers > 1:
                 with self.spans.span("wait", cause="straggler", step=self.version):
+                    self.consent.begin_update()
                     dist.barrier()
             with self.spans.span("optimizer", step=self.version, what="reduce"):
                 gradients.average(self._trained().values(), self.world.trainers)
@@ -320,7 +356,7 @@ class DisaggregatedStrategy(DDPStrategy):
             source = tensors if tensors is not None else self.learner.rollout_parameters()
             like = self.engine.policy.generating_parameters()
             replicas = 1 if self.sharding == "fsdp" else self.world.trainers
-            agree = partial(gradients.assert_equal_digests, trainers=replicas, version=version)
+            agree = partial(self._agree_on_digest, version, replicas)
             if self.is_global_zero:
                 note_version(self.control, version)
                 made = publish(version, source, self.link, self._routes(version), agree, like, there=version == 0)
@@ -339,6 +375,10 @@ class DisaggregatedStrategy(DDPStrategy):
             self.published.keep(source)
             self.shares.fix(version)
         self.version = version
+
+    def _agree_on_digest(self, version: int, replicas: int, digest: str) -> None:
+        with self._turn_of_others():
+            gradients.assert_equal_digests(digest, replicas, version)
 
     def _routes(self, version: int) -> dict[int, list[int]]:
         """Rollout rank that gets `version` from here -> ranks of its node to which it passes it on. The weights that a
@@ -386,7 +426,9 @@ class DisaggregatedStrategy(DDPStrategy):
         self.barrier()  # no trainer closes its link before rollouts, which still send, can know that the run is over
 
     def on_exception(self, exception: BaseException) -> None:
-        if hasattr(self, "control") and not isinstance(exception, Aborted):
+        if isinstance(exception, StepGivenUp):
+            self.on_train_end()
+        elif hasattr(self, "control") and not isinstance(exception, Aborted):
             self.control.report(self.world.is_trainer, exception)
 
     def teardown(self) -> None:
@@ -394,18 +436,24 @@ class DisaggregatedStrategy(DDPStrategy):
             self.link.close()
             self.spans.close()
             self._decisions.close()
-        self.engine.close()
+            tell_unwritten(self.session.run_dir)
+        self.engine.close(self.session.limits.leave_s)
         super().teardown()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def run_rollouts(self) -> None:
         """The life of a rollout rank (called in place of the fit loop)."""
-        self._first_step = int(self.control.wait_for("first_step", "the trainers to start"))
+        with self.spans.stage("wait startup"):
+            self._first_step = int(self.control.wait_for("first_step", "the trainers to start"))
         model = self.engine.policy
         RolloutWorker(self.world.rank, self.runner, model, self.control, self.link, self.spans).run()
 
     # ---- checkpoints: whole tensors, whatever the sharding
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.spans.stage("checkpoint"):
+            super().save_checkpoint(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None

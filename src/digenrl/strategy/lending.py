@@ -6,7 +6,7 @@ Every move is the policy's. This file shows it what there is to see, and carries
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, Task, fragments
 from digenrl.schedule.order import later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN
+from digenrl.strategy.consent import Consent
 from digenrl.strategy.worker import Interrupt, TaskRunner
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import Link
@@ -63,9 +64,10 @@ class Lending:
         control: Control,
         link: Link,
         spans: SpanLog,
+        consent: Consent,
     ) -> None:
         self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
-        self._hooks, self._control, self._link, self._spans = hooks, control, link, spans
+        self._hooks, self._control, self._link, self._spans, self._consent = hooks, control, link, spans, consent
         self._stage = "lend" if world.rollouts else "generate"
         self._together = runner.policy.roles.lockstep and (spec.tag or not world.rollouts)
         """Forwards are collectives, and trainers may generate: all of them must do so at once."""
@@ -83,6 +85,7 @@ class Lending:
             return fragment
         while True:
             first = self._wait(board, update, pending) if self._world.rank == 0 else None
+            self._consent.begin()
             choice = self._hooks.agree(-1 if first is None else pending.index(first))
             if choice >= 0:
                 self._wait_for_cells(board, pending[choice])
@@ -93,23 +96,22 @@ class Lending:
 
     def _wait(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
         """The fragment to train now, as soon as there is one; None as soon as a task should be generated."""
-        since: float | None = None
-        while True:
-            while self._hooks.receive(0.0):
-                pass
-            fragment = self._hooks.cut_fragment(pending, board)
-            move = self._move(board, update, pending, fragment)
-            if move in (TRAIN, LEND):
-                if since is not None:
-                    first = update == 0 and len(pending) == len(fragments(self._spec, 0))
-                    cause = "first_fragment" if first else "tail"
-                    self._spans.add("wait", since, self._spans.now(), cause=cause, step=board.step)
-                return fragment if move == TRAIN else None
-            if since is None:
-                since = self._spans.now()
-                self._spans.announce("wait fragment")
-            self._recall(board.step)
-            self._pause()
+        first = update == 0 and len(pending) == len(fragments(self._spec, 0))
+        wait = self._spans.span("wait", cause="first_fragment" if first else "tail", step=board.step)
+        waited = False
+        with ExitStack() as span:
+            while True:
+                while self._hooks.receive(0.0):
+                    pass
+                fragment = self._hooks.cut_fragment(pending, board)
+                move = self._move(board, update, pending, fragment)
+                if move in (TRAIN, LEND):
+                    return fragment if move == TRAIN else None
+                if not waited:
+                    waited = True
+                    span.enter_context(wait)
+                self._recall(board.step)
+                self._pause()
 
     def _move(self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None) -> str:
         """The policy's move, the search having been asked where the policy wants that."""
@@ -127,11 +129,13 @@ class Lending:
             while not board.is_complete(needed):
                 self._hooks.receive(_POLL_S)
                 self._control.check()
+                self._consent.check()
 
     def _pause(self) -> None:
         self._hooks.receive(_POLL_S)
         self._runner.settle()
         self._control.check()
+        self._consent.check()
 
     # ---- generating
 
@@ -140,8 +144,12 @@ class Lending:
         task = self._runner.claim(board.step)
         if task is None:
             return
+        handoff = self._spec.handoff and self._world.rollouts > 0
 
         def interrupt(task: Task, steps_left: int) -> int | None:
+            self._consent.check()
+            if not handoff:
+                return None
             while self._hooks.receive(0.0):
                 pass
             ready = self._hooks.cut_fragment(pending, board) is not None
@@ -149,18 +157,21 @@ class Lending:
                 self._runner.see()
             return self._policy.loan_receiver(self._world.rank, task.step, board.step, ready, self._spans.now())
 
-        handoff = self._spec.handoff and self._world.rollouts > 0
-        self._generate(task, update, interrupt if handoff else None)
+        self._generate(task, update, interrupt)
 
     def _lend_together(self, step: int, update: int) -> None:
         """One task on every trainer rank; where none is left, one that is thrown away keeps the collectives in step."""
+
+        def interrupt(task: Task, steps_left: int) -> None:
+            self._consent.begin()
+
         task = self._runner.claim(step)
         if task is None:
-            self._runner.run_discarded(self._hooks.plan_tasks(step)[-1])
+            self._runner.run_discarded(self._hooks.plan_tasks(step)[-1], interrupt)
         else:
-            self._generate(task, update)
+            self._generate(task, update, interrupt)
 
-    def _generate(self, task: Task, update: int, interrupt: Interrupt | None = None) -> None:
+    def _generate(self, task: Task, update: int, interrupt: Interrupt) -> None:
         """Run one task with the published weights; what taking them up and putting them away costs is measured."""
         began = self._spans.now()
         with self._hooks.published(update):

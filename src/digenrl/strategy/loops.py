@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 
 import lightning.pytorch as pl
@@ -10,10 +9,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fit_loop import _FitLoop
 
 
-def run_free(loop: _FitLoop) -> None:
+def run_free(trainer: pl.Trainer) -> None:
     """Replicas must not wait for each other inside an update, as they do where Lightning broadcasts before every
-    micro-batch whether rank 0 got SIGTERM. Stops are agreed at the end of a step (`Control.stopping`)."""
-    loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    micro-batch whether rank 0 got SIGTERM; its handler would start a collective that nobody joins. Stops are agreed at
+    the end of a step (`Control.stopping`), or at a piece of it (`Consent`)."""
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
 
 class Begin(Callback):
@@ -21,10 +22,8 @@ class Begin(Callback):
 
     def __init__(self, begin: Callable[[pl.Trainer], None]) -> None:
         self._begin = begin
-        self._on_sigterm = signal.getsignal(signal.SIGTERM)  # before Lightning takes it over
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signal.signal(signal.SIGTERM, self._on_sigterm)  # Lightning's handler starts a collective that nobody joins
         self._begin(trainer)
 
 

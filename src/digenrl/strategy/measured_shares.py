@@ -95,5 +95,6 @@ class Shares:
         return {str(step): list(shares) for step, shares in self._fixed.items() if step >= version}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse: a resumed run places these steps as the interrupted one would have."""
-        self._fixed = {int(step): tuple(shares) for step, shares in state.items()}
+        """The inverse: a resumed run with as many trainers places these steps as the interrupted one would have."""
+        fitting = {step: shares for step, shares in state.items() if len(shares) == self._world.trainers}
+        self._fixed = {int(step): tuple(shares) for step, shares in fitting.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from digenrl.cluster.world import World
@@ -25,7 +26,8 @@ class StepLedger:
         self._predicted_end: float | None = None
         self._staleness = 0
         self._missing: Counter[str] = Counter()
-        self._training: tuple[float, StepBoard, tuple[int, ...]] | None = None
+        self._useful = 0
+        self._training: tuple[float, StepBoard, tuple[int, ...], ExitStack] | None = None
         self.ledger = Ledger()
         """Samples of this process's life: issued, trained, dropped, in flight (I10)."""
         self.facts: dict[str, float] = {}
@@ -42,6 +44,7 @@ class StepLedger:
         self._predicted_end = predicted_end
         self._staleness = 0
         self._missing.clear()
+        self._useful = 0
         self._policy.step_begun(self._world.rank)
 
     def begin_fragment(self, board: StepBoard, fragment: tuple[int, ...]) -> None:
@@ -55,16 +58,19 @@ class StepLedger:
             self._staleness = max(self._staleness, check_staleness(version, board.step, self._spec.async_steps))
         for name, scores in board.rewards.items():
             self._missing[name] += int(scores[list(fragment)].isnan().sum())
-        self._spans.announce(f"train g{fragment[0]}")
-        self._training = (self._spans.now(), board, fragment)
+        self._useful += int(board.useful(fragment).sum())
+        span = ExitStack()
+        span.enter_context(self._spans.span("train", step=board.step, group=fragment[0], groups=len(fragment)))
+        self._training = (self._spans.now(), board, fragment, span)
 
     def end_fragment(self) -> None:
         """The fragment in training is done: its groups leave the ledger, its duration goes to the policy's costs."""
         if self._training is None:
             return
-        began, board, fragment = self._training
+        began, board, fragment, span = self._training
         self._training = None
         ended = self._spans.now()
+        span.close()
         for group in fragment:
             if group in board.dropped:
                 samples = self.ledger.drop(board.step, group, "missing_reward")
@@ -72,10 +78,10 @@ class StepLedger:
                 self._event("dropped", facts)
             else:
                 self.ledger.train(board.step, group)
-        self._spans.add("train", began, ended, step=board.step, group=fragment[0], groups=len(fragment))
         rank, roles = self._world.rank, self._policy.roles
         cells = cells_of(self._spec, roles.trainers, roles.lockstep, rank, fragment)
-        self._policy.measured("train", rank, (ended - began) / cells)
+        if cells:
+            self._policy.measured("train", rank, (ended - began) / cells)
 
     def close(self, version: int) -> None:
         """The step's weights are published: balance the ledger, settle the loans, and take down the step's numbers.
@@ -97,6 +103,8 @@ class StepLedger:
             "step_s": seconds,
             "samples_per_s": samples / seconds,
             "staleness_max": self._staleness,
+            "cells_trained": self._useful * self._spec.trained_steps,
+            "cells_skipped": (samples - self._useful) * self._spec.trained_steps,
             **{f"missing/{name}": count for name, count in self._missing.items()},
         }
         for (stage, cause), spent in self._spans.take_seconds().items():

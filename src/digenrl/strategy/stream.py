@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from digenrl.schedule import ScheduleSpec, fragments
 from digenrl.schedule.claims import Claims
 from digenrl.schedule.policy import SchedulePolicy
+from digenrl.strategy.consent import Consent
 from digenrl.strategy.lending import Lending
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.transport.cells import Part, StepBoard
@@ -91,9 +92,10 @@ class FragmentStream:
         inbox: Inbox,
         lending: Lending,
         ledger: StepLedger,
+        consent: Consent,
     ) -> None:
         self._spec, self._micro_batches, self._step = spec, micro_batches, step
-        self._inbox, self._lending, self._ledger = inbox, lending, ledger
+        self._inbox, self._lending, self._ledger, self._consent = inbox, lending, ledger, consent
 
     def __len__(self) -> int:
         return self._micro_batches * self._spec.updates_per_batch
@@ -102,10 +104,13 @@ class FragmentStream:
         board = self._inbox.open(self._step())
         self._ledger.open(self._lending.predicted_end(board.step))
         for update in range(self._spec.updates_per_batch):
-            pending = list(fragments(self._spec, update))
+            # A replica does not wait for what others train while something of its own is ready.
+            pending = sorted(fragments(self._spec, update), key=lambda fragment: not board.concerns(fragment))
             while pending:
                 fragment = self._lending.next_fragment(board, update, pending)
                 pending.remove(fragment)
                 self._ledger.begin_fragment(board, fragment)
-                yield from board.batches(fragment)
+                for batch in board.batches(fragment, last=not pending):
+                    self._consent.begin_micro_batch()
+                    yield batch
                 self._ledger.end_fragment()

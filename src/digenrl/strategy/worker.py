@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 
 from digenrl.cluster.claims import StoredClaims, announce, work_of
@@ -156,10 +157,10 @@ class TaskRunner:
         wait = self.policy.work_of(receiver).idle
         return self._control.add(f"take/{receiver}/{wait}", 1) == 1
 
-    def run_discarded(self, task: Task) -> None:
+    def run_discarded(self, task: Task, interrupt: Interrupt) -> None:
         """Make a task's forwards and throw the result away: sharded ranks move together."""
         with self._spans.span("lend", step=task.step, discarded=True):
-            self._denoise(self._engine.begin(task, self._prompt(task)), self._spans.now(), None)
+            self._denoise(self._engine.begin(task, self._prompt(task)), self._spans.now(), interrupt)
 
     def settle(self, wait: bool = False) -> None:
         """Raise what went wrong in scoring or shipping of earlier tasks; with `wait`, also wait for those under way."""
@@ -192,7 +193,8 @@ class TaskRunner:
         shipped: Future[None] = Future()
         self._unshipped.append(shipped)
         handed = spans.now()
-        scored = self._engine.score(generation, media)
+        with spans.progress.stage("wait reward"):  # inline, the suite's own mark lies inside
+            scored = self._engine.score(generation, media)
         if self._engine.scores_inline:
             spans.add("score", handed, spans.now(), step=task.step, group=task.group)
         elif (waited := spans.now()) - handed > _NOTICED_S:  # as many tasks wait for scores as `reward.pending` allows
@@ -211,6 +213,7 @@ class TaskRunner:
             if receiver is not None and self.claims.give(task.version, self._held[task.step, task.index], receiver):
                 return generation, receiver
             generation = self._engine.advance(generation)
+            self._spans.progress.tick()
             self._step_seconds = (self._spans.now() - began) / (done + 1)
         return generation, None
 
@@ -221,10 +224,10 @@ class TaskRunner:
         try:
             trajectory = scored.result()
             part = task.first_sample // self._spec.task_size
-            place = partial(self._place, step=task.step)
+            place, lockstep = partial(self._place, step=task.step), self.policy.roles.lockstep
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
-                    positions = owned_positions(self._spec, place, rank, task.group, part)
+                    positions = owned_positions(self._spec, place, rank, task.group, part, lockstep)
                     self._link.send(rank, pack(trajectory, positions, claim, seconds))
             if (trouble := self._engine.reward_trouble()) is not None:
                 self._control.request_stop(trouble)  # the step in progress is finished and saved before the run stops
@@ -254,17 +257,20 @@ class RolloutWorker:
         self._waits = 0
         self._version = -1
         self._idle_since: float | None = None
+        self._idle = ExitStack()
+        """The stage of the wait in progress."""
 
     def run(self) -> None:
         """Work until a trainer says that the run is done."""
-        while self._control.get("done") is None:
-            self._control.check()
-            self._receive(0.0)
-            if self._recalled() or not self._work_once():
-                if self._weights:
-                    self._adopt()
-                else:
-                    self._wait()
+        with self._idle:
+            while self._control.get("done") is None:
+                self._control.check()
+                self._receive(0.0)
+                if self._recalled() or not self._work_once():
+                    if self._weights:
+                        self._adopt()
+                    else:
+                        self._wait()
 
     def _recalled(self) -> bool:
         """Whether an older version came back: a task of its queue lost its owner when nobody held it any more."""
@@ -299,7 +305,7 @@ class RolloutWorker:
         """A moment without work; with hand-off, this rank says that it is idle, and how fast it is."""
         if self._idle_since is None:
             self._idle_since = self._spans.now()
-            self._spans.announce("wait startup" if self._version < 0 else "wait weights")
+            self._idle.enter_context(self._spans.stage("wait startup" if self._version < 0 else "wait weights"))
             if self._interrupt is not None:
                 self._waits += 1
                 self._runner.announce(self._version, idle=self._waits)
@@ -309,6 +315,7 @@ class RolloutWorker:
     def _end_wait(self, cause: str) -> None:
         """Something came: record the wait, if there was one."""
         if self._idle_since is not None:
+            self._idle.close()
             self._spans.add("wait", self._idle_since, self._spans.now(), cause=cause)
             self._idle_since = None
 

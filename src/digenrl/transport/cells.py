@@ -17,31 +17,31 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from digenrl.schedule import Block, ScheduleSpec, fragments, group_version, update_of
+from digenrl.schedule import Block, Placement, ScheduleSpec, fragments, group_version, update_of
 from digenrl.schedule.claims import Claim
 from digenrl.schedule.staleness import StalenessError
+from digenrl.schedule.timesteps import without
 from digenrl.transport.wire import Kind, Message, WireError
 from digenrl.types import CellBlock, TrainBatch, Trajectory
 
 _FIELDS = ("step", "index", "group", "uid", "first_sample", "version")
 
-
-Placement = tuple[tuple[tuple[Block, ...], ...], ...]
-"""placement[rank][micro_batch] = blocks of one fragment."""
 Place = Callable[[tuple[int, ...]], Placement]
 """The Strategy's `place_timesteps`: fragment -> placement."""
+Useful = Callable[[Mapping[str, Tensor]], Tensor]
+"""Rewards of the logical batch, [P, G] each -> [P, G] bool: samples whose cells can have a gradient."""
 
 
-def owned_positions(spec: ScheduleSpec, place: Place, rank: int, group: int, part: int) -> tuple[int, ...]:
-    """Positions (0..S-1) among a task's trained steps that trainer `rank` needs: those that it trains. A rank that has
-    fewer blocks than another also needs the fragment's first block, which it may train at weight zero."""
+def owned_positions(
+    spec: ScheduleSpec, place: Place, rank: int, group: int, part: int, lockstep: bool = False
+) -> tuple[int, ...]:
+    """Positions (0..S-1) among a task's trained steps that trainer `rank` needs: those that it trains. A sharded rank
+    without cells of a fragment needs its first one all the same, for the forwards that it must take part in."""
     fragment = next(f for f in fragments(spec, update_of(spec, group)) if group in f)
-    placement = place(fragment)
-    mine = {p for blocks in placement[rank] for b in blocks if (b.group, b.part) == (group, part) for p in b.steps}
-    padding = _padding(spec, fragment)
-    padded = any(len(own) < width for own, width in zip(placement[rank], _widths(placement), strict=True))
-    if padded and (group, part) == (padding.group, padding.part):
-        mine.update(padding.steps)
+    own = [block for blocks in place(fragment)[rank] for block in blocks]
+    mine = {position for b in own if (b.group, b.part) == (group, part) for position in b.steps}
+    if lockstep and not own and (group, part) == (fragment[0], 0):
+        mine.add(0)
     return tuple(sorted(mine))
 
 
@@ -119,12 +119,13 @@ class StepBoard:
     """One RL step on one trainer rank: which groups are complete, their rewards, their cells.
 
     I4: a group is given out only after every task of it has arrived with rewards. A group that lacks an optimised
-    reward is dropped: all ranks see all rewards, so all drop the same groups, and the cells train with weight zero.
+    reward is dropped. All ranks see all rewards, so all drop the same groups, and leave out the same cells that cannot
+    have a gradient.
 
     Args:
+        useful: what can have a gradient, asked about complete groups; None: everything.
         lockstep: the model is sharded, so every forward is a collective and all ranks must run equally many. A rank
-            with fewer blocks in a micro-batch is padded with blocks of weight zero. Replicas are padded only where a
-            rank has no block of a fragment, so that all ranks keep the same statistics.
+            with fewer blocks in a micro-batch is padded with a cell of weight zero. Replicas compute what they own.
     """
 
     def __init__(
@@ -134,9 +135,11 @@ class StepBoard:
         rank: int,
         step: int,
         reward_weights: Mapping[str, float],
+        useful: Useful | None = None,
         lockstep: bool = False,
     ) -> None:
         self._spec, self._place, self._rank, self.step, self._lockstep = spec, place, rank, step, lockstep
+        self._useful = useful
         self._weights = dict(reward_weights)
         self._parts: dict[tuple[int, int], Part] = {}
         self.rewards: dict[str, Tensor] = {}
@@ -175,24 +178,42 @@ class StepBoard:
         """Whether every group of the fragment has arrived and is scored."""
         return set(self.completed).issuperset(fragment)
 
-    def batches(self, fragment: tuple[int, ...]) -> list[TrainBatch]:
-        """This rank's micro-batches of a complete fragment."""
-        placement = self._place(fragment)
-        widths = _widths(placement) if self._lockstep else [1] + [0] * (len(placement[self._rank]) - 1)
-        return [
-            self._batch(fragment, blocks, width) for blocks, width in zip(placement[self._rank], widths, strict=True)
-        ]
+    def concerns(self, fragment: tuple[int, ...]) -> bool:
+        """Whether this rank takes part in training the fragment."""
+        return self._lockstep or any(self._place(fragment)[self._rank])
+
+    def useful(self, fragment: tuple[int, ...]) -> Tensor:
+        """[groups of the complete fragment, G] bool: samples that are trained."""
+        useful = torch.ones(self._spec.prompts, self._spec.group_size, dtype=torch.bool)
+        if self._useful is not None:
+            useful &= self._useful(self.rewards)
+        useful[self.dropped] = False
+        return useful[list(fragment)]
+
+    def batches(self, fragment: tuple[int, ...], last: bool = False) -> list[TrainBatch]:
+        """This rank's micro-batches of a complete fragment. With the `last` of an update sharded trainers reduce their
+        gradients, for which all of them run something."""
+        useful = zip(fragment, self.useful(fragment), strict=True)
+        keep = {(g, part): rows for g, row in useful for part, rows in enumerate(row.split(self._spec.task_size))}
+        placement = without(self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any()))
+        widths = [0] * len(placement[0])
+        if self._lockstep:
+            widths = [max(len(blocks) for blocks in ranks) for ranks in zip(*placement, strict=True)]
+            widths[-1] = max(widths[-1], last)
+        batches = []
+        for blocks, width in zip(placement[self._rank], widths, strict=True):
+            cells = [self._cells(block).narrowed(keep[block.group, block.part]) for block in blocks]
+            cells += [self._padding(fragment) for _ in range(width - len(cells))]
+            batches.append(self._batch(fragment, cells))
+        return batches
 
     def versions(self, fragment: tuple[int, ...]) -> set[int]:
         """Weight versions that generated the fragment."""
         return {part.meta["version"] for (group, _), part in self._parts.items() if group in fragment}
 
-    def _batch(self, fragment: tuple[int, ...], blocks: tuple[Block, ...], at_least: int) -> TrainBatch:
-        cells = [self._cells(block, 0.0 if block.group in self.dropped else 1.0) for block in blocks]
-        if len(cells) < at_least:
-            cells += [self._cells(_padding(self._spec, fragment), 0.0)] * (at_least - len(cells))
+    def _batch(self, fragment: tuple[int, ...], blocks: list[CellBlock]) -> TrainBatch:
         return TrainBatch(
-            blocks=tuple(cells),
+            blocks=tuple(blocks),
             rewards={name: table.clone() for name, table in self.rewards.items()},
             reward_weights=self._weights,
             denominator=float(self._spec.cells_per_update),
@@ -200,15 +221,11 @@ class StepBoard:
             version=self.step,
         )
 
-    def _cells(self, block: Block, weight: float) -> CellBlock:
-        return replace(self._parts[block.group, block.part].block(block.steps), weight=weight)
+    def _cells(self, block: Block) -> CellBlock:
+        return self._parts[block.group, block.part].block(block.steps)
 
-
-def _widths(placement: Placement) -> list[int]:
-    """The largest number of blocks that any rank has in each micro-batch."""
-    return [max(len(blocks) for blocks in ranks) for ranks in zip(*placement, strict=True)]
-
-
-def _padding(spec: ScheduleSpec, fragment: tuple[int, ...]) -> Block:
-    """The block that a rank trains at weight zero where it has too few: the fragment's first."""
-    return Block(fragment[0], 0, tuple(range(min(spec.tsp_batch, spec.trained_steps))))
+    def _padding(self, fragment: tuple[int, ...]) -> CellBlock:
+        """The smallest block that this rank holds of a fragment, at weight zero."""
+        held = ((group, part) for group in fragment for part in range(self._spec.tasks_per_group))
+        part = next(self._parts[key] for key in held if self._parts[key].positions)
+        return replace(part.block(part.positions[:1]), weight=0.0)

@@ -2,7 +2,7 @@
 
     caller's thread             thread link-to-PEER          thread link-reader          caller's thread
     send -> encode -> outbox -> (waits for the address,  ->  decode -> inbox         ->  receive
-                    (bounded)   connects, HELLO, writes)
+                    (bounded)   connects, writes)
 
 `send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted. `receive` waits at most its
 timeout. A reader waits for bytes, and ends when the peer closes the connection.
@@ -11,37 +11,37 @@ Why sockets and not gloo: an expired gloo wait closes the pair, a posted receive
 can deadlock two ranks that send to each other. A socket reports a dead peer at once. Collectives stay with
 torch.distributed.
 
-Every rank listens, and publishes its address on the control store. A connection begins with a HELLO that carries the
-run's token (compared in constant time); without it the connection is closed.
+Every rank listens, and publishes its address on the control store. A connection begins with a handshake in which both
+ends prove that they hold the run's token (`digenrl.cluster.handshake`).
 """
 
 from __future__ import annotations
 
-import hmac
 import queue
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
 from digenrl.cluster.control import Aborted, Control, PeerLost
-from digenrl.transport.wire import Buffers, Kind, Message, WireError, decode, encode
+from digenrl.cluster.handshake import Gate, Handshake
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.store import StoreLost
+from digenrl.transport.wire import Buffers, Message, WireError, decode, encode
 
 RELAY = "relay"
 """Key of a message's meta: ranks to which the receiver's link passes it on, whatever the receiver does meanwhile."""
 _BUFFER = 4 << 20
 _VECTOR = 1024
 """Buffers that one system call takes (IOV_MAX of Linux)."""
-_CLOSE_SECONDS = 10.0
 _VERDICT_SECONDS = 6.0
 """How long the launcher may take to say that the run goes on without a dead peer."""
 MAX_MESSAGE_BYTES = 64 << 30
-MAX_HELLO_BYTES = 4096
-"""All that a client may send before it has shown the token."""
 
 
 class Link(Protocol):
@@ -64,20 +64,29 @@ class SocketLink:
 
     Args:
         watched: a launcher judges every death. Otherwise a connection that ends before the run does is an error.
+        close_s: how long `close` waits for what is still queued.
+        stage: entered with "send" while a message is written.
     """
 
     def __init__(
-        self, control: Control, rank: int, host: str, token: str, queue_depth: int = 64, watched: bool = True
+        self,
+        control: Control,
+        rank: int,
+        host: str,
+        handshake: Handshake,
+        queue_depth: int = 64,
+        watched: bool = True,
+        close_s: float = Limits.leave_s,
+        stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._control, self._rank, self._token, self._depth = control, rank, token, queue_depth
-        self._watched = watched
+        self._control, self._rank, self._handshake, self._depth = control, rank, handshake, queue_depth
+        self._watched, self._close_s, self._stage = watched, close_s, stage
         self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
         self._outboxes: dict[int, tuple[queue.Queue[Buffers | None], threading.Thread]] = {}
         self._opening, self._closing = threading.Lock(), threading.Event()
-        self._listener = socket.create_server((host, 0), backlog=256)
-        port = self._listener.getsockname()[1]
-        control.set(f"address/{rank}", f"{host}:{port}")
-        threading.Thread(target=self._accept, name=f"link-accept-{rank}", daemon=True).start()
+        listener = socket.create_server((host, 0), backlog=256)
+        self._gate = Gate(listener, handshake, _purpose(rank), self._reader)
+        control.set(f"address/{rank}", f"{host}:{listener.getsockname()[1]}")
         if not watched and rank > 0:
             self.open(0)  # which then sees this rank's death, also while nothing is sent
 
@@ -118,7 +127,7 @@ class SocketLink:
         return item
 
     def close(self) -> None:
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + self._close_s
         for outbox, thread in self._outboxes.values():
             ended = False
             while thread.is_alive() and time.monotonic() < deadline and not self._aborted():
@@ -127,13 +136,13 @@ class SocketLink:
                     ended = True
                 thread.join(timeout=0.05)
         self._closing.set()
-        self._listener.close()
+        self._gate.close()
 
     def _finished(self) -> bool:
         """Whether the trainers have ended the run and need nothing more."""
         try:
             return self._control.get("done") is not None
-        except RuntimeError:  # the store is gone too
+        except StoreLost:  # the store is gone too
             return False
 
     def _aborted(self) -> bool:
@@ -148,14 +157,11 @@ class SocketLink:
         try:
             address = self._control.wait_for(f"address/{peer}", f"address of rank {peer}", peer)
             host, port = address.rsplit(":", 1)
-            with socket.create_connection((host, int(port)), timeout=30.0) as sock:
-                sock.settimeout(None)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._handshake.connect(host, int(port), _purpose(peer), self._rank) as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-                hello = encode(Message(Kind.HELLO, {"rank": self._rank, "token": self._token}))
-                _write(sock, hello)
                 while (buffers := outbox.get()) is not None:
-                    _write(sock, buffers)
+                    with self._stage("send"):
+                        _write(sock, buffers)
         except PeerLost:
             return
         except (OSError, Aborted) as error:
@@ -166,18 +172,10 @@ class SocketLink:
         """Whether the run goes on without `peer`, to which the connection broke."""
         try:
             return self._control.goes_on_without(peer, _VERDICT_SECONDS)
-        except (Aborted, RuntimeError):
+        except (Aborted, StoreLost):
             return False
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:  # closed: the run is over
-                return
-            threading.Thread(target=self._reader, args=(sock,), name=f"link-reader-{self._rank}", daemon=True).start()
-
-    def _reader(self, sock: socket.socket) -> None:
+    def _reader(self, sock: socket.socket, peer: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
 
         def read(buffer: memoryview) -> None:
@@ -187,19 +185,17 @@ class SocketLink:
                     raise EOFError("the peer closed the connection in the middle of a message")
                 buffer = buffer[received:]
 
-        with sock:
-            peer = self._authenticated(sock, read)
-            if peer is None:
-                return
-            try:
-                while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
-                    message = decode(read, MAX_MESSAGE_BYTES)
-                    self._pass_on(message)
-                    self._inbox.put(message)
-            except (OSError, EOFError, WireError, Aborted) as error:
-                # A dead peer is the launcher's to judge; a broken message is ours.
-                if isinstance(error, WireError) and not self._closing.is_set():
-                    self._inbox.put(error)
+        try:
+            while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
+                message = decode(read, MAX_MESSAGE_BYTES)
+                self._pass_on(message)
+                self._inbox.put(message)
+        except (OSError, EOFError, WireError, Aborted) as error:
+            # A dead peer is the launcher's to judge; a broken message is ours.
+            if isinstance(error, WireError) and not self._closing.is_set():
+                self._inbox.put(error)
+        finally:
+            sock.close()
         if not (self._watched or self._closing.is_set() or self._finished() or self._goes_on_without(peer)):
             cause = f"rank {peer} ended before the run did: its connection to rank {self._rank} closed."
             self._inbox.put(ConnectionError(cause))
@@ -211,17 +207,10 @@ class SocketLink:
         for peer in further:
             self.send(int(peer), onward)
 
-    def _authenticated(self, sock: socket.socket, read: Callable[[memoryview], None]) -> int | None:
-        """The rank of a peer whose HELLO carries this run's token; None for anybody else."""
-        try:
-            sock.settimeout(10.0)
-            hello = decode(read, max_bytes=0, max_meta=MAX_HELLO_BYTES)
-            sock.settimeout(None)
-        except (OSError, EOFError, WireError):
-            return None
-        token, rank = str(hello.meta.get("token")), hello.meta.get("rank")
-        ours = hello.kind is Kind.HELLO and hmac.compare_digest(token.encode(), self._token.encode())
-        return rank if ours and isinstance(rank, int) else None
+
+def _purpose(rank: int) -> str:
+    """What a connection to `rank` is for, in the handshake."""
+    return f"link {rank}"
 
 
 def _write(sock: socket.socket, buffers: Buffers) -> None:

@@ -44,10 +44,9 @@ MAX_TENSORS = 4096
 class Kind(IntEnum):
     """What a message is about."""
 
-    HELLO = 1
-    CELLS = 2
-    WEIGHTS = 3
-    STATE = 4
+    CELLS = 1
+    WEIGHTS = 2
+    STATE = 3
 
 
 class WireError(ConnectionError):
@@ -97,7 +96,7 @@ def encode(message: Message) -> Buffers:
     return [memoryview(head), *raw]
 
 
-def decode(read: Callable[[memoryview], None], max_bytes: int, max_meta: int = MAX_META_BYTES) -> Message:
+def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
     """The next message. `read` fills a buffer completely or raises; `max_bytes` bounds the sum of all tensors, an empty
     dimension counted as one.
 
@@ -112,7 +111,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int, max_meta: int = M
 
     max_count = min(MAX_TENSORS, max_bytes)  # each counts at least a byte
     magic, kind, meta_size, count = _HEAD.unpack(take(_HEAD.size))
-    if magic != MAGIC or kind not in Kind._value2member_map_ or meta_size > max_meta or count > max_count:
+    if magic != MAGIC or kind not in Kind._value2member_map_ or meta_size > MAX_META_BYTES or count > max_count:
         raise WireError(
             f"not a digenrl message: magic {magic!r}, kind {kind}, meta {meta_size} bytes, {count} tensors."
         )

@@ -1,0 +1,104 @@
+"""Loggers that can neither stop nor slow a run: metrics.jsonl is complete without them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+
+from digenrl.record.run_dir import LOGGER, append_event
+
+
+class Guarded(Logger):
+    """Another logger, called in a thread of its own: what it raises is counted, and while it is slow or hangs the lines
+    wait, or are dropped and counted. The first failure and their number at the end become events of kind "logger".
+
+    Args:
+        logger: the one that logs.
+        key: its name in the configuration.
+        run_dir: where the events go.
+        pending: calls that may wait.
+        finish_s: seconds that the logger gets at the end for the calls that wait.
+    """
+
+    def __init__(
+        self, logger: Logger, key: str, run_dir: str | Path, pending: int = 1000, finish_s: float = 30.0
+    ) -> None:
+        super().__init__()
+        self._logger, self._key, self._run_dir, self._finish_s = logger, key, run_dir, finish_s
+        self._calls: queue.Queue[Callable[[], Any]] = queue.Queue(pending)
+        self._lock = threading.Lock()
+        self._untold, self._failed = 0, False
+        threading.Thread(target=self._work, name=f"logger-{key}", daemon=True).start()
+
+    @property
+    def name(self) -> str | None:
+        return self._logger.name
+
+    @property
+    def version(self) -> int | str | None:
+        return self._logger.version
+
+    @property
+    def save_dir(self) -> str | None:
+        return self._logger.save_dir
+
+    @property
+    def experiment(self) -> Any:
+        """The logger's own; who uses it is not guarded."""
+        return self._logger.experiment  # type: ignore[attr-defined]
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._order(lambda: self._logger.log_metrics(dict(metrics), step))
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        self._order(lambda: self._logger.log_hyperparams(params, *args, **kwargs))
+
+    def save(self) -> None:
+        self._order(self._logger.save)
+
+    def finalize(self, status: str) -> None:
+        """Let the logger write what waits, for `finish_s` at most."""
+        deadline, done = time.monotonic() + self._finish_s, threading.Event()
+        try:
+            self._calls.put(lambda: self._logger.finalize(status), timeout=self._finish_s)
+            self._calls.put(done.set, timeout=max(0.0, deadline - time.monotonic()))
+            done.wait(max(0.0, deadline - time.monotonic()))
+        except queue.Full:
+            pass
+        if not done.is_set():
+            self._fail(self._calls.qsize() + 1, f"calls did not end within {self._finish_s:g} s of the run's end")
+        self._tell(None)
+
+    def _order(self, call: Callable[[], Any]) -> None:
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._fail(1, f"slower than the run: {self._calls.maxsize} calls wait already")
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            try:
+                call()
+            except Exception as error:  # whatever a logger raises, it is no reason to end a run
+                self._fail(1, f"{type(error).__name__}: {error}")
+
+    def _fail(self, calls: int, cause: str) -> None:
+        with self._lock:
+            first, self._failed = not self._failed, True
+            self._untold += calls
+        if first:
+            self._tell(cause)
+
+    def _tell(self, cause: str | None) -> None:
+        with self._lock:
+            calls, self._untold = self._untold, 0
+        if calls:
+            append_event(self._run_dir, LOGGER, {"logger": self._key, "failures": calls, "cause": cause})

@@ -1,0 +1,176 @@
+"""The store of a run: keys and values that only holders of the run's token can read and write.
+
+`torch.distributed`'s own TCPStore answers everybody who reaches its port. This one serves a dictionary over
+connections that begin with a handshake (`digenrl.cluster.handshake`), one thread each; every call waits for its answer,
+so that what one rank has set, another one finds. Process groups of torch take a `StoreClient` for their rendezvous;
+they do not keep it alive.
+
+A frame on the wire is its length (u32), then fields, each with its length (u32); the first field of a request is its
+name.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from digenrl.cluster.handshake import Gate, Handshake, NotOfThisRun
+
+_PURPOSE = "store"
+_SIZE_BYTES = 4
+_ABSENT, _PRESENT = b"", b"+"
+
+
+class StoreLost(RuntimeError):
+    """The store does not answer any more: whoever hosts it is gone."""
+
+
+class StoreServer:
+    """Serves a store on `listener`, which it takes over. Who connected before waits in the listener's backlog."""
+
+    def __init__(self, listener: socket.socket, handshake: Handshake) -> None:
+        self.host, self.port = listener.getsockname()[:2]
+        self._values: dict[bytes, bytes] = {}
+        self._lock = threading.Lock()
+        self._gate = Gate(listener, handshake, _PURPOSE, self._serve)
+
+    def close(self) -> None:
+        """Accept no further connection. Idempotent."""
+        self._gate.close()
+
+    def _serve(self, sock: socket.socket, rank: int) -> None:
+        frames = _Frames(sock)
+        with suppress(OSError, EOFError):  # the rank has ended
+            while True:
+                request = frames.receive()
+                with self._lock:
+                    answer = self._answer(*request)
+                frames.send(*answer)
+
+    def _answer(self, name: bytes, *fields: bytes) -> Sequence[bytes]:
+        values = self._values
+        match name, *fields:
+            case b"get", *keys:
+                return [_PRESENT + values[key] if key in values else _ABSENT for key in keys]
+            case b"set", key, value:
+                values[key] = value
+                return ()
+            case b"add", key, amount:
+                values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
+                return (values[key],)
+            case b"swap", key, expected, desired:
+                if values.get(key, b"") != expected:
+                    return (_ABSENT,)
+                values[key] = desired
+                return (_PRESENT,)
+            case b"delete", key:
+                return (_ABSENT if values.pop(key, None) is None else _PRESENT,)
+        raise ValueError(f"a store takes no request {name!r} of {len(fields)} fields.")
+
+
+class StoreClient(dist.Store):
+    """A connection to the store; threads take turns.
+
+    Raises:
+        NotOfThisRun: another program listens there.
+        StoreLost: nobody does. Every call raises it when the store is gone.
+    """
+
+    def __init__(self, host: str, port: int, handshake: Handshake) -> None:
+        super().__init__()
+        try:
+            self._socket = handshake.connect(host, port, _PURPOSE)
+        except NotOfThisRun:
+            raise
+        except OSError as error:
+            raise StoreLost(f"no store answers at {host}:{port}: {error}") from error
+        self._frames = _Frames(self._socket)
+        self._lock = threading.Lock()
+
+    def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of `keys`, None where nobody has set one."""
+        found = self._ask(b"get", *(key.encode() for key in keys))
+        return [value[len(_PRESENT) :] if value else None for value in found]
+
+    def swap(self, key: str, expected: str, desired: str) -> bool:
+        """Set `key` to `desired` if it holds `expected` ("" = nobody has set it): atomic."""
+        return self._ask(b"swap", key.encode(), expected.encode(), desired.encode())[0] == _PRESENT
+
+    # ---- what process groups use
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(b"set", key.encode(), value.encode() if isinstance(value, str) else value)
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask(b"add", key.encode(), b"%d" % value)[0])
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(b"delete", key.encode())[0] == _PRESENT
+
+    def check(self, keys: list[str]) -> bool:
+        return None not in self.read(keys)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        (value,) = self.read([key])
+        return value or b""
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
+        pause = 0.001
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"nobody set {', '.join(keys)} in time.")
+            time.sleep(pause)
+            pause = min(0.05, 2 * pause)
+
+    def clone(self) -> dist.Store:
+        """Itself: threads take turns."""
+        return self
+
+    def _ask(self, *request: bytes) -> list[bytes]:
+        with self._lock:
+            try:
+                self._frames.send(*request)
+                return self._frames.receive()
+            except (OSError, EOFError) as error:
+                raise StoreLost(f"the store does not answer any more: {error}") from error
+            except BaseException:  # an answer that nobody has read would be the next call's
+                self._socket.close()
+                raise
+
+
+class _Frames:
+    """Frames on a connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._rest = sock, b""
+
+    def send(self, *fields: bytes) -> None:
+        body = b"".join(len(field).to_bytes(_SIZE_BYTES) + field for field in fields)
+        self._sock.sendall(len(body).to_bytes(_SIZE_BYTES) + body)
+
+    def receive(self) -> list[bytes]:
+        """Raises EOFError where the peer has closed the connection."""
+        body = self._take(int.from_bytes(self._take(_SIZE_BYTES)))
+        fields, start = [], 0
+        while start < len(body):
+            size = int.from_bytes(body[start : start + _SIZE_BYTES])
+            start += _SIZE_BYTES + size
+            fields.append(body[start - size : start])
+        return fields
+
+    def _take(self, size: int) -> bytes:
+        while len(self._rest) < size:
+            piece = self._sock.recv(1 << 16)
+            if not piece:
+                raise EOFError("the connection was closed")
+            self._rest += piece
+        taken, self._rest = self._rest[:size], self._rest[size:]
+        return taken

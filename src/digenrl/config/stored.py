@@ -1,0 +1,144 @@
+"""The config.yaml of an earlier run, which may come from another machine: read as data, completed, and compared.
+
+What a run stores has no interpolations left, so a `${...}` in it was put there by somebody else, to be resolved with
+the reader's environment; it is refused. A URL in it sends something to a host, so every host off this machine must be
+confirmed by the reader. Loopback needs no confirmation: what listens there is the reader's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from digenrl.config.compose import composed, config_directory, group_options
+from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.schema import RESUMABLE, SCHEMAS, may_change
+from digenrl.config.targets import nodes
+from digenrl.config.validation import keys_of, shown
+from digenrl.record.redact import redact_text
+from digenrl.record.run_dir import CONFIG
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#\s]*)", re.IGNORECASE)
+_LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
+
+
+def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
+    """RUN/config.yaml, completed by keys that came after it; and a note of them.
+
+    Args:
+        word: the key of the command line that names the run, for messages.
+
+    Raises:
+        ConfigError: `run` is no run directory, or its configuration is no plain data.
+    """
+    file = run / CONFIG
+    if not file.is_file():
+        raise ConfigError([_no_run(run, word)])
+    try:
+        tree = OmegaConf.load(file)
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
+        raise ConfigError([f"{file}: cannot be read ({redact_text(' '.join(str(error).split()))})."]) from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError([f"{file}: is not the config.yaml of a run (it holds no keys)."])
+    if "plan" in tree:
+        raise ConfigError([f"{word} = {run}: is the directory of a plan; name that of a run (with make: RUN=...)."])
+    written = OmegaConf.to_container(tree, resolve=False)
+    foreign = [(path, value) for path, value in nodes(written) if isinstance(value, str) and "${" in value]
+    if foreign:
+        raise ConfigError(
+            [
+                f"{file}: {path} = {shown(value)}: is refused, because a run stores values and no interpolations; "
+                "write the value there if you trust the file."
+                for path, value in foreign
+            ]
+        )
+    tree["allow_targets"], tree["confirm_hosts"] = [], []
+    added = _complete(tree)
+    note = f"{file} lacks keys that came after it; from the defaults: {', '.join(added)}."
+    return tree, [note] if added else []
+
+
+def _no_run(run: Path, word: str) -> str:
+    cause = "has no config.yaml" if run.is_dir() else "is no directory"
+    near = [str(path.parent) for path in sorted(run.glob("*/config.yaml"))[-3:]]
+    hint = f" It holds the runs {', '.join(near)}." if near else ""
+    if not near and (close := nearest(run.name, [path.parent.name for path in run.parent.glob("*/config.yaml")])):
+        hint = f" Nearest: {run.parent / close}."
+    remedy = f"name a run directory, e.g. {word}=outputs/<experiment>/<time>-0 (with make: RUN=...)"
+    return f"{word} = {run}: {cause}; {remedy}.{hint}"
+
+
+def _complete(tree: DictConfig) -> list[str]:
+    """Add the keys that every configuration holds and a stored one lacks, in place: the default of each, with every
+    mechanism of the schedule off. Returns them as key=value."""
+    experiment = str(tree.get("experiment_name"))
+    known = experiment in group_options(config_directory())["experiment"]
+    defaults = composed("train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])])
+    added: dict[str, Any] = {}
+    for key in (key for key, its in keys_of(SCHEMAS["train"]).items() if its.required):
+        head, _, leaf = key.rpartition(".")
+        parent = OmegaConf.select(tree, head) if head else tree
+        here = parent is None or (isinstance(parent, DictConfig) and leaf not in parent)
+        if here and key != "experiment_name":
+            default = OmegaConf.select(defaults, key)
+            added[key] = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
+            OmegaConf.update(tree, key, added[key], force_add=True)
+    return [f"{key}={value}" for key, value in added.items()]
+
+
+def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[str]:
+    """A message for each host off this machine that `stored` names, `tree` (with the command line's changes) still
+    names, and nobody confirmed."""
+    before, found = {host for _, host in _hosts(stored)}, dict[str, str]()
+    for path, host in _hosts(tree):
+        if host in before and host not in confirmed:
+            found.setdefault(host, path)
+    return [
+        f"{path}: names {host}, and this configuration was stored by an earlier run, maybe somebody else's; add "
+        f"confirm_hosts=[{','.join(found)}] to the command line (with make: ARGS=...) if data may go there."
+        for host, path in found.items()
+    ]
+
+
+def _hosts(tree: Any) -> Iterator[tuple[str, str]]:
+    """(dotted path, host and port as written) of every URL in `tree` that does not lead back to this machine."""
+    for path, value in nodes(tree):
+        for host in _URL.findall(value) if isinstance(value, str) else ():
+            if not _LOOPBACK.fullmatch(host):
+                yield path, redact_text(host)
+
+
+def changes(stored: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
+    """What a resumed run must not change: a message with the keys that differ, and those that may, or nothing."""
+    before, after = dict(_leaves(stored)), dict(_leaves(tree))
+    differing = (key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT))
+    keys = sorted(key for key in differing if not may_change(key))
+    if not keys:
+        return []
+    said = ", ".join(f"{key} = {_said(after, key)} (stored: {_said(before, key)})" for key in keys)
+    return [
+        f"{said}: a resumed run keeps what its checkpoint was trained with; start a new run for another value. "
+        f"May change: {listing(RESUMABLE, len(RESUMABLE))}."
+    ]
+
+
+_ABSENT = object()
+
+
+def _said(leaves: Mapping[str, Any], key: str) -> str:
+    return shown(leaves[key]) if key in leaves else "absent"
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in `tree` that is no group of keys; of an empty group too."""
+    if isinstance(tree, Mapping) and (tree or not path):
+        for key, item in tree.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, tree

@@ -1,0 +1,95 @@
+"""What the rewards of a configuration need, before any of them is built: weights that are here, prompts to score."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reward_models.published import WEIGHTS
+
+if TYPE_CHECKING:
+    from digenrl.types import Prompt
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_MOST = 20
+"""Prompts named; the rest are counted."""
+
+
+def _built_here(reward: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """(dotted key, name, YAML node) of every scorer of the group `reward` that no service stands in for."""
+    for group in ("rewards", "heldout"):
+        for name, entry in (reward.get(group) or {}).items():
+            if (entry.get("placement") or reward.get("placement")) != "http":
+                yield f"reward.{group}.{name}.scorer", name, entry["scorer"]
+
+
+def require_weights(reward: Mapping[str, Any]) -> None:
+    """Imports neither torch nor a scorer.
+
+    Args:
+        reward: the group of a checked configuration.
+
+    Raises:
+        ValueError: weights that a scorer of ours needs are not on this machine; says which, and how to get them.
+    """
+    problems = []
+    for key, name, node in _built_here(reward):
+        published = WEIGHTS.get(node["_target_"], {}) if node.get("build", "real") == "real" else {}
+        for argument, source in published.items():
+            value = node.get(argument)
+            if (remedy := _absent(value, f"{key}.{argument}", source)) is not None:
+                problems.append(
+                    f"{key}.{argument} = {value or 'null'}: the weights of reward {name} are not here; {remedy}. "
+                    "hardware.build=tiny tries everything else with small random weights."
+                )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _absent(value: str | None, key: str, source: str) -> str | None:
+    """How to get the weights at `value` (a path, a hub id, or None); None where they are here."""
+    if value is None:
+        return f"download them (`{source}`) and set {key}=FILE"
+    if Path(value).expanduser().exists():
+        return None
+    if not _HUB_ID.fullmatch(value):
+        return f"there is no such file or directory (published: `{source}`)"
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        snapshot_download(value, local_files_only=True)
+    except LocalEntryNotFoundError:
+        where = f"into {constants.HF_HUB_CACHE}; HF_HOME moves it"
+        return f"download them with `hf download {value}` ({where}), or set {key}=DIRECTORY"
+    return None
+
+
+def unscorable(reward: Mapping[str, Any], prompts: Iterable[tuple[str, Prompt]]) -> list[str]:
+    """A message for each prompt that a scorer could never score (the first twenty); the scorers' modules are imported.
+
+    Args:
+        reward: the group of a checked configuration.
+        prompts: (where it stands, the prompt).
+
+    Raises:
+        ValueError: a scorer cannot be imported.
+    """
+    from hydra.utils import get_object
+
+    asked, problems = list(prompts), list[str]()
+    for _, name, node in _built_here(reward):
+        try:
+            check = inspect.getattr_static(get_object(node["_target_"]), "check_prompts", None)
+        except Exception as error:  # whatever its module raises while it is imported
+            raise ValueError(f"reward {name}: {' '.join(str(error).split())}") from error
+        for where, prompt in asked if isinstance(check, staticmethod) else ():
+            try:
+                check.__func__([prompt])
+            except ValueError as error:
+                problems.append(f"{where}: reward {name} cannot score it: {error}")
+    more = [f"... and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
+    return [*problems[:_MOST], *more]

@@ -1,0 +1,120 @@
+"""The config.yaml of an earlier run is data: nothing in it reads the environment or names a host unasked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from digenrl import config
+from digenrl.config.compose import composed
+from digenrl.config.help import configuration_help
+from digenrl.config.schema import RESUMABLE
+
+SERVED = "reward.urls={judge_a: ['%s']}"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/run-0"]))
+
+
+def edited(run: Path, *changes: tuple[str, object]) -> Path:
+    """`run` with keys of its config.yaml changed by hand."""
+    tree = OmegaConf.load(run / "config.yaml")
+    for key, value in changes:
+        OmegaConf.update(tree, key, value, force_add=True)
+    OmegaConf.save(tree, run / "config.yaml")
+    return run
+
+
+Load = Callable[[Path, list[str]], config.Composed]
+RESUMED: Load = lambda run, words: config.load([f"resume={run}", *words])  # noqa: E731
+LOOKED_AT: Load = lambda run, words: config.load(words, stored=run)  # noqa: E731
+either = pytest.mark.parametrize("load", [RESUMED, LOOKED_AT], ids=["resumed", "looked at"])
+
+
+@either
+def test_an_interpolation_is_refused_unresolved(run: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANARY", "canary-5512")
+    edited(run, ("reward.rewards.judge_a.scorer.path", "/tmp/${oc.env:CANARY}"), ("seed", "${max_rl_steps}"))
+    with pytest.raises(config.ConfigError) as caught:
+        load(run, [])
+    assert r"reward.rewards.judge_a.scorer.path = /tmp/${oc.env:CANARY}: is refused" in str(caught.value)
+    assert "seed = ${max_rl_steps}" in str(caught.value)
+    assert "canary-5512" not in str(caught.value)
+
+
+@either
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("http://judge.example:8700/x", "judge.example:8700"),
+        ("HTTPS://judge.example", "judge.example"),
+        ("http://127.0.0.1.example:1", "127.0.0.1.example:1"),
+        ("http://127.0.0.1:1\\@judge.example/", r"127.0.0.1:1\@judge.example"),
+        ("http://0.0.0.0:8700", "0.0.0.0:8700"),
+        ("http://127.0.0.1:8700", None),
+        ("http://localhost:8700/v1", None),
+        ("http://[::1]:8700", None),
+    ],
+)
+def test_a_stored_host_off_this_machine_must_be_confirmed(run: Path, load: Load, url: str, host: str | None) -> None:
+    edited(run, ("reward.urls", {"judge_a": [url]}), ("confirm_hosts", [host]))  # what is stored confirms nothing
+    if host is not None:
+        with pytest.raises(config.ConfigError) as caught:
+            load(run, [])
+        assert f"reward.urls.judge_a[0]: names {host}" in str(caught.value)
+        assert f"add confirm_hosts=[{host}] to the command line" in str(caught.value)
+    confirmed = load(run, [] if host is None else [f"confirm_hosts=['{host}']"])
+    assert confirmed.config.reward.urls.judge_a == [url]
+    assert load(run, [SERVED % "http://mine.example:1"]).config.reward.urls.judge_a == ["http://mine.example:1"]
+
+
+def test_a_token_comes_from_our_own_variables_only(run: Path) -> None:
+    words = ["reward=remote", "reward.rewards.remote.scorer.token_env=WANDB_API_KEY"]
+    with pytest.raises(config.ConfigError, match=r"token_env = WANDB_API_KEY: .* variables named DIGENRL_"):
+        config.load(words)
+    edited(run, ("reward.heldout.judge_b.scorer.token_env", "HF_TOKEN"))
+    with pytest.raises(config.ConfigError, match="token_env = HF_TOKEN"):
+        config.load([f"resume={run}"])
+
+
+def test_a_resumed_run_changes_only_what_the_list_allows(run: Path) -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        config.load([f"resume={run}", "model.lora.rank=4", "seed=3", "max_rl_steps=50", "~algorithm.optimizer.eps"])
+    said = str(caught.value)
+    for part in ("model.lora.rank = 4 (stored: 16)", "seed = 3 (stored: 0)", "eps = absent (stored: 1e-08)"):
+        assert part in said
+    assert all(key in said.partition("May change: ")[2] for key in RESUMABLE)
+    assert "max_rl_steps = 50" not in said
+    allowed = [
+        "max_rl_steps=50",
+        "~callbacks.recorder",
+        "+callbacks.checkpoint.every=3",
+        SERVED % "http://mine.example",
+    ]
+    assert config.load([f"resume={run}", *allowed]).config.max_rl_steps == 50
+    assert config.load(["model.lora.rank=4"], stored=run).config.model.lora.rank == 4, "looking changes nothing"
+
+
+def test_the_keys_that_may_change_exist_and_are_marked_in_help() -> None:
+    tree = composed("train", [])
+    absent = [key for key in RESUMABLE if OmegaConf.select(tree, key, default="absent") == "absent"]
+    optional = {"hardware.efficiency", "hardware.seconds", "model.gradient_checkpointing"}
+    assert set(absent) <= optional, "keys that a configuration may lack"
+    marked = {line.split()[1] for line in configuration_help("train").splitlines() if line.startswith("* ")}
+    assert {"max_rl_steps", "allocation.trainers", "schedule.tsp.batch", "callbacks"} <= marked
+    assert not marked & {"seed", "schedule.async_steps", "data.group_size", "model.lora.rank"}
+
+
+@either
+def test_the_directory_of_a_plan_is_no_run(tmp_path: Path, load: Load) -> None:
+    plan = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/plan-0"], "plan"))
+    with pytest.raises(config.ConfigError, match=r"plan-0: is the directory of a plan; .* RUN=") as caught:
+        load(plan, [])
+    assert len(caught.value.problems) == 1
+    with pytest.raises(config.ConfigError, match=rf"run = .*RUN=\.\.\.\)\. Nearest: {plan}"):
+        config.load([], stored=tmp_path / "plan-1")

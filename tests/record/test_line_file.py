@@ -1,0 +1,165 @@
+"""A rank's own record: thinned by whole steps, ended where it would not replay, and never an error on a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from digenrl.record.decision_log import DecisionLog
+from digenrl.record.line_file import LineFile, kept_steps
+from digenrl.record.run_dir import append_event, append_jsonl, limit_events, tell_unwritten
+from digenrl.record.span_log import SpanLog
+from digenrl.report.build import rebuild
+from digenrl.report.read_run import read_run
+from digenrl.report.summary import build_summary
+
+LIMIT = 64 << 10
+
+
+def record(run_dir: Path, steps: int, limit: float, groups: int = 2) -> None:
+    """What a trainer and a rollout rank record of so many RL steps, by the writers of a run, a second a step."""
+    logs = {
+        role: SpanLog(run_dir / "spans" / f"rank-{rank:03d}.jsonl", rank, role, time.time(), limit=limit)
+        for rank, role in enumerate(("trainer", "rollout"))
+    }
+    for step in range(steps):
+        for group in range(groups):
+            at = step + group / groups
+            logs["rollout"].add("generate", at, at + 0.2, step=step, group=group, version=step, samples=4)
+            logs["trainer"].add("wait", at, at + 0.2, step=step, cause="tail")
+            logs["trainer"].add("train", at + 0.2, at + 0.4, step=step, group=group, groups=1)
+        logs["trainer"].add("publish", step + 0.9, step + 1.0, version=step + 1, digest="0" * 16)
+        append_event(run_dir, "publish", {"version": step + 1, "digest": "0" * 16})
+        line = {"kind": "step", "rl_step": step + 1, "reward": step / steps, "samples": 8, "step_s": 1.0}
+        append_jsonl(run_dir / "metrics.jsonl", line | {"time": 1.7e9 + step})
+    for log in logs.values():
+        log.close()
+
+
+def in_child(act: Callable[[], None]) -> None:
+    """Run `act` in a forked process, and expect no exception."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_thinned_record_keeps_first_and_newest_steps_and_all_seconds(tmp_path: Path) -> None:
+    record(tmp_path, 2000, LIMIT)
+    assert all(file.stat().st_size <= 1.1 * LIMIT for file in (tmp_path / "spans").iterdir())
+    run = read_run(tmp_path)
+    assert run.warnings == ("config.yaml is missing",)
+    for rank in (0, 1):
+        steps = sorted({span.step for span in run.spans if span.rank == rank and span.step >= 0})
+        assert steps[:12] == list(range(12))
+        assert steps[-12:] == list(range(1988, 2000))
+        assert 50 < len(steps) < 1000
+    both = [{span.step for span in run.spans if span.rank == rank} for rank in (0, 1)]
+    assert len(both[0] & both[1]) > 0.4 * min(map(len, both)), "the ranks kept different steps"
+    assert build_summary(run)["bubble"] == {"trainer": {"tail": pytest.approx(2000 * 2 * 0.2, rel=1e-3)}}
+    assert run.seconds["rollout", 1]["generate"] == pytest.approx(2000 * 2 * 0.2, rel=1e-3)
+
+
+def test_a_short_record_keeps_everything(tmp_path: Path) -> None:
+    record(tmp_path, 100, LIMIT)
+    assert {span.step for span in read_run(tmp_path).spans} >= set(range(100))
+
+
+@pytest.mark.parametrize("sizes", [{}, {0: 10**6}, dict.fromkeys(range(1000), 100), {0: 1, 1: 10**6, 2: 1}])
+def test_what_is_kept_fits(sizes: dict[int, int]) -> None:
+    kept = kept_steps(sizes, 8000)
+    assert sum(sizes[step] for step in kept) <= 4000
+
+
+def test_decisions_keep_their_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "decisions" / "rank-000.jsonl"
+    for attempt in range(2):  # a resumed run adds nothing to a record that has reached its limit
+        log = DecisionLog(path, {"spec": {}, "attempt": attempt}, LIMIT)
+        for number in range(5000):
+            log({"event": "busy", "args": [number]})
+        log.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert path.stat().st_size < 1.1 * LIMIT
+    assert rows[0]["attempt"] == 0
+    assert [row["args"][0] for row in rows[1:]] == list(range(len(rows) - 1))
+
+
+def test_routine_events_are_counted_beyond_the_limit(tmp_path: Path) -> None:
+    def act() -> None:
+        limit_events(LIMIT)
+        for step in range(3000):
+            append_event(tmp_path, "missing", {"reward": "ocr", "samples": 2, "cause": "timeout"})
+            append_event(tmp_path, "publish", {"version": step})
+        append_event(tmp_path, "lost", {"rank": 1, "cause": "died"})
+        tell_unwritten(tmp_path)
+
+    in_child(act)
+    summary = build_summary(read_run(tmp_path))
+    assert (tmp_path / "events.jsonl").stat().st_size < 1.1 * LIMIT
+    assert summary["missing"] == {"ocr": 6000}
+    assert summary["lost"] == ["died"]
+    assert any("events of kind publish left out" in warning for warning in summary["warnings"])
+
+
+def test_a_file_that_takes_no_more_leaves_whole_lines_and_a_count(tmp_path: Path) -> None:
+    """The limit on a file's size refuses like a full disk: a part of a block first, then everything."""
+    path = tmp_path / "spans" / "rank-000.jsonl"
+
+    def act() -> None:
+        append_event(tmp_path, "launch")
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        file = LineFile(path)
+        results = [file.write(b'{"n":1}\n' * 100) for _ in range(8)]
+        assert results == [True] * 5 + [False] * 3
+        for step in range(20):
+            append_jsonl(tmp_path / "metrics.jsonl", {"kind": "step", "rl_step": step, "note": "x" * 1000})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        assert file.write(b'{"n":2}\n')
+        tell_unwritten(tmp_path)
+
+    in_child(act)
+    assert path.read_bytes() == b'{"n":1}\n' * 500 + b'{"n":2}\n'
+    summary = build_summary(read_run(tmp_path))
+    assert summary["unwritten"] == {"spans/rank-000.jsonl": 300, "metrics.jsonl": 17}
+    assert [warning for warning in summary["warnings"] if "lacks 300 line(s)" in warning]
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_steps_stay_bounded_and_are_read_in_pieces(tmp_path: Path) -> None:
+    """Ten spans a step on two ranks: 130 MB unthinned. Bytes on disk, the report's seconds and its peak memory."""
+    limit = 8 << 20
+
+    def write() -> None:
+        limit_events(limit)
+        record(tmp_path, 100_000, limit, groups=3)
+
+    in_child(write)
+    sizes: dict[str, Any] = {str(f.relative_to(tmp_path)): f.stat().st_size for f in tmp_path.rglob("*.jsonl")}
+    assert all(size <= 1.1 * limit for name, size in sizes.items() if not name.startswith("metrics")), sizes
+    tracemalloc.start()
+    began = time.monotonic()
+    summary = rebuild(tmp_path)
+    seconds, peak = time.monotonic() - began, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    print(f"{seconds:.0f} s, peak {peak / 2**20:.0f} MiB, trace {(tmp_path / 'trace.json').stat().st_size / 2**20:.0f}")
+    assert summary["rl_steps"] == 100_000
+    assert summary["bubble"]["trainer"]["tail"] == pytest.approx(100_000 * 3 * 0.2, rel=1e-3)
+    assert (tmp_path / "trace.json").stat().st_size < 8 * limit
+    assert peak < 400 << 20
+    assert seconds < 300

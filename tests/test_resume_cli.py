@@ -1,0 +1,180 @@
+"""`make resume` and the commands that read a run, as a user meets them: what is refused, and what is untouched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from digenrl.strategy import checkpoint_io
+from digenrl.strategy.checkpoint_io import MANIFEST
+from tests.conftest import ROOT
+from tests.training import SMALL, Train, commands
+
+pytestmark = pytest.mark.processes
+
+CANARY = "canary-81ac5507"
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Callable[..., Train]]:
+    """Starts train commands, and leaves none behind."""
+    yield from commands(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def completed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of a run of two RL steps with a checkpoint after each."""
+    for start in commands(tmp_path_factory.mktemp("runs")):
+        train = start(*SMALL, "max_rl_steps=2", fork=True)
+        assert train.finish() == 0, train.stderr
+        yield train.run_dir
+
+
+@pytest.fixture
+def run(completed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(completed, tmp_path / "run", symlinks=True))
+
+
+def tree(run: Path) -> dict[str, tuple[str, bytes]]:
+    """Every file and link of a run with its content; logs/ excepted, which tell why a resume failed."""
+    paths = [path for path in run.rglob("*") if path.relative_to(run).parts[0] != "logs"]
+    links = {str(path): ("link", os.readlink(path).encode()) for path in paths if path.is_symlink()}
+    return links | {
+        str(path): ("file", path.read_bytes()) for path in paths if path.is_file() and str(path) not in links
+    }
+
+
+def store(run: Path, **changes: Any) -> None:
+    """Change keys of a run's config.yaml by hand; `__` stands for a dot."""
+    config = OmegaConf.load(run / "config.yaml")
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    OmegaConf.save(config, run / "config.yaml")
+
+
+def test_a_completed_run_says_so_untouched_and_goes_on_when_asked(running: Any, run: Path) -> None:
+    before = tree(run)
+    again = running(f"resume={run}", tiny=(), fork=True)
+    assert again.finish() == 0, again.stderr
+    assert f"{run} is complete at RL step 2; nothing was started or written" in again.stderr
+    assert "max_rl_steps=4" in again.stderr
+    assert again.stdout.splitlines() == [str(run)]
+    refused = running(f"resume={run}", "model.lora.rank=8", "max_rl_steps=3", tiny=(), fork=True)
+    assert refused.finish() == 2
+    assert "model.lora.rank = 8 (stored: 4)" in refused.stderr
+    assert tree(run) == before
+    longer = running(f"resume={run}", "max_rl_steps=3", tiny=(), fork=True)
+    assert longer.finish() == 0, longer.stderr
+    assert json.loads((run / "summary.json").read_text())["rl_steps"] == 3
+    assert OmegaConf.load(run / "config.yaml").max_rl_steps == 3
+
+
+def test_a_resume_that_cannot_load_its_checkpoint_leaves_the_run_as_it_was(running: Any, run: Path) -> None:
+    """The checkpoint is whole, but the configuration that somebody edited wants another shape."""
+    store(run, model__lora__rank=8)
+    before = tree(run)
+    failing = running(f"resume={run}", "max_rl_steps=3", tiny=(), fork=True)
+    assert failing.finish() == 1
+    assert "must match the size of tensor" in failing.stderr
+    assert f"the checkpoint was not loaded, and the run is as it was; see {run}/logs" in failing.stderr
+    assert tree(run) == before
+    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+
+
+def test_a_manifest_without_files_falls_back_to_the_older_checkpoint(running: Any, run: Path) -> None:
+    newest = run / "checkpoints" / "step-000002"
+    (newest / MANIFEST).write_text(checkpoint_io._manifest({"epoch": 1, "files": {}}))
+    resumed = running(f"resume={run}", tiny=(), fork=True)
+    assert resumed.finish() == 0, resumed.stderr
+    assert f"passed over for step-000001: {newest / MANIFEST} does not list" in resumed.stderr
+    assert json.loads((run / "summary.json").read_text())["rl_steps"] == 2
+    rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [row["rl_step"] for row in rows if row["kind"] == "resume"] == [1]
+    checkpoint_io.verify(newest)
+
+
+@pytest.mark.slow
+def test_a_resume_may_have_other_ranks_and_another_schedule(running: Any, run: Path) -> None:
+    words = ["max_rl_steps=4", "allocation.trainers=2", "schedule.gap=1", "schedule.tsp.shard=true"]
+    wider = running(f"resume={run}", *words, "schedule.shares=measured", tiny=(), fork=True)
+    assert wider.finish() == 0, wider.stderr
+    assert json.loads((run / "summary.json").read_text())["world"] == {"trainer": 2, "rollout": 1}
+    narrower = running(f"resume={run}", "max_rl_steps=5", "allocation.trainers=1", tiny=(), fork=True)
+    assert narrower.finish() == 0, narrower.stderr
+
+
+def command(module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "CANARY": CANARY,
+        "DIGENRL_REWARD_TOKEN": CANARY,
+    }
+    line = [sys.executable, "-m", f"digenrl.cli.{module}", *words]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """A server that counts who connects, at an address that is not written as loopback."""
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        server.settimeout(0.2)
+        yield server
+
+
+def remote(run: Path, url: str) -> None:
+    """Make the held-out judge of a run a service at `url`."""
+    scorer = {"_target_": "reward_models.remote.RemoteScorer", "urls": [url], "deadline_s": 3.0}
+    evaluation = {"_target_": "digenrl.callbacks.evaluation.Evaluation", "prompts": "digits.jsonl"}
+    evaluation |= {"samples_per_prompt": 1}
+    store(run, reward__heldout__judge_b__scorer=None)
+    store(run, reward__heldout__judge_b__scorer=scorer, callbacks__evaluation=evaluation)
+
+
+READERS = [("evaluate", "run"), ("export", "run"), ("train", "resume")]
+
+
+@pytest.mark.parametrize(("module", "word"), READERS, ids=[module for module, _ in READERS])
+def test_a_hostile_configuration_sends_nothing(listener: socket.socket, run: Path, module: str, word: str) -> None:
+    """A run directory from elsewhere that wants the environment, and a host that nobody confirmed."""
+    url = f"http://0.0.0.0:{listener.getsockname()[1]}"
+    remote(run, url)
+    hosts = command(module, f"{word}={run}")
+    assert hosts.returncode == 2
+    assert f"add confirm_hosts=[{url.removeprefix('http://')}] to the command line" in hosts.stderr
+    remote(run, url + "/${oc.env:CANARY}")
+    environment = command(module, f"{word}={run}", f"confirm_hosts=[{url.removeprefix('http://')}]")
+    assert environment.returncode == 2
+    assert r"/${oc.env:CANARY}: is refused" in environment.stderr
+    assert CANARY not in hosts.stderr + environment.stderr
+    with pytest.raises(TimeoutError):
+        listener.accept()
+
+
+def test_a_mistyped_run_is_named_with_what_it_was_taken_for(run: Path) -> None:
+    for module, word in (("export", "run"), ("train", "resume")):
+        done = command(module, f"{word}={run}x")
+        assert done.returncode == 2
+        assert f"{word} = {run}x: is no directory; name a run directory" in done.stderr
+        assert f"(with make: RUN=...). Nearest: {run}." in done.stderr
+
+
+def test_a_prompt_that_a_judge_cannot_score_is_found_before_ranks_start(running: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "number one"}\n{"prompt": "a horse"}\n{"prompt": "a cow", "target": "2"}\n')
+    train = running(*SMALL, f"data.prompts={prompts}", fork=True)
+    assert train.finish() == 2
+    assert f"data.prompts: {prompts}:2: reward judge_a cannot score it: prompt 'a horse' names no digit" in train.stderr
+    assert ":1: " not in train.stderr
+    assert ":3: " not in train.stderr
+    assert not (train.root / "outputs").exists()
