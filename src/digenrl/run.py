@@ -105,9 +105,8 @@ def build(
     torch.manual_seed(config.seed)
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    device = (
-        devices.take(world.local_rank) if emulated is None else None
-    )  # before anything that asks for the current one is built
+    # First, because reward models, streams and contexts are made on the device that is current.
+    device = devices.take(world.local_rank) if emulated is None else None
     if emulated is None:
         policy: Policy = configuration.instantiate(model_of(config, world))
     else:
@@ -199,13 +198,8 @@ def model_of(config: DictConfig, world: World) -> DictConfig:
     filled yet where trainers shard it; no reference copy and nothing for a backward pass on a rank that only generates.
     """
     own: dict[str, Any] = {}
-    model = _target(config, "model")
-    if (
-        world.is_trainer
-        and sharding(config) != "ddp"
-        and isinstance(model, type)
-        and issubclass(model, DiffusersPolicy)
-    ):
+    model, shards = _target(config, "model"), world.is_trainer and sharding(config) != "ddp"
+    if shards and isinstance(model, type) and issubclass(model, DiffusersPolicy):
         own["empty"] = True
     kept = config.model.get("gradient_checkpointing")
     if world.is_trainer and isinstance(kept, ListConfig):
