@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 from omegaconf import OmegaConf
 
 from digenrl import devices, run
-from digenrl.cluster.control import host_store
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.store import StoreServer
 from digenrl.cluster.world import Session, World
 from digenrl.devices import Device
 from digenrl.rewards import suite
@@ -41,8 +43,8 @@ class Gpus:
         return SimpleNamespace(name=self.name, total_memory=int(44.5 * 2**30), uuid=f"GPU-{number}")
 
 
-def session(run_dir: Path, port: int = 0) -> Session:
-    return Session("127.0.0.1", port, "none", "token", run_dir, time.time())
+def session(run_dir: Path, port: int = 0, handshake: Handshake | None = None) -> Session:
+    return Session("127.0.0.1", port, handshake or Handshake(), run_dir, time.time())
 
 
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, *words: str) -> tuple[list[Any], Any, set[str]]:
@@ -184,8 +186,10 @@ def test_a_gpu_is_known_by_its_model(profile: str, name: str, same: bool) -> Non
 
 def test_one_gpu_is_dealt_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun on a machine where every process sees the same single GPU."""
-    store = host_store("127.0.0.1")
+    handshake = Handshake()
+    store = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
     Gpus(monkeypatch, 1)
-    devices.claim(session(tmp_path, store.port), 0)
+    devices.claim(session(tmp_path, store.port, handshake), 0)
     with pytest.raises(ValueError, match=r"ranks 0 and 1 were given one GPU \(NVIDIA L40, GPU-0\)"):
-        devices.claim(session(tmp_path, store.port), 1)
+        devices.claim(session(tmp_path, store.port, handshake), 1)
+    store.close()

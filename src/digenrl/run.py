@@ -31,6 +31,7 @@ from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData, prompt_of
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
+from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.preflight import shard_group, sharding, trainer_speeds
 from digenrl.record.run_dir import append_event, limit_events
@@ -39,6 +40,7 @@ from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.schedule.shares import relative
+from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.types import Prompt, StepGivenUp
@@ -103,9 +105,8 @@ def build(
     torch.manual_seed(config.seed)
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    device = (
-        devices.take(world.local_rank) if emulated is None else None
-    )  # before anything that asks for the current one is built
+    # First, because reward models, streams and contexts are made on the device that is current.
+    device = devices.take(world.local_rank) if emulated is None else None
     if emulated is None:
         policy: Policy = configuration.instantiate(model_of(config, world))
     else:
@@ -147,6 +148,7 @@ def build(
         last_step=config.max_rl_steps - 1,
         sharding=sharding(config),
         shard_group=shard_group(config, world.trainers),
+        unequal=len(kinds_of_trainers(config, world)) > 1,
         split_claims=config.schedule.claims == "split",
         expected=expected,
         record_bytes=keep / world.size,
@@ -172,6 +174,14 @@ def schedule_spec(config: DictConfig, trained_steps: int, trainers: int, rollout
     return ScheduleSpec.from_config(config, trained_steps, speeds)
 
 
+def kinds_of_trainers(config: DictConfig, world: World) -> set[str]:
+    """GPUs that the profile gives to trainers, by name."""
+    if config.hardware.emulate or all(pool.gpu == "cpu" for pool in config.hardware.pools.values()):
+        return set()
+    hardware = parse_hardware(config.hardware)
+    return {hardware.pool(name).gpu for name, _ in assign(hardware, world.trainers, world.rollouts)[: world.trainers]}
+
+
 def sampling_spec(config: DictConfig) -> SamplingSpec:
     """The `sampling` group as the engine reads it."""
     sampling = config.sampling
@@ -184,9 +194,13 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
 
 
 def model_of(config: DictConfig, world: World) -> DictConfig:
-    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ; no
-    reference copy and nothing for a backward pass on a rank that only generates."""
+    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ; not
+    filled yet where trainers shard it; no reference copy and nothing for a backward pass on a rank that only generates.
+    """
     own: dict[str, Any] = {}
+    model, shards = _target(config, "model"), world.is_trainer and sharding(config) != "ddp"
+    if shards and isinstance(model, type) and issubclass(model, DiffusersPolicy):
+        own["empty"] = True
     kept = config.model.get("gradient_checkpointing")
     if world.is_trainer and isinstance(kept, ListConfig):
         own["gradient_checkpointing"] = kept[world.rank]

@@ -20,6 +20,7 @@ from tests.models.tiny_policies import make
 pytestmark = pytest.mark.heavy
 
 TRAINERS = 16
+REST = ("wan", "hunyuan_video", "flux", "qwen_image")
 
 
 def as_one_of_many(body: Callable[[], None], number: int = 0) -> None:
@@ -87,3 +88,34 @@ def test_a_shard_holds_a_sixteenth(family: str, lora: bool) -> None:
         assert next(policy.transformer.parameters()).dtype == wanted
 
     as_one_of_many(body)
+
+
+@pytest.mark.parametrize("tune", ["lora", "full"])
+@pytest.mark.parametrize("family", ["sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+def test_every_rank_reads_its_own_rows_of_the_same_weights(family: str, tune: str) -> None:
+    """Built without memory, sharded, then filled: values, dtypes and buffers are those of the whole build, bit by bit;
+    so are the adapter and the reference."""
+
+    def body() -> None:
+        arguments = {"lora": "full" if tune == "full" else None, "dtype": "bfloat16", "keep_reference": tune == "full"}
+        whole, part = make(family, **arguments), make(family, **arguments, empty=True)
+        assert all(parameter.is_meta for parameter in part.transformer.parameters())
+        mesh = mesh_of("fsdp", TRAINERS, 1, "cpu")
+        shard(part, mesh)
+        part.fill(torch.device("cpu"))
+        for mine, theirs in zip(part.networks(), whole.networks(), strict=True):
+            wanted = dict([*theirs.named_parameters(), *theirs.named_buffers()])
+            found = dict([*mine.named_parameters(), *mine.named_buffers()])
+            assert list(found) == list(wanted)
+            for name, value in found.items():
+                expected = wanted[name]
+                assert (value.shape, value.dtype) == (expected.shape, expected.dtype), name
+                if isinstance(value, DTensor):
+                    assert value.requires_grad == expected.requires_grad
+                    rows = expected.detach().chunk(TRAINERS)
+                    own = value.to_local()
+                    number = dist.get_rank()
+                    value, expected = own, rows[number] if number < len(rows) else expected[:0]
+                assert torch.equal(value, expected), name
+
+    as_one_of_many(body, 1)

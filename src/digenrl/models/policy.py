@@ -260,6 +260,9 @@ class Policy(nn.Module, ABC):
         for parameter in self._cast_in_forwards():
             parameter.data = parameter.data.to(self.dtype)
 
+    def fill(self, device: torch.device) -> None:
+        """Give parameters that were built without memory their values, on `device`; the others stay where they are."""
+
     def generating_parameters(self) -> dict[str, Tensor]:
         """The trained parameters as a rank holds them that only generates: shapes and dtypes (meta tensors)."""
         cast = {id(parameter) for parameter in self._cast_in_forwards()}

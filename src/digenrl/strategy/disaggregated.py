@@ -68,6 +68,7 @@ class DisaggregatedStrategy(DDPStrategy):
         last_step: index of the final RL step (max_rl_steps - 1).
         sharding: how trainers hold the model: ddp (replicas), hsdp or fsdp.
         shard_group: trainers that hold one copy of the weights under hsdp.
+        unequal: replicas stand on GPUs of several kinds.
         split_claims: divide every queue equally beforehand instead of claiming (what published colocated loops do).
         expected: (stage, rank) -> seconds, as `SchedulePolicy.expected` takes them: what the hardware profile says.
         record_bytes: of this rank's spans, and of its decisions; more are left out.
@@ -85,6 +86,7 @@ class DisaggregatedStrategy(DDPStrategy):
         last_step: int,
         sharding: str = "ddp",
         shard_group: int = 1,
+        unequal: bool = False,
         split_claims: bool = False,
         expected: Mapping[tuple[str, int], float] | None = None,
         record_bytes: float = math.inf,
@@ -94,6 +96,7 @@ class DisaggregatedStrategy(DDPStrategy):
         super().__init__(cluster_environment=RoleEnvironment(world), checkpoint_io=checkpoint_io, timeout=timeout)
         self.world, self.session, self.spec, self.engine = world, session, spec, engine
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
+        self._unequal = unequal and sharding == "ddp"
         self._expected, self._record_bytes = expected or {}, record_bytes
         self._sampler, self._last_step = sampler, last_step
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
@@ -240,13 +243,13 @@ class DisaggregatedStrategy(DDPStrategy):
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
 
     def model_to_device(self) -> None:
-        """Weights that are to be sharded move block by block: no device ever holds more of them than its part and one
-        block."""
+        """Weights that are to be sharded are sharded first, and read or moved in parts: no rank ever holds all."""
         if self.sharding != "ddp" and self.world.is_trainer:
             device = self.root_device.type
             shard.shard(
                 self.engine.policy, shard.mesh_of(self.sharding, self.world.trainers, self._shard_group, device)
             )
+            self.engine.policy.fill(self.root_device)
         super().model_to_device()
 
     def configure_ddp(self) -> None:
@@ -348,6 +351,8 @@ class DisaggregatedStrategy(DDPStrategy):
         """
         with self.spans.span("publish", version=version) as facts:
             self.shares.tell()
+            if self._unequal:
+                gradients.follow_first(self._trained().values(), self.world.trainers)
             source = tensors if tensors is not None else self.learner.rollout_parameters()
             like = self.engine.policy.generating_parameters()
             replicas = 1 if self.sharding == "fsdp" else self.world.trainers
