@@ -11,8 +11,8 @@ RUN ?=
 BENCH ?=
 ARGS ?=
 
-# benchmarks/learning.py (hours) and emulated.py (an hour and a half) are started by hand.
-BENCHES := $(filter-out learning emulated count_facts live_bytes,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
+# benchmarks/learning.py (hours) and emulated.py (an hour and a half) are started by hand, real_size.py by `make gpu`.
+BENCHES := $(filter-out learning emulated count_facts live_bytes real_size,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
 
 # Threads that spin while they wait would take a core from another rank.
 export OMP_WAIT_POLICY ?= passive
@@ -22,7 +22,7 @@ WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train encode resume sweep plan bench test test-fast test-all coverage report eval export score serve-reward tiny \
-        pretrain profile lint format types notebooks clean
+        pretrain profile lint format types notebooks clean gpu gpu-wheels
 
 define need
 @test -n "$($(1))" || { echo "make $@ needs $(1)=..., for example: make $@ $(2)" >&2; exit 2; }
@@ -106,6 +106,32 @@ test-fast: $(STAMP)  ## What finishes in a minute: no ranks, services or command
 
 test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
 	@$(PY) -m pytest -q -m "not cluster" $(ARGS)
+
+# A machine without a network brings its own PyTorch, and the rest comes as wheels: then no environment is made.
+WHEELS := .whl
+SITE   := .cache/gpu-site
+GPU_PYTHON ?= 3.12
+GPU_PLATFORMS := $(foreach glibc,28 27 24 17 12 5,--platform manylinux_2_$(glibc)_x86_64) --platform manylinux2014_x86_64
+
+gpu: $(if $(wildcard $(WHEELS)/*.whl),$(SITE)/.stamp,$(STAMP))  ## On a GPU: the tests marked gpu, then benchmarks/real_size.py. ARGS="models=flux1_dev budget_s=540"
+	@run="$(if $(wildcard $(WHEELS)/*.whl),env PYTHONPATH=$(CURDIR)/$(SITE):$(CURDIR)/src:$(CURDIR) $(PYTHON),$(PY))"; code=0; \
+	    $(if $(filter false,$(TESTS)),true,$$run -m pytest -q -m gpu tests/gpu) || code=$$?; \
+	    $$run -m benchmarks.real_size $(ARGS) || code=$$?; exit $$code
+
+$(SITE)/.stamp: $(wildcard $(WHEELS)/*.whl)
+	@rm -rf $(SITE)
+	@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target $(SITE) $^ >&2
+	@touch $@
+
+gpu-wheels:  ## Collect in .whl/ what a GPU machine without a network lacks (under 60 MiB); `make gpu` there uses it
+	@rm -rf $(WHEELS)
+	@grep -v '^#' scripts/gpu_wheels.txt | while read -r name; do grep -i "^$$name==" constraints.txt; done > $(WHEELS).tmp
+	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: -d $(WHEELS) \
+	    --python-version $(GPU_PYTHON) --implementation cp $(GPU_PLATFORMS) -r $(WHEELS).tmp
+	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps -w $(WHEELS) \
+	    "$$(grep '^antlr4-python3-runtime==' constraints.txt)"
+	@rm $(WHEELS).tmp
+	@du -sm $(WHEELS) | awk '{print $$1 " MiB in $(WHEELS)/"; exit $$1 >= 60}'
 
 coverage: $(STAMP)  ## The default tests with the lines that no test reached
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS)" --cov --cov-report=term-missing:skip-covered $(ARGS)

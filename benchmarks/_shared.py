@@ -83,11 +83,14 @@ class Report:
     def close(self, given: Mapping[str, str]) -> int:
         """Keep the table, unless the run was a quick one; the exit code."""
         if given["quick"] != "true":
-            RESULTS.mkdir(exist_ok=True)
-            path = RESULTS / f"{self._name}-{self._date}.md"
-            path.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
-            print(path)
+            self.write(RESULTS / f"{self._name}-{self._date}.md")
         return 0 if self.met else 1
+
+    def write(self, path: Path) -> None:
+        """Keep the table so far."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
+        print(path)
 
     def _print(self, cells: Sequence[str]) -> None:
         padded = [cell.rjust(width) for cell, width in zip(cells, self._widths, strict=True)]

@@ -35,7 +35,7 @@ def publish_and_adopt(here: BenchRank, parameters: dict[str, torch.Tensor], arri
         here.link.send(0, Message(Kind.CELLS, {}))
         return
     rollouts = range(1, dist.get_world_size())
-    publish(number, parameters, here.link, rollouts, lambda digest: None)
+    publish(number, parameters, here.link, dict.fromkeys(rollouts, ()), lambda digest: None)
     for _ in rollouts:
         here.receive()
 

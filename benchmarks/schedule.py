@@ -45,11 +45,13 @@ MECHANISMS: dict[str, dict[str, Any]] = {
 
 
 COLUMNS = (
-    "          schedule", "ranks", "hold", "b", "K", "gap", "recompute", "s/step", "of bound", "x naive", "x colocated",
-    "largest limits",
+    "          schedule", "ranks", "hold", "b", "K", "gap", "recompute", "s/step", "of bound", "jitter 5%", "slow rank",
+    "x naive", "x colocated", "largest limits",
 )  # fmt: skip
-BARS = {"best on-policy": 0.94, "best async": 0.97}
-"""Wanted shares of the bound, except where `limits` names what physics takes (at most 4 of the 16)."""
+BARS = {"best on-policy": (0.94, 10), "best async": (0.97, 12)}
+"""Wanted shares of the bound, and in how many of the 16 cases of equal or nearly equal GPUs."""
+ROBUST = 0.90
+"""Of the bound, wanted of the best runs when every duration varies by 5%."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,9 @@ def refined(costing: Costing, best: Outcome) -> Iterator[Candidate]:
 
 
 def least(outcomes: Iterable[Outcome | None]) -> Outcome | None:
-    """The fastest of those that fit."""
-    return min((o for o in outcomes if o is not None), key=lambda outcome: outcome.step_s, default=None)
+    """The fastest of those that fit and settle."""
+    found = (o for o in outcomes if o is not None)
+    return min(found, key=lambda outcome: (not outcome.settled, outcome.step_s), default=None)
 
 
 def measure(seat: tuple[str, str]) -> Cell:
@@ -153,7 +156,7 @@ def measure(seat: tuple[str, str]) -> Cell:
 
 def limits(outcome: Outcome, count: int = 2) -> str:
     """The largest causes of the gap to the bound."""
-    return ", ".join(f"{limit['cause']} {limit['seconds']:.1f} s" for limit in outcome.limits()[:count])
+    return ", ".join(f"{limit['cause']} {limit['seconds']:.1f} s" for limit in outcome.limits[:count])
 
 
 def detail(report: Report, cell: Cell) -> None:
@@ -168,8 +171,10 @@ def detail(report: Report, cell: Cell) -> None:
         c = outcome.candidate
         against = [f"{other.step_s / outcome.step_s:.2f}" if other else "-" for other in (naive, strong)]
         ranks, step, share = f"{c.trainers}+{c.rollouts}", f"{outcome.step_s:.1f}", f"{outcome.efficiency:.3f}"
+        share += "" if outcome.settled else " unsettled"
+        shaken = [f"{outcome.bound_s / seconds:.3f}" for seconds in (outcome.jitter_s, outcome.slow_rank_s)]
         chosen = (c.sharding, c.spec.task_size, c.spec.tsp_batch, c.spec.gap, repeats(outcome))
-        report.row(name, ranks, *chosen, step, share, *against, limits(outcome))
+        report.row(name, ranks, *chosen, step, share, *shaken, *against, limits(outcome))
 
 
 def summary(report: Report, cell: Cell) -> None:
@@ -185,11 +190,13 @@ def summary(report: Report, cell: Cell) -> None:
 def judge(report: Report, cells: list[Cell]) -> None:
     """What the table is held to."""
     published = [cell for cell in cells if cell.hardware != "unequal"]
-    for name, bar in BARS.items():
+    for name, (bar, wanted) in BARS.items():
         below = [cell for cell in published if cell.share(name) < bar]
-        report.verdict(
-            len(below) <= 4, f"{name} >= {bar} of the bound in {len(published) - len(below)} of {len(published)}"
-        )
+        met = len(published) - len(below)
+        report.verdict(met >= wanted, f"{name} >= {bar} of the bound in {met} of {len(published)}")
+        shaken = [cell.bound_s / outcome.jitter_s for cell in published if (outcome := cell.rows[name])]
+        low = sum(share < ROBUST for share in shaken)
+        report.verdict(low == 0, f"{name} with 5% jitter: {low} of {len(shaken)} below {ROBUST}")
         for cell in below:
             outcome = cell.rows[name]
             why = f"gap {outcome.step_s - cell.bound_s:.1f} s = {limits(outcome, 9)}" if outcome else "does not fit"
@@ -199,7 +206,6 @@ def judge(report: Report, cells: list[Cell]) -> None:
         if naive is None or best is None:
             continue
         ratio, asked = naive.step_s / best.step_s, 0.94 * naive.step_s / cell.bound_s
-        asked = max(asked, 3.0) if cell.hardware == "unequal" else asked
         if ratio < asked:
             report.verdict(False, f"{cell.hardware}, {cell.experiment}: {ratio:.2f} x naive, asked for {asked:.2f}")
 
@@ -237,10 +243,11 @@ def main() -> int:
     given = options(sys.argv[1:], defaults, {"testbeds": "testbed_c", "models": "wan21_flowgrpo"})
     seats = [(hardware, model) for hardware in given["testbeds"].split(",") for model in given["models"].split(",")]
     notes = (
-        "Simulated from the cost model of configs/hardware (assumed efficiencies, no measurement); the bound is the\n"
-        "linear programme of the design, without communication, recomputation or fill. Shares of the bound, then\n"
-        "ratios of the best run to colocated naive (and what the bar asks for) and to the strong colocated run: above\n"
-        "1 is faster."
+        "Simulated steady steps; what GPUs reach is fitted to published speeds of forwards (benchmarks.calibration)\n"
+        "and assumed for training, links and the VAE; nothing is measured. The bound is the linear programme of the\n"
+        "design, without communication, recomputation or fill. Shares of the bound, then ratios of the best run to\n"
+        "colocated naive (and what the bar asks for) and to the strong colocated run: above 1 is faster. jitter 5%:\n"
+        "every duration varies by 5%; slow rank: one rank is 15% slower (the mean over the ranks that it may be)."
     )
     columns = ("  testbed", " " * 18 + "model", "bound s", "naive", "colocated", *BARS, "x naive", "bar", "x colocated")
     report, cells = Report("Schedules, simulated", notes, columns), []

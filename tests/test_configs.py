@@ -108,8 +108,6 @@ def test_the_schema_names_keys_that_exist() -> None:
     trees = [OmegaConf.to_container(published(name)) for name in EXPERIMENTS]
     trees += [OmegaConf.to_container(config.load([f"hardware={name}"]).config) for name in OPTIONS["hardware"]]
     present = {key for tree in trees for key, _ in flat(tree)}
-    unused = ("hardware.efficiency.launch_seconds", "hardware.efficiency.host_gb_s")  # nobody changes the defaults
     stale = [key for key in keys_of(Train) if not any(p == key or p.startswith(f"{key}.") for p in present)]
-    assert [key for key in stale if ANY_NAME not in key] == [*unused], (
-        f"fields for keys that no experiment has: {stale}"
-    )
+    stale = [key for key in stale if ANY_NAME not in key and not key.startswith("hardware.efficiency")]  # GPUs' kinds
+    assert not stale, f"fields for keys that no experiment has: {stale}"

@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"types", "prompts"},
     "report": {"record"},
     "display": {"report", "record"},
+    "devices": {"cluster", "simulate"},
     "cluster": {"record", "schedule"},
     "transport": {"types", "schedule", "diffusion", "cluster", "record"},
     "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "record", "cluster", "transport"},

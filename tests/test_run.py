@@ -95,24 +95,6 @@ def test_an_algorithm_that_cannot_train_is_refused_before_any_rank_starts(words:
         run.check(composed.config)
 
 
-@pytest.mark.parametrize(
-    ("words", "gpus", "ranks", "message"),
-    [
-        (("hardware=testbed_a",), 0, 32, r"has GPUs \(a: .*sees none on this machine.* hardware=cpu"),
-        (("hardware=testbed_a",), 8, 32, "32 ranks start on this machine, which has 8 GPUs; .*torchrun"),
-        ((), 1, 2, "2 ranks start on this machine, which has 1 GPUs; .*CUDA_VISIBLE_DEVICES="),
-    ],
-)
-def test_ranks_without_a_device_are_refused(
-    words: tuple[str, ...], gpus: int, ranks: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(ValueError, match=message):
-        run.check_devices(configured(*words), ranks)
-    run.check_devices(configured(*words, "hardware.emulate=true"), ranks)
-    run.check_devices(configured(), gpus)
-
-
 def test_warnings_of_the_first_rank_become_events(tmp_path: Path) -> None:
     source = logging.getLogger("digenrl.algorithms.grpo")
     handler = run.WarningEvents(tmp_path)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
-from digenrl.config import Composed, instantiate
+from digenrl.config import Composed, config_directory, instantiate
 from digenrl.config.relations import relation_problems
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import ScheduleSpec, steps_per_forward
@@ -16,8 +17,9 @@ from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.floor import training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
+from digenrl.simulate.measured import with_measured
 from digenrl.simulate.memory import GIB, Memory
-from digenrl.simulate.outcome import Outcome
+from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.planner import fastest
 from digenrl.simulate.workload import Workload, facts
 
@@ -47,8 +49,9 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
 
 
 def planned_split(composed: Composed, processes: int | None = None) -> Outcome | None:
-    """The simulated best of all splits of the ranks into trainers and rollouts, for the configured schedule. None where
-    there is nothing to choose (a number or a role settles it), the model's sizes are not known, or no split fits.
+    """The simulated best of all splits of the ranks into trainers and rollouts, for the configured schedule; colocated
+    ranks where no split fits, because they shard what they generate with. None where there is nothing to choose (a
+    number or a role settles it), the model's sizes are not known, or nothing fits.
     """
     config: Any = composed.config
     asked = (config.allocation.trainers, config.allocation.rollouts)
@@ -58,15 +61,13 @@ def planned_split(composed: Composed, processes: int | None = None) -> Outcome |
     ranks, steps = processes or costing.hardware.gpus, costing.work.trained_steps
     if not any(pool.role == "auto" for pool in costing.hardware.pools) or not 1 < ranks <= costing.hardware.gpus:
         return None
-    splits = []
-    for trainers in range(1, ranks):
-        trial = candidate_of(config, trainers, ranks - trainers, steps)
+    splits: list[Candidate] = []
+    for trainers in range(1, ranks + 1):
+        if trainers == ranks and splits:
+            break
         try:
-            if config.schedule.tsp.batch == "auto":
-                trial = trial.but(tsp_batch=_steps_that_fit(costing, trial, steps))
-            if not costing.misfits(trial):
-                splits.append(trial)
-        except ValueError:  # the roles of the pools, or memory, do not allow it
+            splits += _held(config, costing, candidate_of(config, trainers, ranks - trainers, steps))[:1]
+        except ValueError:  # the roles of the pools do not allow it
             continue
     return fastest(costing, splits, costing.bound())
 
@@ -81,23 +82,28 @@ def allocated(composed: Composed, processes: int | None = None) -> Composed:
     if planned is None:
         return settled(composed, *allocation(composed.config, processes))
     trainers, rollouts = planned.candidate.trainers, planned.candidate.rollouts
+    sync = planned.candidate.but(gap=0, tsp_batch=1, tsp_shard=False, tag=False, handoff=False, async_steps=0)
+    gained = evaluate(planned.costing, sync, planned.bound).step_s / planned.step_s
     said = (
         f"allocation: {trainers}+{rollouts} is the fastest split for this schedule in simulation "
-        f"({planned.step_s:.4g} s per step); `make plan` compares schedules and colocated runs too."
+        f"({planned.step_s:.4g} s per step, {gained:.2f} times as fast as schedule=sync should be); "
+        "`make plan` compares schedules and colocated runs too."
     )
     return settled(replace(composed, notes=(*composed.notes, said)), trainers, rollouts)
 
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
-    """The configuration with allocation, `schedule.tsp.batch` and `model.gradient_checkpointing` as values.
+    """The configuration with values for allocation, `parallel.sharding`, `schedule.tsp.batch` and
+    `model.gradient_checkpointing`.
 
-    `auto` steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish
-    first; all of them where the model's sizes are not known. `auto` checkpointing becomes what each trainer's GPU needs
-    to repeat least (one value, or a list in the order of the trainers); with both, the fastest combination.
+    `auto` sharding is the first that fits: replicas, a copy of the weights per node, one over all trainers. `auto`
+    steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish first;
+    all of them where the model's sizes are not known. `auto` checkpointing becomes what each trainer's GPU needs to
+    repeat least (one value, or a list in the order of the trainers); with both, the fastest combination.
 
     Raises:
-        ValueError: the numbers contradict another key; or not even one step per forward fits (gives the estimate, the
-            pool and what to change).
+        ValueError: the numbers contradict another key; or a rank would not fit into its GPU's memory (gives the
+            estimate, the pool, and a change that fits if there is one).
     """
     config: Any = composed.config
     tree: Any = OmegaConf.to_container(config)
@@ -107,12 +113,18 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     steps = trained_steps(config)
     asked = config.schedule.tsp.batch
     batch = steps_per_forward(asked, steps)
+    tree["parallel"]["sharding"] = sharding(config)
     if sized(composed):
         costing = costing_of(composed)
         candidate = candidate_of(config, trainers, rollouts, steps)
-        if asked == "auto":
-            batch = _steps_that_fit(costing, candidate, steps)
-            candidate = candidate.but(tsp_batch=batch)
+        fitting = _held(config, costing, candidate)
+        if not fitting and not config.hardware.emulate:
+            if asked == AUTO:
+                candidate = candidate.but(tsp_batch=1)
+            raise ValueError(f"{'; '.join(costing.misfits(candidate))}: {_way_out(costing, candidate)}")
+        candidate = next(iter(fitting), candidate)
+        tree["parallel"]["sharding"] = candidate.sharding
+        batch = candidate.spec.tsp_batch
         if config.model.get("gradient_checkpointing") == AUTO:
             names = [name for name, role in costing.placed(candidate) if role == "trainer"]
             values = [costing.recompute(candidate, costing.hardware.pool(name)).config for name in names]
@@ -158,6 +170,11 @@ def without_effect(config: Any) -> Iterator[str]:
         yield idle("async_steps = 1", "schedule.stale_fraction=0 lets no group use older weights")
 
 
+def sharding(config: Any) -> str:
+    """`parallel.sharding`; replicas where nobody has settled `auto`."""
+    return "ddp" if config.parallel.sharding == AUTO else str(config.parallel.sharding)
+
+
 def shard_group(config: Any, trainers: int) -> int:
     """`parallel.shard_group` as a number: `auto` follows the smallest node of the pools that may train."""
     if isinstance(config.parallel.shard_group, int):
@@ -178,22 +195,68 @@ def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ..
     return tuple(pool.tflops for pool in pools)
 
 
-def _steps_that_fit(costing: Costing, candidate: Candidate, steps: int) -> int:
-    """`schedule.tsp.batch` = auto: of the values that fit, the one whose blocks the trainers finish first."""
-    fitting = [
-        trial for batch in range(1, steps + 1) if not costing.trainer_misfits(trial := candidate.but(tsp_batch=batch))
-    ]
-    if not fitting:
-        (reason, *_) = costing.trainer_misfits(candidate.but(tsp_batch=1))
-        raise ValueError(
-            f"{reason} with one step per forward: set parallel.sharding=fsdp, model.gradient_checkpointing=auto or a "
-            "smaller sampling.task_size; `make plan` searches for a split that fits."
-        )
+def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate]:
+    """`candidate` with each allowed `parallel.sharding`, from the fewest collectives to the least memory, and with
+    `auto` steps per forward as a number; those that fit."""
+    shardings = [candidate.sharding]
+    if config.parallel.sharding == AUTO and candidate.trainers > 1:
+        group = shard_group(config, candidate.trainers)
+        shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]
+    ways = []
+    for sharding in shardings:
+        trial: Candidate | None = candidate.but(sharding=sharding)
+        if config.schedule.tsp.batch == AUTO:
+            trial = _steps_that_fit(costing, candidate.but(sharding=sharding))
+        if trial is not None and not costing.misfits(trial):
+            ways.append(trial)
+    return ways
+
+
+def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
+    """`candidate` with that many steps per forward, of those that fit, whose blocks the trainers finish first."""
+    trials = [candidate.but(tsp_batch=batch) for batch in range(1, costing.work.trained_steps + 1)]
+    fitting = [trial for trial in trials if not costing.trainer_misfits(trial)]
 
     def seconds(trial: Candidate) -> float:
         return sum(training_floor(costing.spec(trial), costing.cluster(trial)))
 
-    return min(fitting, key=lambda trial: (round(seconds(trial), 4), -trial.spec.tsp_batch)).spec.tsp_batch
+    return min(fitting, key=lambda trial: (round(seconds(trial), 4), -trial.spec.tsp_batch), default=None)
+
+
+CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("schedule.tsp.batch=1", {"tsp_batch": 1}),
+    ("model.gradient_checkpointing=auto", {"recompute": None}),
+    ("parallel.sharding=fsdp", {"sharding": "fsdp"}),
+    ("model.offload_encoders=true", {"encoders": False}),
+    ("sampling.task_size=1", {"task_size": 1}),
+)
+"""Settings that take less memory, the cheapest first, as words and as a candidate's choices."""
+
+
+def _way_out(costing: Costing, candidate: Candidate) -> str:
+    """The fewest settings that make `candidate` fit, for this split or for another; or that there are none."""
+    known = [(word, change) for word, change in CHANGES if candidate.but(**change) != candidate]
+    for count in range(1, len(known) + 1):
+        for chosen in itertools.combinations(known, count):
+            trial = candidate.but(**{key: value for _, change in chosen for key, value in change.items()})
+            if not costing.misfits(trial):
+                return f"set {' '.join(word for word, _ in chosen)}."
+    smallest = candidate.but(**{key: value for _, change in CHANGES for key, value in change.items()})
+    gpus = costing.hardware.gpus
+    for trainers in range(gpus, 0, -1):
+        sharding = "fsdp" if trainers > 1 else "ddp"
+        try:
+            if not costing.misfits(smallest.but(trainers=trainers, rollouts=gpus - trainers, sharding=sharding)):
+                words = " ".join(word for word, _ in known if trainers > 1 or "sharding" not in word)
+                return (
+                    f"set allocation.trainers={trainers} allocation.rollouts={gpus - trainers} {words}".rstrip() + "."
+                )
+        except ValueError:  # the roles of the pools do not allow it
+            continue
+    return (
+        "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA (model.lora), take a "
+        "smaller resolution or fewer frames, use more or larger GPUs, or correct memory_gib of the profile's pools."
+    )
 
 
 def sized(composed: Composed) -> bool:
@@ -245,7 +308,8 @@ def _parts(use: Memory) -> str:
 
 def costing_of(composed: Composed) -> Costing:
     """The experiment on its hardware profile; raises ValueError for a model without counted sizes."""
-    return Costing(workload(composed), parse_hardware(composed.config.hardware))
+    work, folder = workload(composed), config_directory() / "hardware" / "measured"
+    return Costing(work, with_measured(parse_hardware(composed.config.hardware), work, folder))
 
 
 def workload(composed: Composed) -> Workload:
@@ -262,6 +326,7 @@ def workload(composed: Composed) -> Workload:
     sampling, algorithm, model = config.sampling, config.algorithm, config.model
     lora = model.get("lora")
     embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
+    evaluations = [node for node in (config.callbacks or {}).values() if str(node["_target_"]).endswith("Evaluation")]
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
     return Workload(
         model=model_name,
@@ -275,12 +340,25 @@ def workload(composed: Composed) -> Workload:
         updates=algorithm.updates_per_batch,
         guidance=guided,
         lora_rank=int(lora.rank) if lora else None,
+        trained_samples=_trained_samples(config),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
         ema=algorithm.get("ema") is not None,
         rewards=tuple(config.reward.get("rewards", {})),
+        heldout=tuple(config.reward.get("heldout") or {}),
+        evaluated=max((int(node.get("samples_per_prompt", 0)) for node in evaluations), default=0),
+        engine="compiled" if model.get("compile") else "eager",
+        fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
+
+
+def _trained_samples(config: Any) -> int | None:
+    """2k of a group where only the k best and k worst have an advantage, nothing else holds the others, and cells
+    without a gradient are skipped; otherwise None."""
+    k = config.algorithm.advantage.get("best_and_worst")
+    skips = config.schedule.skip_zero and "surrogate" in config.algorithm and not config.algorithm.kl_weight
+    return 2 * k if k and skips and 2 * k < config.data.group_size else None
 
 
 def trained_steps(config: Any) -> int:
@@ -305,7 +383,7 @@ def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Can
         trainers,
         rollouts,
         replace(ScheduleSpec.from_config(config, trained), shares=(), measured_shares=False),
-        sharding=config.parallel.sharding,
+        sharding=sharding(config),
         shard_group=config.parallel.shard_group if isinstance(config.parallel.shard_group, int) else None,
         recompute=None if asked == AUTO else parse_recompute(asked),
         encoders=not config.model.get("offload_encoders", True),

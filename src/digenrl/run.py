@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl import config as configuration
-from digenrl import prompts
+from digenrl import devices, prompts
 from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.evaluation import Evaluation
@@ -31,15 +31,17 @@ from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData, prompt_of
 from digenrl.emulate import REWARD
 from digenrl.models.emulated import Durations, EmulatedPolicy
+from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.models.tiny_builds import cache_root
-from digenrl.preflight import shard_group, trainer_speeds
+from digenrl.preflight import shard_group, sharding, trainer_speeds
 from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space, limit_events
 from digenrl.rewards.needs import unscorable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.schedule.shares import relative
+from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.types import Prompt, StepGivenUp
@@ -55,9 +57,11 @@ class Rank:
     strategy: DisaggregatedStrategy
 
     def fit(self, checkpoint: Path | None = None) -> None:
-        """Run this rank to the end of the run; `checkpoint` is a directory to resume from."""
+        """Run this rank to the end of the run; `checkpoint` is a directory to resume from. Rollouts read none: they
+        adopt what the trainers publish."""
+        own = checkpoint if self.strategy.world.is_trainer else None
         with suppress(StepGivenUp):  # the version before it is saved
-            self.trainer.fit(self.module, datamodule=self.data, ckpt_path=checkpoint)
+            self.trainer.fit(self.module, datamodule=self.data, ckpt_path=own)
 
 
 def fit(
@@ -102,6 +106,8 @@ def build(
     torch.manual_seed(config.seed)
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+    # First, because reward models, streams and contexts are made on the device that is current.
+    device = devices.take(world.local_rank) if emulated is None else None
     if emulated is None:
         policy: Policy = configuration.instantiate(model_of(config, world))
     else:
@@ -125,8 +131,11 @@ def build(
     )
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
     data = PromptData(config.data, config.seed)
-    rewards.check_prompts(data.prompts)
-    if world.rank == 0:
+    named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
+    trainers_score = spec.tag or not world.rollouts or any(isinstance(callback, Evaluation) for callback in named)
+    if trainers_score or not world.is_trainer:  # nobody else builds reward models
+        rewards.check_prompts(data.prompts)
+    if world.rank == (0 if trainers_score else world.trainers):
         identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
         append_event(session.run_dir, "rewards", {"identities": identities})
     keep = config.record.keep_mib * 2**20
@@ -138,17 +147,17 @@ def build(
         engine,
         data.sampler,
         last_step=config.max_rl_steps - 1,
-        sharding=config.parallel.sharding,
+        sharding=sharding(config),
         shard_group=shard_group(config, world.trainers),
+        unequal=len(kinds_of_trainers(config, world)) > 1,
         split_claims=config.schedule.claims == "split",
         expected=expected,
         record_bytes=keep / world.size,
         checkpoint_io=DirectoryCheckpointIO(),
     )
-    named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     trainer = configuration.instantiate(
         config.trainer,
-        devices=[world.local_rank] if torch.cuda.is_available() else 1,
+        devices=1 if device is None else [device],
         strategy=strategy,
         max_epochs=config.max_rl_steps,
         accumulate_grad_batches=micro_batches_per_update(spec, world.trainers),
@@ -156,17 +165,22 @@ def build(
         logger=_loggers(config, session.run_dir) if world.rank == 0 else [],
         default_root_dir=str(session.run_dir),
     )
-    filled = None
+    _encode(config, policy, data, named, world.rank, session)
+    return Rank(trainer, module, data, strategy)
+
+
+def _encode(
+    config: DictConfig, policy: Policy, data: PromptData, callbacks: Sequence[pl.Callback], rank: int, session: Session
+) -> None:
+    """Fill the prompt store while the network is not on the device yet; the run goes on over one that fails."""
     with session.progress.stage("encode"):
         try:
-            filled = fill_prompt_store(config, policy, data, world.local_rank, named, session.progress.tick)
+            filled = fill_prompt_store(config, policy, data, callbacks, session.progress.tick)
         except OSError as error:
-            logging.getLogger(__name__).warning(
-                f"{error} Prompts that are not in the store are encoded by every rank that needs them."
-            )
-    if filled is not None and (filled.encoded or world.rank == 0):
-        append_event(session.run_dir, PROMPT_STORE, {"rank": world.rank, **asdict(filled)})
-    return Rank(trainer, module, data, strategy)
+            logging.getLogger(__name__).warning(f"{error} What it lacks is encoded by every rank that needs it.")
+            return
+    if filled is not None and (filled.encoded or rank == 0):
+        append_event(session.run_dir, PROMPT_STORE, {"rank": rank, **asdict(filled)})
 
 
 @dataclass(frozen=True)
@@ -184,7 +198,6 @@ def fill_prompt_store(
     config: DictConfig,
     policy: Policy,
     data: PromptData,
-    device: int = 0,
     callbacks: Sequence[pl.Callback] = (),
     progress: Callable[[], None] = lambda: None,
 ) -> Filled | None:
@@ -192,7 +205,6 @@ def fill_prompt_store(
     which `policy` then reads. None: there is no store, or no encoder worth one.
 
     Args:
-        device: index of the GPU that encodes, where this machine has any.
         progress: as in `PromptStore.fill`.
 
     Raises:
@@ -206,9 +218,9 @@ def fill_prompt_store(
     all_of_them = len(steps) * config.data.prompts_per_batch >= len(data.prompts)
     wanted = list(data.prompts) if all_of_them else [prompt for step in steps for prompt in data.sampler.batch(step)]
     wanted += [prompt for callback in callbacks if isinstance(callback, Evaluation) for prompt in callback.prompts]
-    place = torch.device("cuda", device) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
     try:
-        found = policy.fill_store(root, wanted, place, progress)
+        found = policy.fill_store(root, wanted, device, progress)
     except OSError as error:
         raise OSError(
             f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, {free_space(root)}): make "
@@ -224,6 +236,14 @@ def schedule_spec(config: DictConfig, trained_steps: int, trainers: int, rollout
     return ScheduleSpec.from_config(config, trained_steps, speeds)
 
 
+def kinds_of_trainers(config: DictConfig, world: World) -> set[str]:
+    """GPUs that the profile gives to trainers, by name."""
+    if config.hardware.emulate or all(pool.gpu == "cpu" for pool in config.hardware.pools.values()):
+        return set()
+    hardware = parse_hardware(config.hardware)
+    return {hardware.pool(name).gpu for name, _ in assign(hardware, world.trainers, world.rollouts)[: world.trainers]}
+
+
 def sampling_spec(config: DictConfig) -> SamplingSpec:
     """The `sampling` group as the engine reads it."""
     sampling = config.sampling
@@ -236,13 +256,19 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
 
 
 def model_of(config: DictConfig, world: World) -> DictConfig:
-    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ."""
-    model: DictConfig = config.model
-    kept = model.get("gradient_checkpointing")
-    if not isinstance(kept, ListConfig):
-        return model
-    own = DictConfig({"gradient_checkpointing": kept[world.rank] if world.is_trainer else False})
-    merged = OmegaConf.merge(model, own)
+    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ; not
+    filled yet where trainers shard it; no reference copy and nothing for a backward pass on a rank that only generates.
+    """
+    own: dict[str, Any] = {}
+    model, shards = _target(config, "model"), world.is_trainer and sharding(config) != "ddp"
+    if shards and isinstance(model, type) and issubclass(model, DiffusersPolicy):
+        own["empty"] = True
+    kept = config.model.get("gradient_checkpointing")
+    if world.is_trainer and isinstance(kept, ListConfig):
+        own["gradient_checkpointing"] = kept[world.rank]
+    if not world.is_trainer:
+        own = {key: False for key in ("gradient_checkpointing", "keep_reference") if key in config.model}
+    merged = OmegaConf.merge(config.model, own)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -320,29 +346,6 @@ def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:
         file = prompts.read(data[key])
         for record in file.records:
             yield f"data.{key}: {file.path}:{record.line}", prompt_of(record)
-
-
-def check_devices(config: DictConfig, ranks: int) -> None:
-    """Raise ValueError where `ranks` ranks of this machine cannot have the devices that the hardware profile gives
-    them. Emulated GPUs need none."""
-    if config.hardware.emulate:
-        return
-    found = torch.cuda.device_count()
-    pools = {name: pool.gpu for name, pool in config.hardware.pools.items() if pool.gpu != "cpu"}
-    if pools and not found:
-        asked = ", ".join(f"{name}: {gpu}" for name, gpu in pools.items())
-        raise ValueError(
-            f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on this machine: start "
-            "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), hardware.emulate=true "
-            "(sleeps in their place), or ask `make plan`."
-        )
-    if found and ranks > found:
-        raise ValueError(
-            f"allocation.trainers = {config.allocation.trainers} and allocation.rollouts = "
-            f"{config.allocation.rollouts}: {ranks} ranks start on this machine, which has {found} GPUs; lower one, "
-            "start the run on every machine of the profile (scripts/torchrun.sh, scripts/slurm.sbatch), or set "
-            "CUDA_VISIBLE_DEVICES= to run on processors."
-        )
 
 
 def _target(config: DictConfig, group: str) -> Any:

@@ -214,6 +214,37 @@ def test_first_ratio_above_the_bound_stops_the_run_before_any_update() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, policy.trained_parameters().values(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shift", "message"),
+    [
+        (
+            torch.float32,
+            3e-4,
+            r"is 0\.0003, above 1e-05 \(99\.9% quantile 0\.0003, computed in float32\).*equal weights",
+        ),
+        (torch.bfloat16, 3e-4, None),
+        (torch.bfloat16, 4e-3, r"above 0\.001 \(99\.9% quantile 0\.004\d*, computed in bfloat16\).*ratio_bound=0\.008"),
+    ],
+)
+def test_the_bound_is_that_of_the_dtype_that_forwards_compute_in(
+    dtype: torch.dtype, shift: float, message: str | None
+) -> None:
+    """fp32 masters under a 16-bit forward: the weights' dtype says nothing about rounding."""
+    policy = ToyPolicy()
+    policy.dtype = dtype
+
+    def shifted(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
+        return [batch([replace(b, log_probs=b.log_probs - shift) for b in blocks], rewards, version=step)]
+
+    module = grpo(policy)
+    if message is None:
+        fit(module, policy, shifted)
+        assert module.first_ratio_max_dev == pytest.approx(shift, rel=0.01)
+        return
+    with pytest.raises(RuntimeError, match=message):
+        fit(module, policy, shifted)
+
+
 def test_a_trained_parameter_without_gradient_stops_the_run_before_any_update() -> None:
     policy = ToyPolicy()
     policy.transformer.register_parameter("unread", torch.nn.Parameter(torch.zeros(2)))

@@ -26,7 +26,7 @@ class ToyPolicy(nn.Module):
         self, dtype: torch.dtype = torch.float32, seed: int = 0, latent_shape: tuple[int, ...] = (3, 4)
     ) -> None:
         super().__init__()
-        self.latent_shape = latent_shape
+        self.latent_shape, self.dtype = latent_shape, dtype
         channels = self.latent_shape[-1]
         generator = torch.Generator().manual_seed(seed)
         self.base = nn.Sequential(nn.Linear(channels + 2, 16), nn.Tanh(), nn.Linear(16, channels)).requires_grad_(False)

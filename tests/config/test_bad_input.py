@@ -174,7 +174,7 @@ RELATIONS: dict[str, Case] = {
         ["parallel.shard_group = 2", "must divide allocation.trainers = 3", "1, 3, or auto"],
     ),
     "shard group without hsdp": (
-        ["parallel.shard_group=2"],
+        ["parallel.shard_group=2", "parallel.sharding=ddp"],
         ["parallel.shard_group = 2", "parallel.sharding = ddp", "set parallel.sharding=hsdp"],
     ),
 }
@@ -221,7 +221,7 @@ PROFILES: dict[str, Case] = {
     "no node": (["hardware.pools.local.per_node=0"], ["hardware.pools.local.per_node = 0", ">= 1"]),
     "empty pool": (
         ["hardware.pools.local=null"],
-        ["hardware.pools.local = null", "must hold the keys count, gpu", "tflops"],
+        ["hardware.pools.local = null", "must hold the keys count, efficiency, gpu", "tflops"],
     ),
     "no pools": (["~hardware.pools.local"], ["hardware.pools = {}", "must hold groups of keys by name"]),
     "pools in words": (["hardware.pools=none"], ["hardware.pools = none", "must hold groups of keys by name"]),

@@ -240,6 +240,22 @@ def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refu
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_that_only_generates_holds_16_bit_adapters_and_computes_the_same(family):
+    """What travels to it is what every forward of a trainer casts to."""
+    trained, halved = (make(family, dtype="bfloat16", guidance_scale=4.0) for _ in range(2))
+    for policy in (trained, halved):
+        randomise_lora(policy)
+    halved.only_generate()
+    condition, noise, sigma = trained.encode([Prompt("a star")]), noise_of(trained, 1), torch.tensor([0.7])
+    with torch.no_grad():
+        outputs = [policy.velocity(noise, sigma, condition) for policy in (trained, halved)]
+    assert torch.equal(*outputs)
+    assert {value.dtype for value in halved.trained_parameters().values()} == {torch.bfloat16}
+    held = {name: (value.shape, value.dtype) for name, value in halved.trained_parameters().items()}
+    assert {name: (v.shape, v.dtype) for name, v in trained.generating_parameters().items()} == held
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_that_only_generates_holds_half_and_computes_the_same(family):
     trained, halved = (make(family, lora="full", dtype="bfloat16", guidance_scale=4.0) for _ in range(2))
     halved.only_generate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,11 +21,13 @@ from digenrl.simulate.bound import solve_bound
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import Hardware, Pool, assign
 from digenrl.simulate.outcome import evaluate
-from digenrl.simulate.plan_text import as_json, explanation, overrides
+from digenrl.simulate.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
 from digenrl.simulate.planner import PlanError, fitted, make_plan, task_sizes
 from digenrl.simulate.workload import Workload
 
 pytestmark = pytest.mark.heavy
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 FAST = Pool("fast", "H100", 4, "auto", 80, 989, 3.35, 450, 25, 8)
 SLOW = Pool("slow", "RTX", 4, "auto", 48, 165, 1.0, 32, 25, 8)
@@ -68,10 +71,10 @@ def test_what_is_settled_is_not_planned(words: list[str]) -> None:
 
 def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     plan = make_plan(costing)
-    text = json.loads(json.dumps(as_json(plan, None, True, 10)))
+    text = json.loads(json.dumps(as_json(plan, None, True, Booking(10))))
     bound = solve_bound(text["pools"], text["work"], text["seconds_per_unit"]).seconds
     assert bound == pytest.approx(text["bound_step_s"])
-    steps = [row["step_s"] for row in text["candidates"]]
+    steps = [row["robust_step_s"] for row in text["candidates"] if row["settled"]]
     assert steps == sorted(steps)
     for row in text["candidates"]:
         assert row["efficiency"] == pytest.approx(bound / row["step_s"])
@@ -138,7 +141,9 @@ def test_overrides_name_the_pools_that_the_placement_needs(costing: Costing) -> 
 
 def test_what_does_not_fit_says_why() -> None:
     small = Hardware((replace(SLOW, memory_gib=12),))
-    with pytest.raises(PlanError, match=r"nothing fits: .*trainer on slow \(RTX\) needs .* GiB of 12 GiB"):
+    with pytest.raises(
+        PlanError, match=r"nothing fits: .*trainer on slow \(RTX\) needs .* GiB of 10\.8 GiB \(90% of 12\)"
+    ):
         make_plan(Costing(HUNYUAN, small))
 
 
@@ -191,7 +196,7 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     planned = json.loads(path.read_text())
     best = planned["candidates"][0]
     assert best["async_steps"] == 0  # the experiment's own
-    assert planned["configured"] is None  # its allocation is the planner's to choose
+    assert planned["configured"]["trainers"] + planned["configured"]["rollouts"] == 16  # what train would start
     assert (path.parent / "plots/gantt.png").stat().st_size > 0
     assert json.loads((path.parent / "trace.json").read_text())["traceEvents"]
 
@@ -209,3 +214,57 @@ def test_overrides_carry_what_is_recomputed(recompute: Recompute | None) -> None
     outcome = evaluate(costing, costing.candidate(16, 0, recompute=recompute), costing.bound())
     composed = configuration.load([*words, *overrides(outcome)])
     assert candidate_of(composed.config, 16, 0, costing.work.trained_steps).recompute == recompute
+
+
+def test_a_plan_says_what_to_book_and_for_machines_only_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", f"output_root={tmp_path}", "plan.plot=false"]
+    assert plan_command.main([*words, "plan.price_per_gpu_hour=2"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    planned = json.loads(Path(out[-1]).read_text())
+    assert planned["price"] == pytest.approx(2 * planned["gpu_hours"]) == pytest.approx(16 * planned["hours"])
+    assert out[0].startswith("Book 8 x H100-SXM for ")
+    assert f"{planned['price']:,.0f} at 2 a GPU-hour" in out[0]
+    assert any(line.startswith("as configured") for line in out)
+    assert planned["sources"]["train"] == {"h100": "assumed"}
+    assert planned["sources"]["generate"] == {"h100": "published"}
+    assert plan_command.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["candidates"]
+
+
+def test_nothing_fits_is_an_exit_code_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=hunyuanvideo_dancegrpo", "hardware=node_8xh100", "hardware.pools.h100.memory_gib=12"]
+    assert plan_command.main([*words, f"output_root={tmp_path}"]) == 3
+    assert "Use more or larger GPUs, LoRA" in capsys.readouterr().err
+
+
+EXPERIMENTS = sorted(path.stem for path in CONFIGS.glob("experiment/[!_]*.yaml"))
+CASES = list(
+    itertools.product(
+        [name for name in EXPERIMENTS if not name.startswith(("digits", "ablation", "sweep", "ocr_tiny"))],
+        [path.stem for path in sorted(CONFIGS.glob("hardware/*.yaml")) if path.stem not in ("cpu", "cpu_tiny")],
+        (False, True),
+        (False, True),
+    )
+)
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) -> None:
+    cases = random.Random(count).sample(CASES, min(count, len(CASES)))
+    for experiment, hardware, full, trace in cases:
+        composed = configuration.load([f"experiment={experiment}", f"hardware={hardware}"], "plan")
+        costing = costing_of(composed)
+        if full:
+            costing = Costing(replace(costing.work, lora_rank=None), costing.hardware)
+        try:
+            plan = make_plan(costing)
+        except PlanError:
+            continue
+        winner = chosen(plan, asynchronous=True)[0]
+        assert winner.settled
+        assert winner.efficiency <= 1.0 + 1e-9
+        assert evaluate(costing, winner.candidate, plan.bound, exact=True, trace=trace).step_s == winner.step_s
+        assert booked(plan, True, Booking(10)) + table(plan, True, Booking(10), 5)
+        assert json.dumps(as_json(plan, None, True, Booking(10)))

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, fragments, group_version, place
-from digenrl.simulate.virtual_cluster import Cluster, Disturbance, Rank
-from digenrl.simulate.virtual_run import simulate
+from digenrl.simulate.virtual_cluster import Cluster, Disturbance, Rank, waves
+from digenrl.simulate.virtual_run import simulate, steady
 
 
 @st.composite
@@ -166,3 +166,30 @@ def test_shares_follow_speed() -> None:
 def test_a_trainer_death_is_refused() -> None:
     with pytest.raises(ValueError, match="only rollout ranks die alone"):
         simulate(ScheduleSpec(**BASE), even(1, 1), 1, Disturbance(failures=((0.5, 0),)))
+
+
+def test_a_buffer_that_is_being_emptied_is_no_speed() -> None:
+    """Rollouts that are 20% too slow live on what they made while training began; the steady step is theirs."""
+    spec = ScheduleSpec(**BASE, gap=1, tsp_shard=True, async_steps=1)
+    ranks = [Rank(i, "trainer", "p", 1.0, cell_seconds=0.8) for i in range(4)]
+    cluster = Cluster((*ranks, *(Rank(4 + i, "rollout", "p", 1.0) for i in range(4))))
+    found = steady(spec, cluster)
+    assert found.settled
+    assert found.step_s == pytest.approx(32 * 6 / 4, rel=0.01)  # generation's work over its ranks
+    assert steady(spec, cluster, steps=26).step_s == pytest.approx(found.step_s, rel=0.01)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(specs(), clusters(least_rollouts=1))
+def test_a_settled_step_is_that_of_a_longer_run(spec: ScheduleSpec, cluster: Cluster) -> None:
+    found = steady(spec, cluster)
+    if found.settled:
+        assert steady(spec, cluster, steps=40).step_s == pytest.approx(found.step_s, rel=0.02)
+
+
+def test_waves_of_equal_ranks_take_as_long_as_the_ranks() -> None:
+    spec = ScheduleSpec(**{**BASE, "group_size": 64, "task_size": 1}, gap=1, tsp_shard=True)
+    cluster = even(16, 16, reduce_seconds=0.3, deliver_seconds=0.1)
+    smaller, fewer = waves(spec, cluster, 8)
+    assert len(fewer.ranks) == 8 < len(cluster.ranks)
+    assert steady(smaller, fewer).step_s == pytest.approx(steady(spec, cluster).step_s, rel=0.01)

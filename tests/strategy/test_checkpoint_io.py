@@ -204,7 +204,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: 
 class _Alone(SingleDeviceStrategy):
     """The only trainer; notes the cause of a stop that it is asked for."""
 
-    stop = ""
+    stop, version, previous, shares = "", 0, None, SimpleNamespace(state=lambda version: {})
 
     @property
     def control(self) -> _Alone:
@@ -222,7 +222,6 @@ class _Trainer:
         self.current_epoch, self.max_epochs, self.should_stop, self.is_global_zero = 0, 10, False, True
         self.saved: list[str] = []
         self.global_step = 0
-        self.strategy = SimpleNamespace(version=0, previous=None, shares=SimpleNamespace(state=lambda version: {}))
         self._checkpoint_connector = SimpleNamespace(_get_loops_state_dict=dict)
 
     def save_checkpoint(self, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 import time
@@ -17,11 +18,12 @@ from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.strategy.gradients import assert_equal_digests
 from digenrl.transport.link import SocketLink
-from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, buckets, publish, table
+from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, attest, buckets, publish, table
 from digenrl.transport.wire import Kind, Message, decode, encode
 from tests.transport.test_wire import reader
 
 HOST = "127.0.0.1"
+TO_1: dict[int, list[int]] = {1: []}
 MIB = 1 << 20
 
 
@@ -56,7 +58,7 @@ def weights(scale: float = 1.0, megabytes: int = 5) -> dict[str, Tensor]:
 
 def published(parameters: Mapping[str, Tensor], number: int = 3) -> tuple[Version, list[bytearray]]:
     wire = Wire()
-    return publish(number, parameters, wire, [1], lambda digest: None), wire.sent
+    return publish(number, parameters, wire, TO_1, lambda digest: None), wire.sent
 
 
 def delivered(arrivals: Arrivals, messages: list[bytearray]) -> list[Version | None]:
@@ -101,7 +103,7 @@ def test_tensors_lie_where_torch_would_put_them() -> None:
     assert not [name for name, value in [*version.tensors.items(), *arrived.tensors.items()] if value.data_ptr() % 64]
 
 
-@pytest.mark.parametrize(("message", "position"), [(0, -1), (1, -70), (0, 200_000)])
+@pytest.mark.parametrize(("message", "position"), [(0, -1), (1, -70), (1, 200_000)])
 def test_one_flipped_bit_raises_and_leaves_the_weights_alone(message: int, position: int) -> None:
     own = weights(0.0)
     version, messages = published(weights(0.1))
@@ -151,7 +153,7 @@ def test_trainers_that_disagree_publish_nothing_that_could_be_adopted() -> None:
         raise WeightsError("trainers hold different weights")
 
     with pytest.raises(WeightsError, match="different weights"):
-        publish(3, weights(), wire, [1], disagree)
+        publish(3, weights(), wire, TO_1, disagree)
     assert delivered(Arrivals(weights()), wire.sent) == [None] * len(buckets(weights()))
     assert_equal_digests("0" * 16, 1, 3)  # one trainer agrees with itself
 
@@ -204,7 +206,7 @@ def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() 
                 for value in parameters.values():
                     value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(number)))
                 expected.append({name: value.clone() for name, value in parameters.items()})
-                publish(number, parameters, trainer, [1], lambda digest: None)
+                publish(number, parameters, trainer, TO_1, lambda digest: None)
             opened.set()  # so far nothing could pass: the trainer has waited for nobody
             for number in range(4):
                 version = None
@@ -220,4 +222,83 @@ def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() 
     finally:
         trainer.close()
         rollout.close()
+        store.close()
+
+
+def narrow(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As a rank holds them that computes in 16 bit."""
+    cast = {torch.float32: torch.bfloat16}
+    return {
+        name: torch.empty(value.shape, dtype=cast.get(value.dtype, value.dtype), device="meta")
+        for name, value in parameters.items()
+    }
+
+
+def test_what_rollouts_hold_in_16_bit_travels_in_16_bit() -> None:
+    """Half the bytes on the wire, rounded as the cast of each forward rounds."""
+    sent = weights(0.1)
+    like = narrow(sent)
+    wire = Wire()
+    version = publish(3, sent, wire, TO_1, lambda digest: None, like)
+    own = {name: torch.empty_like(value, device="cpu") for name, value in like.items()}
+    arrived = delivered(Arrivals(own), wire.sent)[-1]
+    assert arrived is not None
+    adopt(own, arrived)
+    for name, value in sent.items():
+        assert torch.equal(own[name], value.to(own[name].dtype)), name
+    exact = sum(value.numel() * value.element_size() for value in like.values())
+    assert exact <= sum(map(len, wire.sent)) < 1.01 * exact + 4096
+    assert version.digest == attest(sent, like)
+
+
+def test_trainers_that_send_nothing_hold_nothing() -> None:
+    """The same digest as the sender's, a piece at a time; also of tensors that fill no whole piece."""
+    sent = weights(0.1, megabytes=40)
+    assert attest(sent, sent) == published(sent)[0].digest
+    large = {"w": torch.zeros(MIB).expand(256, MIB)}  # 1 GiB to look at
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    state, like = {"w": large["w"][:64]}, {"w": torch.empty(64, MIB, dtype=torch.bfloat16, device="meta")}
+    attest(state, like)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10, "it grows with the version"
+
+
+def test_the_weights_that_a_run_begins_with_are_not_sent() -> None:
+    sent = weights(0.1)
+    wire = Wire()
+    version = publish(0, sent, wire, TO_1, lambda digest: None, there=True)
+    (message,) = wire.sent
+    assert len(message) < 1024
+    own = weights(0.1)
+    (arrived,) = delivered(Arrivals(own), [message])
+    assert arrived is not None
+    assert arrived.digest == version.digest
+    adopt(own, arrived)
+    assert all(torch.equal(own[name], value) for name, value in sent.items())
+    with pytest.raises(WeightsError, match=r"begins with other weights .* model\.path"):
+        delivered(Arrivals(weights(0.2)), [message])
+
+
+def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside() -> None:
+    """Four nodes by their addresses: the trainer with rollout 1, rollouts 2 and 3, rollout 4. A rank passes on without
+    being asked to receive."""
+    hosts = ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2", "127.0.0.3"]
+    ours = Handshake()
+    store = StoreServer(socket.create_server((HOST, 0)), ours)
+    controls = [Control(StoreClient(HOST, store.port, ours), rank, patience=10.0) for rank in range(len(hosts))]
+    links = [SocketLink(control, rank, hosts[rank], ours) for rank, control in enumerate(controls)]
+    sent = weights(0.1)
+    try:
+        publish(3, sent, links[0], {1: [], 2: [3], 4: []}, lambda digest: None)
+        assert sorted(links[0]._outboxes) == [1, 2, 4]
+        for rank in (3, 1, 4, 2):
+            arrivals, version = Arrivals(weights()), None
+            while version is None:
+                message = links[rank].receive(10.0)
+                assert message is not None, f"nothing came to rank {rank}"
+                version = arrivals.add(message)
+            assert all(torch.equal(version.tensors[name], value) for name, value in sent.items())
+        assert sorted(links[2]._outboxes) == [3]
+    finally:
+        for link in links:
+            link.close()
         store.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -51,11 +52,14 @@ class ParameterCopy:
                 parameter.data.copy_(kept[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Full CPU tensors for a checkpoint; a collective of all trainers where parameters are sharded."""
-        return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
-            for name, value in self.tensors.items()
-        }
+        """Full CPU tensors for a checkpoint: a collective of all trainers where parameters are sharded, of which rank 0
+        alone keeps the result."""
+        state = {}
+        for name, value in self.tensors.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if not isinstance(value, DTensor) or dist.get_rank() == 0:
+                state[name] = whole.cpu().clone()
+        return state
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over full tensors; they move to their parameter's device and shards on next use."""

@@ -30,9 +30,12 @@ logger = logging.getLogger(__name__)
 
 KlKind = Literal["gaussian", "h_free", "mean_square"]
 RATIO_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5}
+"""By the dtype that forwards compute in, whatever the weights are stored in."""
 HALF_RATIO_BOUND = 1e-3
-"""16-bit kernels round differently at another batch geometry; verl-omni measures 1e-5 at 65,536 dimensions
-(docs rollout_correction.md:99), small latents average less."""
+"""16-bit kernels round differently at another batch geometry or on another GPU; verl-omni measures 1e-5 at 65,536
+dimensions (docs rollout_correction.md:99), small latents average less."""
+MOST = 0.999
+"""The quantile of the first deviations that is shown beside the largest: it tells rounding from a few wrong cells."""
 JOINT_CLIP_SPAN = (1e-2, 5e3)
 """clip_range * D of every published recipe lies within: 2e-6 at D=36,864 (Guard) to 1e-3 at D=2,096,640 (LongCat)."""
 
@@ -57,7 +60,11 @@ class GRPO(PolicyModule):
         ratio_bound: float | None = None,
     ) -> None:
         """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what `first_ratio_max_dev` may
-        reach; null = 1e-5 in fp32, 1e-3 in 16 bit. Raises ValueError for combinations that have no meaning."""
+        reach; null = 1e-5 where forwards compute in fp32, 1e-3 in 16 bit.
+
+        Raises:
+            ValueError: a combination that has no meaning.
+        """
         super().__init__(policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema)
         self.surrogate = surrogate
         self.clip = _clip_pair(clip_range)
@@ -67,7 +74,8 @@ class GRPO(PolicyModule):
         self._check(policy)
         self._batch_start = ParameterCopy()
         self._batch_start_version: int | None = None
-        self._ratio_peak = torch.tensor(NOTHING, dtype=torch.float64)
+        self._deviations: list[Tensor] = []
+        """|ratio - 1| of this rank's live cells, until the first optimizer step."""
 
     def _check(self, policy: Policy) -> None:
         check_kernel(self.sde, self.surrogate)
@@ -154,7 +162,8 @@ class GRPO(PolicyModule):
         return mean_square_kl(new.mean, reference)
 
     def _count_ratios(self, ratio: Tensor, staleness: int, live: bool) -> None:
-        deviation = (ratio - 1.0).abs().amax()
+        deviations = (ratio - 1.0).abs()
+        deviation = deviations.amax()
         low, high = self.clip
         clipped = ((ratio < 1.0 - low) | (ratio > 1.0 + high)).sum() * live
         self._meters.update("clip_fraction", clipped, ratio.numel() * live)
@@ -165,7 +174,7 @@ class GRPO(PolicyModule):
             self._meters.update(f"ratio/stale_{age}", ratio.sum() * here, ratio.numel() * here)
             self._meters.peak(f"ratio_max_dev/stale_{age}", deviation, float(here))
         if self.first_ratio_max_dev is None and live:
-            self._ratio_peak = torch.maximum(self._ratio_peak.to(self.device), deviation.double())
+            self._deviations.append(deviations.flatten().double())
 
     def on_fit_start(self) -> None:
         """Say what the first ratios are held to."""
@@ -182,24 +191,40 @@ class GRPO(PolicyModule):
 
     def _hold_ratios(self) -> None:
         """A collective. Where no rank had a cell, no weight changes either, and the next update is the first."""
-        peak = float(torch.as_tensor(self.all_gather(self._ratio_peak.to(self.device))).max())
-        bound = self._bound()
-        if peak == NOTHING:
+        none = torch.full((1,), NOTHING, dtype=torch.float64, device=self.device)  # a rank without cells takes part too
+        deviations = self._everyones(torch.cat([none, *self._deviations]))
+        deviations, self._deviations = deviations[deviations != NOTHING], []
+        if not len(deviations):
             return
-        self.first_ratio_max_dev = peak
-        if peak > bound:
-            raise RuntimeError(
-                f"max |ratio-1| before the first optimizer step is {peak:.3g}, above {bound:g}:"
-                " replay does not reproduce the rollout. Check that trainers and rollouts use equal weights, dtype,"
-                " guidance and attention kernels; sampling.storage_dtype; schedule.tsp.batch (1 has the rollout's "
-                "geometry). If the figure is rounding, raise algorithm.ratio_bound"
+        self.first_ratio_max_dev = float(deviations.max())
+        most, bound = float(torch.quantile(deviations, MOST)), self._bound()
+        if self.first_ratio_max_dev > bound:
+            rounding = most <= bound or self.policy.dtype not in RATIO_BOUND
+            remedy = (
+                f"If it is rounding, set algorithm.ratio_bound={2 * self.first_ratio_max_dev:.1g}"
+                if rounding
+                else "Check that trainers and rollouts use equal weights, model.dtype, guidance and "
+                "model.attention_backend"
             )
+            raise RuntimeError(
+                f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, above {bound:g} "
+                f"({MOST:.1%} quantile {most:.3g}, computed in {str(self.policy.dtype).removeprefix('torch.')}): "
+                f"replay does not reproduce the rollout. {remedy}; schedule.tsp.batch=1 gives replay the "
+                "rollout's geometry."
+            )
+        logger.info("max |ratio-1| is %.3g, its %g%% quantile %.3g", self.first_ratio_max_dev, 100 * MOST, most)
+
+    def _everyones(self, values: Tensor) -> Tensor:
+        """The values [n] of all trainers together; n may differ from rank to rank."""
+        sizes = torch.as_tensor(self.all_gather(torch.tensor(len(values), device=values.device))).flatten()
+        padded = nn.functional.pad(values, (0, int(sizes.max()) - len(values)))
+        rows = torch.as_tensor(self.all_gather(padded)).reshape(len(sizes), -1)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)])
 
     def _bound(self) -> float:
         if self.ratio_bound is not None:
             return self.ratio_bound
-        dtypes = [RATIO_BOUND.get(p.dtype, HALF_RATIO_BOUND) for p in self.policy.transformer.parameters()]
-        return max(dtypes, default=HALF_RATIO_BOUND)
+        return RATIO_BOUND.get(self.policy.dtype, HALF_RATIO_BOUND)
 
 
 def check_kernel(sde: Kernel, surrogate: Surrogate) -> None:

@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> int:
     policy = configuration.instantiate(config.model)
     callbacks = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     try:
-        filled = run.fill_prompt_store(config, policy, PromptData(config.data, config.seed), callbacks=callbacks)
+        filled = run.fill_prompt_store(config, policy, PromptData(config.data, config.seed), callbacks)
     except OSError as error:
         print(error, file=sys.stderr)
         return 1

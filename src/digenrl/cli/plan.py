@@ -4,8 +4,10 @@
 
     -m          sweep: key=a,b plans every combination
     --cfg       print the composed configuration and stop
+    --json      print plan.json and nothing else, for machines
 
-The last line on standard output is the path of plan.json.
+What to book and what it costs, why, and the table; the last line on standard output is the path of plan.json. Exit
+codes: 2 for a wrong configuration, 3 when nothing fits (the message says what would).
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from typing import Any
 from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.multirun import is_multirun, sweep
-from digenrl.preflight import allocation, candidate_of, costing_of
+from digenrl.preflight import allocation, candidate_of, costing_of, planned_split
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import Span, clipped, perfetto
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import assign
 from digenrl.simulate.outcome import Outcome, evaluate
-from digenrl.simulate.plan_text import as_json, chosen, explanation, overrides, table
+from digenrl.simulate.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
 from digenrl.simulate.planner import Plan, PlanError, make_plan
 
+NOTHING_FITS = 3
+"""Exit code."""
 STOCK_STRATEGY = "digenrl.strategy.disaggregated.DisaggregatedStrategy"
 
 
@@ -35,24 +39,33 @@ def main(words: list[str]) -> int:
     """Plan once (or, with -m, once per combination); returns the exit code."""
     if is_multirun(words):
         return sweep(words, "digenrl.cli.plan", "plan")
-    composed = configuration.load_or_exit(words, "plan", __doc__)
+    machine = "--json" in words
+    composed = configuration.load_or_exit([word for word in words if word != "--json"], "plan", __doc__)
     settings: Any = composed.config
+    asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
     try:
         costing = costing_of(composed)
         idle = idle_gpus(costing, settings.allocation)
-        plan = make_plan(costing)
+        plan = make_plan(costing, settings.plan.simulated_steps)
+        if not chosen(plan, asynchronous):
+            raise PlanError("no on-policy candidate fits; try plan.async=true")
+    except PlanError as error:
+        print(f"cannot plan: {error}", file=sys.stderr)
+        return NOTHING_FITS
     except ValueError as error:
         print(f"cannot plan: {error}", file=sys.stderr)
         return 2
-    asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
-    if not chosen(plan, asynchronous):
-        print("cannot plan: " + str(PlanError("no on-policy candidate fits; try plan.async=true")), file=sys.stderr)
-        return 2
     run_dir = configuration.prepare_run_dir_or_exit(composed)
-    print("\n".join(table(plan, asynchronous, settings.max_rl_steps, settings.plan.show)))
+    winner, asked, booking = chosen(plan, asynchronous)[0], as_configured(composed, costing), booking_of(settings)
+    path = write(plan, winner, asked, asynchronous, booking, settings, run_dir)
+    if machine:
+        print(path.read_text(encoding="utf-8"), end="")
+        return 0
+    print("\n".join(booked(plan, asynchronous, booking)))
     print()
     print("\n".join(explanation(plan, asynchronous)))
-    winner = chosen(plan, asynchronous)[0]
+    print()
+    print("\n".join(table(plan, asynchronous, booking, settings.plan.show, asked)))
     if idle:
         better = winner.candidate
         print(
@@ -61,7 +74,6 @@ def main(words: list[str]) -> int:
             f"allocation.rollouts={better.rollouts}, as planned above.",
             file=sys.stderr,
         )
-    asked = as_configured(composed, costing)
     if asked is not None:
         said = f"{asked.step_s:.2f} s per step, {asked.step_s / winner.step_s:.2f} x the best"
         said = "; ".join(costing.misfits(asked.candidate)) or said
@@ -70,17 +82,29 @@ def main(words: list[str]) -> int:
         print(f"The plan simulates the stock hooks: what {target} overrides is not in these figures.")
     choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
     print(f"\npython -m digenrl.cli.train {choices} {' '.join(overrides(winner))}")
-    print(write(plan, winner, asked, asynchronous, settings, run_dir))
+    print(path)
     return 0
 
 
 def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
-    """The configuration's own allocation and schedule, simulated; None where the planner is to choose them."""
+    """What training would start from this configuration, simulated: its own allocation, or the one that `train` would
+    choose for its schedule. None where that does not exist."""
     config: Any = composed.config
     if not isinstance(config.allocation.trainers, int):
-        return None
+        planned = planned_split(composed)
+        return planned and evaluate(costing, planned.candidate, planned.bound, exact=True)
     candidate = candidate_of(config, *allocation(config), costing.work.trained_steps)
     return evaluate(costing, candidate, costing.bound(), exact=True)
+
+
+def booking_of(settings: Any) -> Booking:
+    """The run's length and its evaluations; `callbacks.evaluation` may have been left out."""
+    steps, evaluation = settings.max_rl_steps, settings.callbacks.get("evaluation")
+    if evaluation is None:
+        return Booking(steps, settings.plan.price_per_gpu_hour)
+    times = 2 if not evaluation.every else 1 + -(-steps // evaluation.every)
+    prompts = evaluation.max_prompts or settings.data.prompts_per_batch
+    return Booking(steps, settings.plan.price_per_gpu_hour, times, prompts, evaluation.samples_per_prompt)
 
 
 def idle_gpus(costing: Costing, allocation: Any) -> int:
@@ -92,14 +116,22 @@ def idle_gpus(costing: Costing, allocation: Any) -> int:
     return costing.hardware.gpus - trainers - rollouts
 
 
-def write(plan: Plan, winner: Outcome, asked: Outcome | None, asynchronous: bool, settings: Any, run_dir: Path) -> Path:
+def write(
+    plan: Plan,
+    winner: Outcome,
+    asked: Outcome | None,
+    asynchronous: bool,
+    booking: Booking,
+    settings: Any,
+    run_dir: Path,
+) -> Path:
     """plan.json, trace.json and the Gantt chart of the winner; returns the path of plan.json."""
     traced = evaluate(plan.costing, winner.candidate, plan.bound, exact=True, trace=True)
     write_trace(run_dir / TRACE, perfetto(traced.result.spans))
     if settings.plan.plot:
         gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
     path = run_dir / "plan.json"
-    text = json.dumps(as_json(plan, asked, asynchronous, settings.max_rl_steps), indent=1)
+    text = json.dumps(as_json(plan, asked, asynchronous, booking), indent=1)
     path.write_text(text + "\n", encoding="utf-8")
     return path.absolute()
 

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from digenrl import run
+from digenrl import devices, run
 from digenrl.cluster.attach import Place, attach, check_allocation, scheduler_limit
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Outcome, launch
@@ -38,6 +37,24 @@ before the first step, seconds."""
 def ranks(composed: Composed) -> int:
     """Ranks of a settled run."""
     return sum(_counts(composed))
+
+
+def check_devices(composed: Composed, place: Place | None) -> None:
+    """Refuse a run whose ranks cannot have their GPUs: all of them here, or the one that a scheduler started.
+
+    Raises:
+        ValueError: as `devices.check` and `devices.found`.
+    """
+    trainers, rollouts = _counts(composed)
+    if composed.config.hardware.emulate:
+        return
+    if place is None:
+        count = trainers + rollouts
+        devices.check(composed.config, {rank: rank for rank in range(count)}, count, devices.found())
+    else:
+        check_allocation(place, trainers, rollouts)
+        rank = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)[place.rank]
+        devices.check(composed.config, {rank: place.local_rank}, place.local_size, devices.found())
 
 
 def checkpoint_of(composed: Composed) -> Path | None:
@@ -67,7 +84,7 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
     lines = [
         f"run       {run_dir}",
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
-        f"{'GPU' if torch.cuda.is_available() else 'CPU'}",
+        f"{'GPU' if not config.hardware.emulate and devices.found() else 'CPU'}",
         f"step      {data.prompts_per_batch} prompts x {data.group_size} samples = {samples} samples, "
         f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
         f"{config.max_rl_steps} RL steps",
@@ -151,6 +168,9 @@ def join(
         return run_dir
 
     def rank_main(world: World, session: Session) -> None:
+        if not composed.config.hardware.emulate:
+            devices.take(world.local_rank)
+            devices.claim(session, world.rank)
         sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
         run.fit(composed.config, checkpoint, sleeps, expected, world, session)
 

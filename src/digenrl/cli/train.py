@@ -65,7 +65,7 @@ def _run(words: list[str], signals: StopSignals) -> int:
     try:
         composed = allocated(composed, None if place is None else place.size)  # settle: `auto` becomes numbers
         run.check(composed.config)
-        run.check_devices(composed.config, start.ranks(composed) if place is None else place.local_size)
+        start.check_devices(composed, place)
         check_open_files(start.ranks(composed))
         # Be one of the ranks, where a scheduler started this process; else start them and watch them.
         joined = None if place is None else start.join(composed, place, checkpoint, attempt, signals)

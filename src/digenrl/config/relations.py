@@ -105,7 +105,7 @@ def _sharding(get: _View) -> Iterator[str]:
 
 def _shard_group(get: _View) -> Iterator[str]:
     sharding, group, trainers = get("parallel.sharding"), get("parallel.shard_group"), get("allocation.trainers")
-    if sharding != "hsdp":
+    if sharding not in ("hsdp", "auto"):
         if group != "auto":
             yield (
                 f"parallel.shard_group = {group} with parallel.sharding = {sharding}: only hsdp has shard groups; "

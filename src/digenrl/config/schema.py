@@ -107,8 +107,9 @@ class Handshake(Closed):
 class Parallel(Closed):
     """parallel.*"""
 
-    sharding: Literal["ddp", "hsdp", "fsdp"] = Field(
-        description="ddp: replicas; hsdp: weights sharded inside a node; fsdp: over all trainers"
+    sharding: Literal["ddp", "hsdp", "fsdp", "auto"] = Field(
+        description="ddp: replicas; hsdp: weights sharded inside a node; fsdp: over all trainers; "
+        "auto: the first that fits"
     )
     shard_group: AtLeast1 | Auto = Field(
         description="hsdp: trainers that hold one copy of the weights; auto: those of a node"
@@ -272,32 +273,35 @@ class Model(Open):
     lora: Lora | None = Field(ABSENT)
 
 
+class Efficiency(Closed):
+    """hardware.efficiency.* for all pools, hardware.pools.NAME.efficiency.* for one; the defaults are those of the kind
+    of GPU (digenrl.simulate.gpus)."""
+
+    generate: Positive = Field(ABSENT, description="share of the peak that a forward's products reach")
+    attention: Positive = Field(ABSENT, description="share of the peak that PyTorch's attention reaches")
+    fused_attention: Positive = Field(ABSENT, description="... that attention_backend's attention reaches")
+    train: Positive = Field(ABSENT, description="speed of forward and backward, as a part of the forward's")
+    decode: Positive = Field(ABSENT, description="share of the memory bandwidth that the VAE reaches")
+    score: Positive = Field(ABSENT, description="speed of the scorers, as a part of the forward's products")
+    encode: Positive = Field(ABSENT, description="speed of the text encoders, likewise")
+    network: Positive = Field(ABSENT, description="share of the links' nominal bandwidth")
+    launch_seconds: Amount = Field(ABSENT, description="least seconds of a block's forward; else the engine's")
+    host_gb_s: Positive = Field(ABSENT, description="GB/s between processor and GPU")
+
+
 class Pool(Closed):
     """hardware.pools.NAME.*"""
 
     gpu: Annotated[str, _Text, WithJsonSchema({"phrase": "name of the GPU, or cpu"})] = Field(description="e.g. H200")
     count: AtLeast1 = Field(1, description="GPUs of the pool")
     role: Literal["auto", "trainer", "rollout"] = Field("auto", description="what they do; auto: the planner decides")
-    memory_gib: Positive = Field(description="GiB of one GPU, as its data sheet says")
+    memory_gib: Positive = Field(description="GiB of one GPU, as torch reports them; nine tenths are planned with")
     tflops: Positive = Field(description="peak dense bf16 TFLOP/s of one GPU, as its data sheet says")
     hbm_tb_s: Positive = Field(description="TB/s of its memory, as its data sheet says")
     intra_gb_s: Positive = Field(description="GB/s between two GPUs of a node, per direction")
     inter_gb_s: Positive = Field(description="GB/s of a node's network link, per direction, shared by its GPUs")
     per_node: AtLeast1 | None = Field(ABSENT, description="GPUs of a node; null: 8, or all of a smaller pool")
-
-
-class Efficiency(Closed):
-    """hardware.efficiency.*: the defaults are those of digenrl.simulate.hardware.Efficiency."""
-
-    generate: Positive = Field(ABSENT, description="share of the peak that a saturated forward reaches")
-    train: Positive = Field(ABSENT, description="share of the peak of forward and backward")
-    decode: Positive = Field(ABSENT, description="share of the peak of the VAE")
-    score: Positive = Field(ABSENT, description="share of the peak of the scorers")
-    encode: Positive = Field(ABSENT, description="share of the peak of the text encoders")
-    network: Positive = Field(ABSENT, description="share of the nominal bandwidth")
-    saturation_tokens: Amount = Field(ABSENT, description="n tokens reach n / (n + this x TFLOP/s) of the shares")
-    launch_seconds: Amount = Field(ABSENT, description="overhead of a transformer block")
-    host_gb_s: Positive = Field(ABSENT, description="GB/s between processor and GPU")
+    efficiency: Efficiency | None = Field(ABSENT, description="what its GPUs reach, if not what their kind does")
 
 
 class Hardware(Closed):
@@ -307,7 +311,7 @@ class Hardware(Closed):
     emulate: bool = Field(description="sleep as long as the cost model says, in place of the networks")
     time_scale: Positive = Field(description="of emulated durations")
     pools: dict[str, Pool] = Field(min_length=1, description="pools of equal GPUs by name")
-    efficiency: Efficiency | None = Field(ABSENT)
+    efficiency: Efficiency | None = Field(ABSENT, description="of every pool")
     seconds: Seconds | None = Field(ABSENT, description="measured seconds per unit; they replace computed ones")
     exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny builds, by model class")
 
@@ -349,6 +353,10 @@ class PlanOptions(Closed):
 
     asynchronous: bool = Field(alias="async", description="may choose asynchrony where schedule.async_steps is 0")
     show: AtLeast1 = Field(description="candidates printed")
+    simulated_steps: Annotated[int, Field(ge=4)] | None = Field(
+        description="RL steps of each finalist's simulation; null: until its step no longer changes"
+    )
+    price_per_gpu_hour: Amount | None = Field(description="for the cost of the run, in any currency")
     plot: bool = Field(description="draw the winner's step as plots/gantt.png")
 
 

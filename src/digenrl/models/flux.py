@@ -45,7 +45,7 @@ class FluxPolicy(DiffusersPolicy):
             pooled_projections=condition["pooled"],
             encoder_hidden_states=text,
             txt_ids=torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
-            img_ids=token_positions(self.height // 16, self.width // 16).to(text.device, text.dtype),
+            img_ids=token_positions(self.height // 16, self.width // 16, text.device).to(text.dtype),
             return_dict=False,
         )[0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,3 +132,15 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.__class__ = CastLinear
     return names
+
+
+def initial_factors(spec: LoraSpec, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """A [r, in] and B [out, r] of layers with these (in, out) features, as `inject_lora` draws them, one after another:
+    peft makes two linear layers, whose own initial values it then replaces."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        for inputs, outputs in sizes:
+            a = nn.Linear(inputs, spec.rank, bias=False).weight
+            b = nn.Linear(spec.rank, outputs, bias=False).weight
+            nn.init.normal_(a, std=1 / spec.rank)
+            yield a.detach(), torch.zeros_like(b)

@@ -21,7 +21,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
-from digenrl.models import latents, pretrained, tiny_builds
+from digenrl.models import deferred, latents, pretrained, tiny_builds
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.prompt_store import Condition, PromptStore, files_digest
@@ -54,6 +54,7 @@ class DiffusersPolicy(Policy):
         compile: compile the repeated blocks (regional compilation); slow to start, fast afterwards.
         offload_encoders: move encoders and VAE back to the CPU after each use.
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
+        empty: the transformer has no values until `fill`; a run sets it where weights are sharded before.
     """
 
     pipelines: ClassVar[tuple[str, ...]]
@@ -101,6 +102,7 @@ class DiffusersPolicy(Policy):
         offload_encoders: bool = True,
         vae_dtype: str = "float32",
         vae_tiling: bool = False,
+        empty: bool = False,
     ) -> None:
         self._check_geometry(height, width, frames)
         if build not in ("tiny", "real"):
@@ -121,7 +123,8 @@ class DiffusersPolicy(Policy):
         self.path = str(tiny_builds.ensure(self.family)) if build == "tiny" else path
         pretrained.require_family(self.path, self.pipelines, self.family)
         compute = self._compute_dtype(dtype, build)
-        transformer: Any = pretrained.load_component(
+        load = deferred.empty if empty else pretrained.load_component
+        transformer: Any = load(
             self.transformer_class, self.path, "transformer", torch.float32 if lora is None else compute
         )
         if self.embedded_guidance and guidance_scale != 1.0 and not transformer.config.guidance_embeds:
@@ -151,6 +154,7 @@ class DiffusersPolicy(Policy):
         if compile:
             for block in self.wrap_units():
                 block.compile(fullgraph=True)
+        self._empty = empty
         self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
         self.max_sequence_length = (
@@ -244,6 +248,11 @@ class DiffusersPolicy(Policy):
         if not grid.isfinite().all():
             raise ValueError(f"sampling.steps={steps}: {self.family}'s sigma grid needs at least 2 steps")
         return grid
+
+    def fill(self, device: torch.device) -> None:
+        """From the checkpoint, and an adapter from its seed; see `digenrl.models.deferred`."""
+        for network in self.networks() if self._empty else ():
+            deferred.fill(network, self.path, "transformer", self.lora, device)
 
     def default_negative(self) -> str | None:
         """`negative_prompt` of the model config."""

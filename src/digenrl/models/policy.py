@@ -22,7 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from digenrl.models import checkpointing
-from digenrl.models.lora import LoraSpec, inject_lora, wide
+from digenrl.models.lora import CastLinear, LoraSpec, inject_lora, wide
 from digenrl.models.prompt_store import Condition, PromptStore
 from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt, move
@@ -128,8 +128,11 @@ class Policy(nn.Module, ABC):
 
     def wrap_units(self) -> list[nn.Module]:
         """Blocks that FSDP wraps one by one, of the trained network and, where there is one, of the reference copy."""
-        networks = [net for net in (self.transformer, self.reference_transformer) if net is not None]
-        return [block for network in networks for name in self.block_lists for block in getattr(network, name)]
+        return [block for network in self.networks() for name in self.block_lists for block in getattr(network, name)]
+
+    def networks(self) -> list[nn.Module]:
+        """The trained network and, where there is one, the reference copy."""
+        return [network for network in (self.transformer, self.reference_transformer) if network is not None]
 
     def default_negative(self) -> str | None:
         """Text of the unconditional branch when a prompt brings none; None = there is no default."""
@@ -265,20 +268,30 @@ class Policy(nn.Module, ABC):
                 parameter.copy_(tensors[name])
 
     def only_generate(self) -> None:
-        """Hold in `self.dtype` what full fine-tuning would cast to it in every forward anyway: half the memory of a
-        rank that never trains, and the same velocities, bit by bit."""
-        if self.lora is None:
-            for module in self.transformer.modules():
-                for parameter in cast_parameters(module):
-                    parameter.data = parameter.data.to(self.dtype)
+        """Hold in `self.dtype` the weights that every forward casts to it anyway: half the memory of a rank that never
+        trains, half the bytes of a version, and the same velocities, bit by bit."""
+        for parameter in self._cast_in_forwards():
+            parameter.data = parameter.data.to(self.dtype)
 
-    def trainer_parameters(self) -> dict[str, Tensor]:
-        """The trained parameters as a trainer holds them, shapes and dtypes only (meta tensors)."""
-        dtype = wide(self.dtype) if self.lora is None else None
+    def fill(self, device: torch.device) -> None:
+        """Give parameters that were built without memory their values, on `device`; the others stay where they are."""
+
+    def generating_parameters(self) -> dict[str, Tensor]:
+        """The trained parameters as a rank holds them that only generates: shapes and dtypes (meta tensors)."""
+        cast = {id(parameter) for parameter in self._cast_in_forwards()}
         return {
-            name: torch.empty_like(parameter, dtype=dtype, device="meta", requires_grad=False)
-            for name, parameter in self.trained_parameters().items()
+            name: torch.empty(value.shape, dtype=self.dtype if id(value) in cast else value.dtype, device="meta")
+            for name, value in self.trained_parameters().items()
         }
+
+    def _cast_in_forwards(self) -> list[nn.Parameter]:
+        """fp32 parameters that every forward casts to `self.dtype`: by autocast; an adapter's factors by themselves,
+        where the layer that they adapt computes in it."""
+        modules = list(self.transformer.modules())
+        if self.lora is not None:
+            layers = [layer for layer in self._adapted if layer.get_base_layer().weight.dtype == self.dtype]
+            modules = [factor for layer in layers for factor in layer.modules() if isinstance(factor, CastLinear)]
+        return [parameter for module in modules for parameter in cast_parameters(module)]
 
     def parameters_without_gradient(self) -> list[str]:
         """Names of trained parameters whose .grad is None: after a backward this must be empty."""

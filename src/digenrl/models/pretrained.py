@@ -77,6 +77,11 @@ def load_component(component: type[Any], path: str, subfolder: str, dtype: torch
     return model.eval()
 
 
+def component_config(component: type[Any], path: str, subfolder: str) -> dict[str, Any]:
+    """The checkpoint's SUBFOLDER/config.json."""
+    return _load_config(component, path, f"{subfolder}/config.json", subfolder=subfolder)
+
+
 def scheduler_config(path: str) -> dict[str, Any]:
     """The checkpoint's scheduler/scheduler_config.json."""
     from diffusers import FlowMatchEulerDiscreteScheduler

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from digenrl.rewards.protocol import Scorer, build_scorer, plain
@@ -12,8 +13,8 @@ PLACEMENTS = ("inline", "thread", "process", "http")
 
 def place_scorer(
     name: str, scorer: Any, placement: str, urls: Sequence[str] | None, start_s: float, call_s: float
-) -> Scorer:
-    """The scorer of one reward, ready to be called.
+) -> Callable[[], Scorer]:
+    """What makes the scorer of one reward where it is placed; until it is called, nothing is loaded.
 
     Args:
         name: the reward's name, for messages.
@@ -37,7 +38,7 @@ def place_scorer(
             raise ValueError(f"Reward `{name}` is placed http: list its services under reward.urls.{name}.")
         from reward_models.remote import RemoteScorer
 
-        return RemoteScorer(urls=list(urls), deadline_s=call_s)
+        return partial(RemoteScorer, urls=list(urls), deadline_s=call_s)
     if placement == "process":
         if not described:
             raise ValueError(
@@ -46,5 +47,5 @@ def place_scorer(
             )
         from digenrl.rewards.process import ProcessScorer
 
-        return ProcessScorer(plain(scorer), start_s, call_s)
-    return build_scorer(scorer) if described else scorer
+        return partial(ProcessScorer, plain(scorer), start_s, call_s)
+    return partial(build_scorer, scorer) if described else lambda: scorer

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ class RewardSuite:
             )
         for name, entry in heldout.items():
             _check_entry(name, entry, _HELDOUT_KEYS)
-        self._scorers: dict[str, Scorer] = {
+        self._makers = {
             name: place_scorer(
                 name, entry["scorer"], entry.get("placement") or placement, urls.get(name), start_s, call_s
             )
@@ -121,8 +122,13 @@ class RewardSuite:
         """Told (reward, samples, cause) whenever samples stay without a score; a run writes it down."""
         self.stage: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Entered with "score NAME" around every call of a scorer; a run marks what it does with it."""
-        self._failures = {name: FailureCount() for name in self._scorers}
+        self._failures = {name: FailureCount() for name in self._makers}
         self._lock = threading.Lock()
+
+    @cached_property
+    def _scorers(self) -> dict[str, Scorer]:
+        """Built on first use: a rank that never scores holds no reward model."""
+        return {name: make() for name, make in self._makers.items()}
 
     def score(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> dict[str, Tensor]:
         """Raw scores: name -> [B] fp32 on CPU, NaN = missing.
@@ -206,7 +212,7 @@ class RewardSuite:
 
     def close(self) -> None:
         """Stops processes and connections of the scorers. Idempotent."""
-        for scorer in self._scorers.values():
+        for scorer in self.__dict__.get("_scorers", {}).values():  # those that were built
             if close := getattr(scorer, "close", None):
                 close()
 

@@ -119,7 +119,7 @@ class MemoryClaims:
         self._owners.pop((version, position), None)
 
     def returned(self, version: int) -> Sequence[int]:
-        return sorted(self._returned.get(version, ()))
+        return sorted(self._returned[version]) if version in self._returned else ()
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
         self._returned.setdefault(version, set()).update(positions)

@@ -34,7 +34,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from digenrl.schedule.order import queue
@@ -120,7 +120,7 @@ class SchedulePolicy:
     def saw_rank(self, rank: int, work: Work | None) -> None:
         """What `rank` does now; None for one that is lost or has not begun."""
         if self._ranks.get(rank) != work:
-            self._saw_rank(rank, None if work is None else astuple(work))
+            self._saw_rank(rank, None if work is None else work.values)
 
     @_noted("event")
     def _saw_rank(self, rank: int, work: Sequence[Any] | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Work:
     """When that task should be done, seconds on the run's clock."""
     idle: int = 0
     """Above 0: it waits for a task, for the idle-th time."""
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Its fields, in order."""
+        return tuple(vars(self).values())
 
     @property
     def busy(self) -> bool:

@@ -106,12 +106,17 @@ def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
     return sum(len(place(spec, trainers, groups)[0]) for groups in fragments(spec, 0))
 
 
-@lru_cache(maxsize=65536)
 def cells_of(spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragment: tuple[int, ...]) -> int:
     """Cells (one task at one trained step) of `fragment` that occupy trainer `rank`, if all are useful. Sharded
     trainers wait for the largest micro-batch of all."""
+    return cells_by_rank(spec, trainers, lockstep, fragment)[rank]
+
+
+@lru_cache(maxsize=4096)
+def cells_by_rank(spec: ScheduleSpec, trainers: int, lockstep: bool, fragment: tuple[int, ...]) -> tuple[int, ...]:
+    """`cells_of` for every trainer."""
     placement = place(spec, trainers, fragment)
     cells = [[sum(len(block.steps) for block in micro) for micro in own] for own in placement]
     if lockstep:
-        return sum(max(column) for column in zip(*cells, strict=True))
-    return sum(cells[rank])
+        return (sum(max(column) for column in zip(*cells, strict=True)),) * trainers
+    return tuple(sum(own) for own in cells)

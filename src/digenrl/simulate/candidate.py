@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
 from digenrl.simulate.bound import Bound, solve_bound
-from digenrl.simulate.costs import Costs
+from digenrl.simulate.costs import STAGES, Costs
 from digenrl.simulate.hardware import Hardware, Pool, assign, shard_group
-from digenrl.simulate.memory import Memory, rollout_memory, trainer_memory
+from digenrl.simulate.memory import USABLE, Memory, rollout_memory, trainer_memory
 from digenrl.simulate.virtual_cluster import Cluster, Rank
 from digenrl.simulate.workload import Workload
 
@@ -74,8 +75,9 @@ class Costing:
         of a sample and sharded steps."""
         return Candidate(trainers, rollouts, self.work.spec).but(**choices)
 
-    @property
+    @cached_property
     def costs(self) -> Costs:
+        """Seconds of every kind of work."""
         return Costs(self.work, self.hardware)
 
     def placed(self, candidate: Candidate) -> tuple[tuple[str, str], ...]:
@@ -113,7 +115,7 @@ class Costing:
         units = int(self.work.sizes["blocks"])
 
         def fits(choice: Recompute) -> bool:
-            return self.trainer_memory(candidate, choice, pool).gib <= pool.memory_gib
+            return self.trainer_memory(candidate, choice, pool).gib <= USABLE * pool.memory_gib
 
         def mixed(more: str, less: str, part: int) -> Recompute:
             shares = {more: (units - part) / units, less: part / units}
@@ -173,8 +175,11 @@ class Costing:
         reasons = []
         for (pool_name, role), memory in sorted(self.memory(candidate).items()):
             pool, need = self.hardware.pool(pool_name), memory.gib
-            if need > pool.memory_gib:
-                reasons.append(f"{role} on {pool_name} ({pool.gpu}) needs {need:.1f} GiB of {pool.memory_gib:g} GiB")
+            if need > USABLE * pool.memory_gib:
+                reasons.append(
+                    f"{role} on {pool_name} ({pool.gpu}) needs {need:.1f} GiB of {USABLE * pool.memory_gib:.1f} GiB "
+                    f"({USABLE:.0%} of {pool.memory_gib:g})"
+                )
         return reasons
 
     def trainer_misfits(self, candidate: Candidate) -> list[str]:
@@ -223,25 +228,25 @@ class Costing:
                 name,
                 step,
                 costs.encode_seconds(pool, cached=candidate.encoders),
-                costs.decode_seconds(pool, b),
+                costs.decode_seconds(pool, b, cached=candidate.encoders),
                 costs.score_seconds(pool, b),
                 cell,
-                costs.optimizer_seconds(pool, 1) / 4,
+                costs.adopt_seconds(),
             )
         ranks = [replace(likes[seat], rank=number) for number, seat in enumerate(placed)]
         everyone = list(pools.values())
-        volume = 4 * work.trained_parameters / shards
         return Cluster(
             tuple(self._together(ranks, shards)),
             lockstep=shards > 1,
             micro_batch_seconds=exposed,
             reduce_seconds=costs.reduce_seconds(trainer_pools, candidate.trainers // shards, shards),
             optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),
-            snapshot_seconds=volume / (self.hardware.efficiency.host_gb_s * 1e9) if candidate.rollouts else 0.0,
+            snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
             publish_seconds=costs.publish_seconds(everyone, candidate.rollouts),
             deliver_seconds=costs.deliver_seconds(everyone, b),
             move_seconds=costs.move_seconds(everyone, b),
             switch_seconds=costs.switch_seconds(),
+            useful=work.useful,
             lends_between_updates=work.lora_rank is not None,
             static_claims=candidate.static_claims,
         )
@@ -285,3 +290,26 @@ class Costing:
         """What no schedule beats on this profile."""
         pools = {pool.name: pool.count for pool in self.hardware.pools}
         return solve_bound(pools, self.work_units(), self.seconds_per_unit())
+
+    def bound_of_roles(self, candidate: Candidate) -> float:
+        """Seconds that no schedule beats in which every rank does only what the candidate has it do."""
+        seats: dict[str, int] = {}
+        table: dict[str, dict[str, float | None]] = {stage: {} for stage in self.work_units()}
+        for pool, role in self.placed(candidate):
+            seats[f"{pool} {role}"] = seats.get(f"{pool} {role}", 0) + 1
+            makes = role == "rollout" or candidate.rollouts == 0 or candidate.spec.tag
+            for stage, seconds in self.seconds_per_unit().items():
+                able = role == "trainer" if stage == "train" else makes
+                table[stage][f"{pool} {role}"] = seconds[pool] if able else None
+        return solve_bound(seats, self.work_units(), table).seconds
+
+    def evaluation_seconds(self, prompts: int, samples: int, trainers: int) -> float:
+        """One evaluation: the trainers alone generate, decode and score `samples` of each of `prompts` prompts."""
+        costs, pool = self.costs, max(self.hardware.pools, key=lambda pool: self.costs.step_seconds(pool, 1))
+        sample = self.work.steps * costs.step_seconds(pool, samples) / samples
+        sample += costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1)
+        return math.ceil(prompts / trainers) * (samples * sample + costs.encode_seconds(pool))
+
+    def sources(self) -> dict[str, dict[str, str]]:
+        """Stage -> pool -> where its figures come from: measured | published | assumed."""
+        return {stage: {p.name: self.costs.source(stage, p) for p in self.hardware.pools} for stage in STAGES}

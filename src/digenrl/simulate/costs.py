@@ -1,5 +1,7 @@
-"""Seconds of every kind of work on a pool: FLOPs over what the GPU reaches, bytes over what the links reach.
+"""Seconds of every kind of work on a pool: FLOPs over what the GPU reaches, bytes over what its memory and links reach.
 
+A forward or backward takes (products / share + attention / its share) / peak + element-wise traffic / bandwidth, and
+at least a floor of blocks x launches; what GPUs reach is `digenrl.simulate.gpus`. The VAE is bound by memory.
 Communication that overlaps with computing costs nothing until it is longer (FSDP prefetches the next block's weights);
 what is left of it is paid per micro-batch. Measured seconds of a profile replace computed ones.
 """
@@ -9,12 +11,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from digenrl.recompute import Recompute
-from digenrl.simulate.hardware import Efficiency, Hardware, Pool
+from digenrl.simulate.gpus import ENGINES, Engine, kind_of
+from digenrl.simulate.hardware import Hardware, Pool
 from digenrl.simulate.memory import encoder_bytes
-from digenrl.simulate.workload import Workload
+from digenrl.simulate.workload import ENCODERS, Workload, facts
 
 SELECTION_SECONDS = 6e-3
 """Of selective checkpointing: about 300 operators of a block (forward and repetition) through Python at 20 us each."""
+DECODE_FLOPS_PER_BYTE = 60.0
+"""Of a VAE in fp32: 3 x 3 convolutions of 128 to 512 channels between norms and activations (an assumption)."""
+COLLECTIVE_SECONDS = 40e-6
+"""Latency of a collective (an assumption)."""
+ADOPT_GB_S = 3.3
+"""fp32 weights into bf16 ones on a GPU, as one processor core casts them."""
+STAGES = ("encode", "generate", "decode", "score", "train", "network")
+MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
+
+
+def vae_bytes(work: Workload) -> int:
+    """The VAE in fp32."""
+    return 4 * int(facts()["vae"][ENCODERS[work.model][2]]["parameters"])
 
 
 @dataclass(frozen=True)
@@ -25,59 +41,73 @@ class Costs:
     hardware: Hardware
 
     @property
-    def _factors(self) -> Efficiency:
-        return self.hardware.efficiency
+    def _engine(self) -> Engine:
+        return ENGINES[self.work.engine]
 
     def _measured(self, stage: str, pool: Pool) -> float | None:
         return self.hardware.seconds.get(stage, {}).get(pool.name)
 
-    def _saturation(self, pool: Pool, tokens: float) -> float:
-        return tokens / (tokens + self._factors.saturation_tokens * pool.tflops)
+    def source(self, stage: str, pool: Pool) -> str:
+        """Where the figures of a stage come from: measured | published | assumed."""
+        if self._measured(stage, pool) is not None:
+            return MEASURED
+        published = stage == "generate" and pool.efficiency is None and kind_of(pool.gpu).published
+        return PUBLISHED if published else ASSUMED
 
-    def _compute(self, pool: Pool, flops: float, share: float, tokens: float) -> float:
-        return flops / (pool.tflops * 1e12 * share * self._saturation(pool, tokens))
+    def _floor(self, pool: Pool, forwards: float) -> float:
+        """Seconds that the processor needs to launch the kernels of so many forwards (of any batch)."""
+        given = pool.reaches.launch_seconds
+        launch = self._engine.launch_seconds if given is None else given
+        return forwards * launch * float(self.work.sizes["attention_blocks"])
+
+    def _compute(self, pool: Pool, flops: float, attention: float) -> float:
+        """Seconds of `flops`, of which `attention` are attention's."""
+        reaches = pool.reaches
+        share = reaches.fused_attention if self.work.fused_attention else reaches.attention
+        return ((flops - attention) / reaches.generate + attention / share) / (pool.tflops * 1e12)
+
+    def _traffic(self, pool: Pool, forwards: float) -> float:
+        """Seconds of the element-wise reads and writes of so many forwards of one sample."""
+        bytes_moved = self._engine.passes * self.work.block_bytes * float(self.work.sizes["attention_blocks"])
+        return forwards * bytes_moved / (pool.hbm_tb_s * 1e12)
 
     def step_seconds(self, pool: Pool, task_size: int) -> float:
         """One denoising step of a task, weights on the GPU. Never less than reading them from memory once."""
         measured = self._measured("generate", pool)
         if measured is not None:
             return measured * task_size / self.work.steps
-        rows = task_size * self.work.passes
-        flops = rows * self.work.forward_flops()
-        weights = 2 * self.work.sizes["parameters"] / (pool.hbm_tb_s * 1e12)
-        launch = self._factors.launch_seconds * self.work.sizes["attention_blocks"]
-        return max(self._compute(pool, flops, self._factors.generate, rows * self.work.tokens), weights) + launch
+        work, rows = self.work, task_size * self.work.passes
+        weights = 2 * work.sizes["parameters"] / (pool.hbm_tb_s * 1e12)
+        seconds = self._compute(pool, rows * work.forward_flops(), rows * work.attention_flops())
+        return max(seconds + self._traffic(pool, rows), weights, self._floor(pool, work.launches))
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
-        """Conditioning of one prompt; `cached=False` adds the copies of encoders that wait on the CPU."""
+        """Conditioning of one prompt; `cached=False` adds copies of encoders that wait on the CPU, and back."""
         measured = self._measured("encode", pool)
         if measured is not None:
             return measured
-        seconds = self.work.encode_flops() / (pool.tflops * 1e12 * self._factors.encode)
-        copies = encoder_bytes(self.work) / (self._factors.host_gb_s * 1e9)
+        seconds = self.work.encode_flops() / (pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.encode)
+        copies = 2 * (encoder_bytes(self.work) - vae_bytes(self.work)) / (pool.reaches.host_gb_s * 1e9)
         return seconds + (0.0 if cached else copies)
 
-    def decode_seconds(self, pool: Pool, task_size: int) -> float:
-        """VAE decode of a task (fp32)."""
+    def decode_seconds(self, pool: Pool, task_size: int, cached: bool = True) -> float:
+        """VAE decode of a task (fp32), bound by the memory's bandwidth; `cached=False` as for `encode_seconds`."""
         measured = self._measured("decode", pool)
         if measured is not None:
             return measured * task_size
-        return task_size * self.work.decode_flops() / (pool.tflops * 1e12 * self._factors.decode)
+        moved = self.work.decode_flops() / DECODE_FLOPS_PER_BYTE
+        copies = 0.0 if cached else 2 * vae_bytes(self.work) / (pool.reaches.host_gb_s * 1e9)
+        return task_size * moved / (pool.hbm_tb_s * 1e12 * pool.reaches.decode) + copies
 
     def score_seconds(self, pool: Pool, task_size: int) -> float:
         """GPU scorers of a task."""
         measured = self._measured("score", pool)
         if measured is not None:
             return measured * task_size
-        return task_size * self.work.score_flops() / (pool.tflops * 1e12 * self._factors.score)
-
-    def cell_flops(self) -> float:
-        """One trained (sample, step) cell: forward, backward, reference forward."""
-        forward = self.work.forward_flops()
-        return self.work.passes * (forward * (1 + int(self.work.reference)) + self.work.backward_flops())
+        return task_size * self.work.score_flops() / (pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.score)
 
     def cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute) -> float:
-        """One trained step of a task, inside a block of K = `tsp_batch` steps.
+        """One trained step of a task, inside a block of K = `tsp_batch` steps: forward, backward, reference forward.
 
         What blocks throw away is computed again, and written and read once more. Choosing among operators takes the
         processor `SELECTION_SECONDS` per block and forward, which the GPU works beside.
@@ -86,22 +116,32 @@ class Costs:
         if measured is not None:
             return measured * task_size
         work, rows = self.work, task_size * self.work.passes
-        repeated = sum(share * work.repeated_flops(mode) for mode, share in recompute.shares.items() if share)
-        moved = sum(share * work.repeated_bytes(mode) for mode, share in recompute.shares.items() if share)
-        flops = task_size * self.cell_flops() + rows * repeated
-        launch = 4 * self._factors.launch_seconds * work.sizes["attention_blocks"] / tsp_batch
-        seconds = self._compute(pool, flops, self._factors.train, rows * tsp_batch * work.tokens)
-        seconds += rows * moved / (pool.hbm_tb_s * 1e12) + launch
+        forwards = 1 + int(work.reference)
+        shares = [(mode, share) for mode, share in recompute.shares.items() if share]
+        repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
+        moved = sum(share * work.repeated_bytes(mode) for mode, share in shares)
+        again = recompute.inputs * work.attention_flops()
+        flops = forwards * work.forward_flops() + work.backward_flops() + repeated
+        seconds = rows * self._compute(pool, flops, (forwards + 2) * work.attention_flops() + again)
+        seconds = (seconds + self._traffic(pool, (forwards + 2) * rows)) / pool.reaches.train
+        seconds += rows * moved / (pool.hbm_tb_s * 1e12)
         selected = recompute.products + recompute.attention
-        return max(seconds, selected * SELECTION_SECONDS * work.sizes["attention_blocks"] / tsp_batch)
+        launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
+        selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
+        return max(seconds, launches / tsp_batch, selecting / tsp_batch)
 
     # ---- links
 
     def bandwidth(self, pools: list[Pool], ranks: int) -> float:
         """Bytes per second of a ring over `ranks` GPUs: the node's links inside one, the slowest network link else."""
         inside = len({pool.name for pool in pools}) == 1 and ranks <= min(pool.per_node for pool in pools)
-        nominal = min(pool.intra_gb_s if inside else min(pool.intra_gb_s, pool.inter_gb_s) for pool in pools)
-        return nominal * 1e9 * self._factors.network
+        links = ((p.intra_gb_s if inside else min(p.intra_gb_s, p.inter_gb_s)) * p.reaches.network for p in pools)
+        return min(links) * 1e9
+
+    @staticmethod
+    def _slowest_link(pools: list[Pool]) -> float:
+        """Bytes per second of the slowest network link."""
+        return min(pool.inter_gb_s * pool.reaches.network for pool in pools) * 1e9
 
     @property
     def _weight_bytes(self) -> int:
@@ -121,7 +161,7 @@ class Costs:
         if shards == 1:
             return 0.0
         volume = self._weight_bytes * self.work.sizes["parameters"] * (shards - 1) / shards
-        latency = self._factors.launch_seconds * self.work.sizes["attention_blocks"] * 2
+        latency = COLLECTIVE_SECONDS * self.work.sizes["attention_blocks"]
         return volume / self.bandwidth(pools, shards) + latency
 
     def reduce_seconds(self, pools: list[Pool], ranks: int, shards: int = 1) -> float:
@@ -137,12 +177,16 @@ class Costs:
         return 28 * self.work.trained_parameters / shards / (pool.hbm_tb_s * 1e12) + 1e-3
 
     def publish_seconds(self, pools: list[Pool], rollouts: int) -> float:
-        """Trained weights in fp32 to every rollout rank: once over each node's network link, relayed inside."""
-        if rollouts == 0:
-            return 0.0
-        volume = 4 * self.work.trained_parameters
-        slowest = min(pool.inter_gb_s for pool in pools) * 1e9 * self._factors.network
-        return volume / slowest + 5e-3
+        """Trained weights in fp32 from one trainer to every rollout rank, a copy each over its node's link."""
+        return rollouts * 4 * self.work.trained_parameters / self._slowest_link(pools) + 5e-3 * (rollouts > 0)
+
+    def snapshot_seconds(self, pools: list[Pool]) -> float:
+        """The trained weights in fp32 into the host memory of every trainer."""
+        return 4 * self.work.trained_parameters / (min(pool.reaches.host_gb_s for pool in pools) * 1e9)
+
+    def adopt_seconds(self) -> float:
+        """Received weights onto a rollout's GPU, cast by one thread on the way."""
+        return 4 * self.work.trained_parameters / (ADOPT_GB_S * 1e9)
 
     def task_bytes(self, task_size: int) -> float:
         """A finished task: S+1 latents, of which neighbours are shared, in storage dtype."""
@@ -150,8 +194,7 @@ class Costs:
 
     def deliver_seconds(self, pools: list[Pool], task_size: int) -> float:
         """A finished task through pinned memory and the network, and its CPU scorers."""
-        slowest = min(pool.inter_gb_s for pool in pools) * 1e9 * self._factors.network
-        return self.task_bytes(task_size) / slowest + 3e-3 + task_size * self.work.score_cpu_seconds()
+        return self.task_bytes(task_size) / self._slowest_link(pools) + 3e-3 + task_size * self.work.score_cpu_seconds()
 
     def move_seconds(self, pools: list[Pool], task_size: int) -> float:
         """A suspended task: what it has kept so far, and its present latent."""

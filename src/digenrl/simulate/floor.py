@@ -39,8 +39,8 @@ def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, float]:
     steps = spec.trained_steps / spec.blocks_per_task
     if spec.shares or not spec.tsp_shard:
         speed = sum(1.0 / cell for cell in cells)
-        return 0.0, spec.groups_per_update * tasks * spec.trained_steps / speed
-    per_group, common = tasks * spec.blocks_per_task, cluster.micro_batch_seconds
+        return 0.0, cluster.useful * spec.groups_per_update * tasks * spec.trained_steps / speed
+    per_group, common = math.floor(cluster.useful * tasks * spec.blocks_per_task), cluster.micro_batch_seconds
     if not cluster.lockstep:  # odd blocks go round the ranks from fragment to fragment
         return 0.0, math.ceil(spec.groups_per_update * per_group / trainers) * (steps * min(cells) + common)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+from digenrl.simulate.gpus import Efficiency, kind_of
 
 
 @dataclass(frozen=True)
@@ -26,25 +29,13 @@ class Pool:
     inter_gb_s: float
     """GB/s of a node's network link, per direction, shared by its GPUs."""
     per_node: int
+    efficiency: Efficiency | None = None
+    """What its GPUs reach; None = what GPUs of their kind do."""
 
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Shares of the peak that the kinds of work reach, and the other constants of the cost model."""
-
-    generate: float = 0.5
-    train: float = 0.45
-    decode: float = 0.2
-    score: float = 0.3
-    encode: float = 0.4
-    network: float = 0.8
-    """Of the links' nominal bandwidth."""
-    saturation_tokens: float = 0.5
-    """A batch of n tokens reaches n / (n + saturation_tokens x peak TFLOP/s) of the above."""
-    launch_seconds: float = 20e-6
-    """Overhead of one collective or kernel queue, per transformer block."""
-    host_gb_s: float = 20.0
-    """CPU to GPU copies (offloaded text encoders)."""
+    @cached_property
+    def reaches(self) -> Efficiency:
+        """What its GPUs reach."""
+        return self.efficiency or kind_of(self.gpu).efficiency
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,6 @@ class Hardware:
     """All pools, and durations measured by `make profile` where there are any."""
 
     pools: tuple[Pool, ...]
-    efficiency: Efficiency = field(default_factory=Efficiency)
     seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """stage (encode, generate, decode, score: per prompt or sample; train: per cell) -> pool -> measured seconds."""
 
@@ -69,10 +59,11 @@ def parse_hardware(node: Mapping[str, Any]) -> Hardware:
     pools = []
     for name, entry in node["pools"].items():
         given = {"count": 1, "role": "auto"} | {key: value for key, value in entry.items() if value is not None}
-        pools.append(Pool(name=str(name), **{"per_node": min(given["count"], 8), **given}))
-    efficiency = Efficiency(**(node.get("efficiency") or {}))
+        shares = {**(node.get("efficiency") or {}), **given.pop("efficiency", {})}
+        efficiency = kind_of(given["gpu"]).efficiency.but(shares) if shares else None
+        pools.append(Pool(str(name), efficiency=efficiency, **{"per_node": min(given["count"], 8), **given}))
     seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
-    return Hardware(tuple(pools), efficiency, seconds)
+    return Hardware(tuple(pools), seconds)
 
 
 def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""Bytes on one GPU, by role. Weights, gradients and optimizer are exact; activations follow counts of facts.json."""
+"""Bytes on one GPU, by role. Weights, gradients and optimizer are exact; activations follow counts of facts.json.
+
+A rank fits where its bytes are at most `USABLE` of the GPU's memory: the rest is for what nobody counts.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,20 @@ from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.simulate.workload import ENCODERS, Workload, facts
 
 GIB = 2**30
+USABLE = 0.9
+"""Share of a GPU's memory that a plan may fill; an assumption."""
 RESERVED = 1.5 * GIB
 """CUDA context, communicators and workspaces; an assumption."""
 FRAGMENTATION = 1.05
 """On everything that is allocated anew per micro-batch; an assumption."""
+SCORER_PARAMETERS = {
+    "pickscore": 990_000_000,
+    "hpsv2": 990_000_000,
+    "clip_score": 430_000_000,
+    "aesthetic": 430_000_000,
+    "image_reward": 450_000_000,
+}
+"""Of reward models that stand on the GPU in fp32: CLIP-H (twice), CLIP-L (twice), BLIP-L. Others run elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +40,16 @@ class Memory:
     """Two moments in fp32 (AdamW)."""
     copies: int = 0
     """Exponential average, and the published weights that lending keeps."""
+    reference: int = 0
+    """The frozen copy that the KL divergence of all-weights training needs, in fp32."""
+    rewards: int = 0
+    """Reward models of a rank that scores."""
     gathered: int = 0
     """Full parameters of the blocks in use (sharded trainers), or a bf16 cast."""
     activations: int = 0
     workspace: int = 0
-    """Forward without gradients, VAE decode, reserve."""
+    """What generating or evaluating needs beyond the activations of training (a forward without gradients, encoders in
+    use, VAE decode), and the reserve."""
 
     @property
     def total(self) -> int:
@@ -67,19 +85,47 @@ def decode_bytes(work: Workload) -> int:
     return int(facts()["vae"][ENCODERS[work.model][2]]["parameters"]) * 4 + 3 * 256 * 4 * tile
 
 
+def scorer_bytes(work: Workload, heldout: bool) -> int:
+    """Reward models of a rank that scores; with the held-out ones where it evaluates."""
+    names = {*work.rewards, *(work.heldout if heldout else ())}
+    return sum(4 * SCORER_PARAMETERS.get(name, 0) for name in names)
+
+
+def version_bytes(work: Workload) -> int:
+    """One version of the trained weights as it travels: in the dtype that rollouts hold, 16 bit. (Norms, which forwards
+    read in fp32, are neglected.)"""
+    return 2 * work.trained_parameters
+
+
+def sent_bytes(work: Workload, other_nodes: int) -> int:
+    """Bytes of a version over the network link of trainer 0's node: a copy for each other node with rollouts, which
+    passes it on inside."""
+    return other_nodes * version_bytes(work)
+
+
+def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
+    """The most that encoding, a forward of `rows` samples without gradients, or decoding takes for a moment.
+
+    Args:
+        encoders: text encoders stay on the GPU, and are counted elsewhere.
+    """
+    encoding = 0 if encoders else 2 * ENCODERS[work.model][0]
+    return int(FRAGMENTATION * max(int(work.forward_bytes(rows * work.passes)), decode_bytes(work), encoding))
+
+
 def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Memory:
-    """A rollout rank: unsharded weights in 16 bit (`Policy.freeze`), forward, decode.
+    """A rollout rank: unsharded weights in 16 bit (`Policy.only_generate`), forward, decode, reward models.
 
     Args:
         encoders: text encoders and VAE stay on the GPU (`model.offload_encoders=false`).
     """
     parameters = int(work.sizes["parameters"])
     full = work.lora_rank is None
-    peak = max(int(work.forward_bytes(task_size * work.passes)), decode_bytes(work))
     return Memory(
         frozen=0 if full else 2 * parameters,
-        trained=(2 if full else 4) * work.trained_parameters,
-        workspace=int(peak * FRAGMENTATION + RESERVED) + encoder_bytes(work) * encoders,
+        trained=2 * work.trained_parameters,
+        rewards=scorer_bytes(work, heldout=False),
+        workspace=int(generating_bytes(work, task_size, encoders) + RESERVED) + encoder_bytes(work) * encoders,
     )
 
 
@@ -97,9 +143,9 @@ def trainer_memory(
 
     Args:
         recompute: what the blocks keep for the backward pass.
-        generates: it also generates (colocated, or lending), so it needs room to decode.
+        generates: it also generates (colocated, or lending), so it needs room to encode and decode.
         keeps_copy: it keeps the published trained weights between updates, for lending.
-        encoders: it generates, and text encoders and VAE stay on the GPU.
+        encoders: text encoders and VAE stay on the GPU of whoever generates.
     """
     parameters, trained = int(work.sizes["parameters"]), work.trained_parameters
     full = work.lora_rank is None
@@ -108,7 +154,10 @@ def trainer_memory(
     rows = task_size * tsp_batch * work.passes
     kept = saved_bytes(work, rows, recompute)
     moment = repeated_bytes(work, rows, recompute)
-    side = max(int(work.forward_bytes(task_size * work.passes)), decode_bytes(work)) if generates else 0
+    makes = max(task_size if generates else 0, work.evaluated)  # samples at once, without gradients
+    stays = encoders and makes > 0
+    # Nobody generates during a micro-batch: its activations have made room by then.
+    aside = generating_bytes(work, makes, encoders) - kept if makes else 0
     # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are scattered.
     gathered = 2 * (4 + 4 if full else 2) * block if shards > 1 else 0
     return Memory(
@@ -117,8 +166,9 @@ def trainer_memory(
         gradients=4 * (share if full else trained),
         optimizer=8 * share,
         copies=4 * share * (int(work.ema) + int(keeps_copy)),
+        reference=-(-4 * parameters // shards) if full and work.reference else 0,
+        rewards=scorer_bytes(work, heldout=work.evaluated > 0) if makes else 0,
         gathered=gathered,
         activations=kept,
-        workspace=int(max(0.05 * kept + moment, side * FRAGMENTATION) + RESERVED)
-        + encoder_bytes(work) * (generates and encoders),
+        workspace=int(max(0.05 * kept + moment, aside) + RESERVED) + encoder_bytes(work) * stays,
     )

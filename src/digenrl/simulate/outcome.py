@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from digenrl.recompute import Recompute
 from digenrl.simulate.bound import Bound
 from digenrl.simulate.candidate import Candidate, Costing
-from digenrl.simulate.records import Simulated
-from digenrl.simulate.virtual_run import simulate
+from digenrl.simulate.records import MOST_STEPS, Simulated
+from digenrl.simulate.virtual_cluster import Cluster, Disturbance, Rank, waves
+from digenrl.simulate.virtual_run import steady
 
-_EXCESS = {
-    "encode": "repeated encoding",
-    "generate": "generation: batch size, placement",
-    "decode": "decode: placement",
-    "score": "score: placement",
-    "train": "training: batch size, placement, uneven micro-batches",
-}
-"""Stage -> what its seconds beyond the bound's are called."""
+WAVES = 8
+"""Ranks that a quick simulation keeps at least."""
+QUICK_STEPS = 9
+"""RL steps that it takes at most."""
+JITTER = Disturbance(jitter=0.05)
+JITTER_STEPS = 7
+"""RL steps of a simulation with jitter."""
+SLOW_RANK = 1.15
+"""Factor on the durations of one rank."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Outcome:
 
     @property
     def _steps(self) -> int:
-        return max(1, len(self.result.step_ends) - 1)
+        return self.result.steps
 
     @property
     def bubble(self) -> dict[str, float]:
@@ -58,55 +60,137 @@ class Outcome:
                 table[cause] = table.get(cause, 0.0) + seconds / total
         return table
 
-    @cached_property
-    def _spent(self) -> Mapping[str, float]:
-        """Stage, or "wait: cause" -> seconds per step, each GPU's weighted with what the bound says they are worth."""
-        table: dict[str, float] = {}
-        for (pool, stage, cause), seconds in self.result.seconds.items():
-            name = f"wait: {cause}" if stage == "wait" else "generate" if stage == "lend" else stage
-            table[name] = table.get(name, 0.0) + self.bound.pool_weights[pool] * seconds / self._steps
-        return table
+    @property
+    def settled(self) -> bool:
+        """Its steps come to rest; else `step_s` is an average of nothing, and it never wins."""
+        return self.result.settled
 
+    def simulated(
+        self, cluster: Cluster | None = None, disturbance: Disturbance | str | None = None, steps: int | None = None
+    ) -> float:
+        """Seconds per step with other durations or a disturbance (a role: one rank of it is slower); quick, as in
+        `evaluate`."""
+        spec, cluster = self.costing.spec(self.candidate), cluster or self.costing.cluster(self.candidate)
+        real = len(cluster.ranks)
+        spec, cluster = waves(spec, cluster, WAVES)
+        if isinstance(disturbance, str):
+            last = (cluster.trainers if disturbance == "trainer" else cluster.rollouts)[-1].rank
+            together = real / len(cluster.ranks) if disturbance == "rollout" else 1.0  # trainers wait for the slowest
+            disturbance = Disturbance(stragglers={last: 1 + (SLOW_RANK - 1) / together})
+        return steady(spec, cluster, steps, QUICK_STEPS, disturbance).step_s
+
+    @cached_property
+    def _quick_s(self) -> float:
+        return self.simulated()
+
+    @cached_property
+    def jitter_s(self) -> float:
+        """Seconds per step when every duration varies by 5%."""
+        return self._scaled(self.simulated(None, JITTER, steps=JITTER_STEPS))
+
+    @cached_property
+    def slow_rank_s(self) -> float:
+        """Seconds per step when one rank is 15% slower: the mean over the ranks that it may be."""
+        trainers, rollouts = self.candidate.trainers, self.candidate.rollouts
+        total = trainers * self.simulated(None, "trainer")
+        total += rollouts * self.simulated(None, "rollout") if rollouts else 0.0
+        return self._scaled(total / (trainers + rollouts))
+
+    def _scaled(self, seconds: float) -> float:
+        """A quick figure, by what separates quick and exact ones without a disturbance."""
+        return seconds * self.step_s / self._quick_s
+
+    @cached_property
+    def robust_s(self) -> float:
+        """Seconds per step of a cluster that is not perfect: the mean of those with jitter and with one slow rank."""
+        return (self.jitter_s + self.slow_rank_s) / 2
+
+    def slower_generation_s(self, factor: float) -> float:
+        """Seconds per step when denoising takes `factor` times as long as assumed."""
+        cluster = self.costing.cluster(self.candidate)
+        ranks = tuple(replace(rank, step_seconds=factor * rank.step_seconds) for rank in cluster.ranks)
+        return self._scaled(self.simulated(replace(cluster, ranks=ranks)))
+
+    @cached_property
     def limits(self) -> list[dict[str, Any]]:
         """What separates the step from the bound: (cause, seconds per step), the largest first; they sum to the gap.
 
-        The weighted seconds of all GPUs are the step; the bound is the work at its values. What a stage takes beyond
-        its value is its excess: of training, what is repeated and what communication adds are named apart.
+        Causes are switched off one after the other, and each is what the simulated step then loses. What is left when
+        all are off is waiting (start of a step, uneven parts) and, by the bound of the ranks' roles, placement.
         """
-        limits = {name: s for name, s in self._spent.items() if name not in _EXCESS}
-        busy = dict.fromkeys(self.bound.pool_weights, 0)
-        for name, _ in self.costing.placed(self.candidate):
-            busy[name] += 1
-        unused = ((p.count - busy[p.name]) * self.bound.pool_weights[p.name] for p in self.costing.hardware.pools)
-        limits["idle GPUs"] = self.step_s * sum(unused)
-        for stage, units in self.costing.work_units().items():
-            limits[_EXCESS[stage]] = self._spent.get(stage, 0.0) - units * self.bound.stage_values[stage]
-        for cause, seconds in self._training().items():
-            limits[cause] = seconds
-            limits[_EXCESS["train"]] -= seconds
-        limits["switches, work of other steps"] = self.step_s - self.bound_s - sum(limits.values())
-        ordered = sorted(limits.items(), key=lambda item: -abs(item[1]))
+        found, before = {}, self._quick_s
+        for cause, cluster in self._freed():
+            after = self.simulated(cluster)
+            found[cause], before = before - after, after
+        roles = self.costing.bound_of_roles(self.candidate)
+        found["waiting"] = before - roles + self.step_s - self._quick_s
+        found["placement"] = roles - self.bound_s
+        ordered = sorted(found.items(), key=lambda item: -abs(item[1]))
         return [{"cause": cause, "seconds": seconds} for cause, seconds in ordered if abs(seconds) > 1e-9]
 
-    def _training(self) -> dict[str, float]:
-        """Recomputation and communication inside the trainers' spans."""
-        costing, candidate = self.costing, self.candidate
-        cluster, spec = costing.cluster(candidate), costing.spec(candidate)
-        table = {"recomputation": 0.0, "communication": 0.0}
-        for rank in {rank.pool: rank for rank in cluster.trainers}.values():
-            pool = costing.hardware.pool(rank.pool)
-            spent = self.result.seconds.get((rank.pool, "train", ""), 0.0)
-            spent *= self.bound.pool_weights[rank.pool] / self._steps
-            plain = costing.costs.cell_seconds(pool, candidate.spec.task_size, candidate.spec.tsp_batch, Recompute())
-            block = rank.cell_seconds * spec.tsp_batch + cluster.micro_batch_seconds
-            table["recomputation"] += spent * (rank.cell_seconds - plain) * spec.tsp_batch / block
-            table["communication"] += spent * cluster.micro_batch_seconds / block
-        return table
+    def _freed(self) -> Iterator[tuple[str, Cluster]]:
+        """(cause, the cluster without it and those before)."""
+        costing, spec, costs = self.costing, self.candidate.spec, self.costing.costs
+        cluster, size, work = costing.cluster(self.candidate), spec.task_size, costing.work
+        units = costing.seconds_per_unit()
+        pools = {pool.name: pool for pool in costing.hardware.pools}
+
+        def ranks(change: Callable[[Rank], dict[str, Any]]) -> tuple[Rank, ...]:
+            return tuple(replace(rank, **change(rank)) for rank in cluster.ranks)
+
+        def best(stage: str, rank: Rank) -> float:
+            return size * (units[stage][rank.pool] or 0.0)
+
+        free = dict.fromkeys(("publish_seconds", "snapshot_seconds", "deliver_seconds", "move_seconds"), 0.0)
+        cluster = replace(cluster, ranks=ranks(lambda rank: {"adopt_seconds": 0.0}), **free)  # type: ignore[arg-type]
+        yield "publication, transfers, CPU scorers", cluster
+        alone = ranks(lambda rank: {"step_seconds": costs.step_seconds(pools[rank.pool], size)})
+        cluster = replace(cluster, ranks=alone, micro_batch_seconds=0.0, reduce_seconds=0.0)
+        yield "communication", cluster
+        cluster = replace(cluster, optimizer_seconds=0.0, switch_seconds=0.0)
+        yield "optimizer, switches", cluster
+
+        def kept(rank: Rank) -> dict[str, float]:
+            plain = costs.cell_seconds(pools[rank.pool], size, spec.tsp_batch, Recompute())
+            return {"cell_seconds": plain if rank.role == "trainer" else 0.0}
+
+        cluster = replace(cluster, ranks=ranks(kept))
+        yield "recomputation", cluster
+
+        def batched(rank: Rank) -> dict[str, float]:
+            cell = best("train", rank) if rank.role == "trainer" else 0.0
+            return {"cell_seconds": cell, "step_seconds": best("generate", rank) / work.steps}
+
+        cluster = replace(cluster, ranks=ranks(batched))
+        yield "batch sizes, launches", cluster
+        spent = {pool: s for (pool, stage, _), s in self.result.seconds.items() if stage == "encode"}
+        paid = {rank.pool: rank.encode_seconds for rank in cluster.ranks}
+        times = sum(seconds / paid[pool] for pool, seconds in spent.items() if paid[pool]) / self.result.steps
+        once = min(1.0, work.prompts / times) if times else 1.0
+
+        def resident(rank: Rank) -> dict[str, float]:
+            return {
+                "encode_seconds": once * (units["encode"][rank.pool] or 0.0),
+                "decode_seconds": best("decode", rank),
+            }
+
+        cluster = replace(cluster, ranks=ranks(resident))
+        yield "encoders: residence, repetition", cluster
 
 
-def evaluate(costing: Costing, candidate: Candidate, bound: Bound, exact: bool = False, trace: bool = False) -> Outcome:
-    """Simulate `candidate`. Quick: one on-policy step. Exact: two, and six of asynchronous ones, which overlap."""
-    steps = (2 + 4 * candidate.spec.async_steps) if exact else (1 + 2 * candidate.spec.async_steps)
-    cluster = costing.cluster(candidate)
-    result = simulate(costing.spec(candidate), cluster, steps, trace=trace)
-    return Outcome(costing, candidate, result, bound)
+def evaluate(
+    costing: Costing,
+    candidate: Candidate,
+    bound: Bound,
+    exact: bool = False,
+    trace: bool = False,
+    steps: int | None = None,
+) -> Outcome:
+    """Simulate `candidate` until its step no longer changes (or `steps` RL steps). Quick: what equal ranks do at once
+    is one event; exact: every rank by itself."""
+    spec, cluster = costing.spec(candidate), costing.cluster(candidate)
+    if not exact:
+        spec, cluster = waves(spec, cluster, WAVES)
+    return Outcome(
+        costing, candidate, steady(spec, cluster, steps, MOST_STEPS if exact else QUICK_STEPS, trace=trace), bound
+    )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from digenrl.recompute import AUTO, Recompute
 from digenrl.simulate.candidate import Candidate
 from digenrl.simulate.outcome import Outcome
 from digenrl.simulate.planner import Plan
+
+SLOWER = 1.2
+"""Denoising against what is assumed, in the plan's question about it."""
+NEAR_DUPLICATE = 0.01
+"""Relative difference of steps below which two candidates of one schedule are shown as one."""
 
 
 def overrides(outcome: Outcome) -> list[str]:
@@ -53,10 +59,16 @@ def row(outcome: Outcome) -> dict[str, Any]:
         "samples_per_s": outcome.costing.work.samples / outcome.step_s,
         "bound_step_s": outcome.bound_s,
         "efficiency": outcome.efficiency,
+        "settled": outcome.settled,
+        "simulated_steps": len(outcome.result.step_ends),
+        "jitter_step_s": outcome.jitter_s,
+        "slow_rank_step_s": outcome.slow_rank_s,
+        "robust_step_s": outcome.robust_s,
+        "messages": list(outcome.result.messages),
         "memory_gib": memory_by_role(outcome),
         "recompute": {pool: kept.config for pool, kept in recomputed(outcome).items()},
         "bubble": outcome.bubble,
-        "limits": outcome.limits(),
+        "limits": outcome.limits,
     }
 
 
@@ -90,9 +102,9 @@ def chosen(plan: Plan, asynchronous: bool) -> list[Outcome]:
     return [outcome for outcome in plan.outcomes if asynchronous or outcome.candidate.spec.async_steps == 0]
 
 
-def as_json(plan: Plan, asked: Outcome | None, asynchronous: bool, rl_steps: int) -> dict[str, Any]:
+def as_json(plan: Plan, asked: Outcome | None, asynchronous: bool, booking: Booking) -> dict[str, Any]:
     """plan.json: the ranked candidates, what the configuration itself `asked` for (`misfits`: why memory forbids it),
-    and what a reader needs to recompute the bound."""
+    what the run costs, and what a reader needs to recompute the bound."""
     costing = plan.costing
     best = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
     ranked = chosen(plan, asynchronous)
@@ -103,35 +115,117 @@ def as_json(plan: Plan, asked: Outcome | None, asynchronous: bool, rl_steps: int
         "pools": {pool.name: pool.count for pool in costing.hardware.pools},
         "work": costing.work_units(),
         "seconds_per_unit": costing.seconds_per_unit(),
+        "sources": costing.sources(),
+        "sensitivity": sensitivity(plan, asynchronous),
         "bound_step_s": plan.bound_s,
-        "gpu_hours": ranked[0].step_s * rl_steps * costing.hardware.gpus / 3600 if ranked else None,
-        "rl_steps": rl_steps,
+        "gpu_hours": booking.gpu_hours(ranked[0]),
+        "hours": booking.hours(ranked[0]),
+        "price": booking.price(ranked[0]),
+        "rl_steps": booking.rl_steps,
         "simulated": plan.simulated,
     }
 
 
-def table(plan: Plan, asynchronous: bool, rl_steps: int, show: int) -> list[str]:
-    """The best candidates, a line each; those that differ in nothing that shows are one."""
+@dataclass(frozen=True)
+class Booking:
+    """How long the run is, and what a GPU costs."""
+
+    rl_steps: int
+    price_per_gpu_hour: float | None = None
+    evaluations: int = 0
+    evaluation_prompts: int = 0
+    evaluation_samples: int = 0
+
+    def hours(self, outcome: Outcome) -> float:
+        """Of the whole run, its evaluations included."""
+        costing, trainers = outcome.costing, outcome.candidate.trainers
+        once = costing.evaluation_seconds(self.evaluation_prompts, max(1, self.evaluation_samples), trainers)
+        return (self.rl_steps * outcome.step_s + self.evaluations * once) / 3600
+
+    def gpu_hours(self, outcome: Outcome) -> float:
+        """All GPUs of the profile are booked."""
+        return self.hours(outcome) * outcome.costing.hardware.gpus
+
+    def price(self, outcome: Outcome) -> float | None:
+        """In the currency of the price; None where none is given."""
+        return None if self.price_per_gpu_hour is None else self.gpu_hours(outcome) * self.price_per_gpu_hour
+
+
+def sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
+    """What the plan would be if denoising took 20% longer than assumed: the winner's step, and who would win."""
+    ranked = chosen(plan, asynchronous)
+    seconds = {outcome.candidate: outcome.slower_generation_s(SLOWER) for outcome in ranked}
+    best = min(ranked, key=lambda outcome: seconds[outcome.candidate])
+    return {
+        "factor": SLOWER,
+        "step_s": seconds[ranked[0].candidate],
+        "best": _seat(best),
+        "best_step_s": seconds[best.candidate],
+    }
+
+
+def _seat(outcome: Outcome) -> str:
+    candidate = outcome.candidate
+    return f"{candidate.name} {candidate.trainers}+{candidate.rollouts}"
+
+
+def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
+    """What to book and what it costs."""
+    winner = chosen(plan, asynchronous)[0]
+    gpus = ", ".join(f"{pool.count} x {pool.gpu}" for pool in plan.costing.hardware.pools)
+    price = booking.price(winner)
+    money = "" if price is None else f", {price:,.0f} at {booking.price_per_gpu_hour:g} a GPU-hour"
+    lines = [
+        f"Book {gpus} for {booking.hours(winner):.1f} hours ({booking.rl_steps} RL steps and {booking.evaluations} "
+        f"evaluations): {booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
+        f"Run {_seat(winner)}: {winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if durations vary by 5%, "
+        f"{winner.slow_rank_s:.2f} s if one rank is 15% slower.",
+    ]
+    found = sensitivity(plan, asynchronous)
+    other = (
+        "" if found["best"] == _seat(winner) else f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
+    )
+    lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")
+    words: dict[str, list[str]] = {}
+    for stage, by_pool in plan.costing.sources().items():
+        for source in sorted(set(by_pool.values())):
+            where = [pool for pool, word in by_pool.items() if word == source]
+            words.setdefault(source, []).append(
+                stage if len(where) == len(by_pool) else f"{stage} on {'+'.join(where)}"
+            )
+    lines.append(
+        "Speeds: " + "; ".join(f"{source}: {', '.join(names)}" for source, names in sorted(words.items())) + "."
+    )
+    return lines + [f"In the simulation {message}" for message in winner.result.messages]
+
+
+def table(plan: Plan, asynchronous: bool, booking: Booking, show: int, asked: Outcome | None = None) -> list[str]:
+    """The best candidates, a line each, without near-duplicates, and what is configured."""
     lines = [
         f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>13}{'GiB T/R':>13}{'s/step':>10}"
-        f"{'samples/s':>11}{'of bound':>10}{'GPU-hours':>11}  waiting; also"
+        f"{'jitter':>9}{'slow rank':>11}{'of bound':>10}{'GPU-hours':>11}  waiting; also"
     ]
+    shown: dict[tuple[str, str], list[float]] = {}
     for outcome in chosen(plan, asynchronous):
-        candidate, memory = outcome.candidate, memory_by_role(outcome)
-        gib = f"{memory['trainer']:.1f}/" + (f"{memory['rollout']:.1f}" if "rollout" in memory else "-")
-        waits = sorted(outcome.bubble.items(), key=lambda item: -item[1])
-        bubble = ", ".join(f"{cause} {100 * share:.1f}%" for cause, share in waits if share >= 0.001)
-        hours = outcome.step_s * rl_steps * outcome.costing.hardware.gpus / 3600
-        rate = outcome.costing.work.samples / outcome.step_s
-        line = (
-            f"{candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"
-            f"{candidate.spec.task_size:>4}{candidate.spec.tsp_batch:>4}{candidate.spec.gap:>4}"
-            f"{repeats(outcome):>13}{gib:>13}{outcome.step_s:>10.2f}{rate:>11.3f}"
-            f"{outcome.efficiency:>10.3f}{hours:>11.0f}  {bubble or 'none'}{_also(candidate)}"
-        )
-        if line not in lines and len(lines) <= show:
-            lines.append(line)
-    return lines
+        near = shown.setdefault((outcome.candidate.name, outcome.candidate.sharding), [])
+        if len(lines) <= show and all(abs(outcome.step_s / other - 1) > NEAR_DUPLICATE for other in near):
+            near.append(outcome.step_s)
+            lines.append(_line(outcome, booking))
+    return lines if asked is None else [*lines, _line(asked, booking, "as configured")]
+
+
+def _line(outcome: Outcome, booking: Booking, name: str | None = None) -> str:
+    candidate, memory = outcome.candidate, memory_by_role(outcome)
+    gib = f"{memory['trainer']:.1f}/" + (f"{memory['rollout']:.1f}" if "rollout" in memory else "-")
+    waits = sorted(outcome.bubble.items(), key=lambda item: -item[1])
+    bubble = ", ".join(f"{cause} {100 * share:.1f}%" for cause, share in waits if share >= 0.001)
+    settled = "" if outcome.settled else "; does not settle"
+    return (
+        f"{name or candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"
+        f"{candidate.spec.task_size:>4}{candidate.spec.tsp_batch:>4}{candidate.spec.gap:>4}"
+        f"{repeats(outcome):>13}{gib:>13}{outcome.step_s:>10.2f}{outcome.jitter_s:>9.2f}{outcome.slow_rank_s:>11.2f}"
+        f"{outcome.efficiency:>10.3f}{booking.gpu_hours(outcome):>11.0f}  {bubble or 'none'}{_also(candidate)}{settled}"
+    )
 
 
 def _also(candidate: Candidate) -> str:
@@ -153,7 +247,7 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
     ranked = chosen(plan, asynchronous)
     winner = ranked[0]
     colocated = plan.best("colocated")
-    limits = [limit for limit in winner.limits() if limit["seconds"] > 0][:3]
+    limits = [limit for limit in winner.limits if limit["seconds"] > 0][:3]
     causes = ", ".join(f"{limit['cause']} {limit['seconds']:.2f} s" for limit in limits) or "nothing"
     if winner.candidate.rollouts == 0:
         others = [outcome for outcome in ranked if outcome.candidate.rollouts]
@@ -162,9 +256,9 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
     elif colocated is None:
         why = "Disaggregated, because no colocated run fits into memory."
     else:
-        why = (
-            f"Disaggregated: {colocated.step_s / winner.step_s:.2f}x the best colocated run ({colocated.step_s:.2f} s)."
-        )
+        ratio = colocated.step_s / winner.step_s
+        why = f"Disaggregated: {ratio:.2f}x the best colocated run ({colocated.step_s:.2f} s)"
+        why += "." if ratio >= 1 else f", {colocated.robust_s / winner.robust_s:.2f}x with jitter or a slow rank."
     idle = plan.costing.hardware.gpus - winner.candidate.trainers - winner.candidate.rollouts
     return [
         f"{winner.step_s:.2f} s per step, {100 * winner.efficiency:.1f}% of the bound ({plan.bound_s:.2f} s); "

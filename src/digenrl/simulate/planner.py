@@ -16,11 +16,12 @@ from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.outcome import Outcome, evaluate
 
-PROMISING = 6
-"""Disaggregated candidates of the lowest floors that are simulated, of each kind; half for steps of many samples."""
-MANY_SAMPLES = 600
-"""From here on simulating a step takes tenths of a second, so fewer are, and the neighbourhood of 2 of each kind, not
-of 4, is searched."""
+PROMISING = (1, 2)
+"""Disaggregated candidates of the lowest floors that are simulated, of each kind: on-policy, asynchronous."""
+NEAR = 2
+"""Candidates of each kind whose neighbourhood is searched."""
+FINALISTS = 2
+"""Of each kind, simulated rank by rank."""
 ROUNDS = 2
 """The neighbourhood of the best is searched so often."""
 
@@ -31,7 +32,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Outcomes, best first, and the best of each kind."""
+    """Outcomes, best first (by the robust step; what does not settle last), and the best of each kind."""
 
     costing: Costing
     bound: Bound
@@ -52,14 +53,16 @@ class Plan:
         return next((outcome for outcome in self.outcomes if tests[kind](outcome.candidate)), None)
 
 
-def make_plan(costing: Costing) -> Plan:
+def make_plan(costing: Costing, steps: int | None = None) -> Plan:
     """Search for the fastest way to run `costing`.
+
+    Args:
+        steps: RL steps of each finalist's simulation; None = until its step no longer changes.
 
     Raises:
         PlanError: no candidate fits; says what is missing where.
     """
     bound = costing.bound()
-    fine = 2 if costing.work.samples > MANY_SAMPLES else 4
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
@@ -78,17 +81,17 @@ def make_plan(costing: Costing) -> Plan:
     for coarse in (_colocated(costing), *(_promising(costing, _disaggregated(costing, steps)) for steps in (0, 1))):
         best = tried(coarse)
         for _ in range(ROUNDS):
-            around = [near for outcome in best[:fine] for near in _neighbours(costing, outcome.candidate)]
+            around = [near for outcome in best[:NEAR] for near in _neighbours(costing, outcome.candidate)]
             better = tried([*(outcome.candidate for outcome in best), *around])
             improved = bool(better) and better[0].step_s < best[0].step_s * 0.999
             best = better
             if not improved:
                 break
-        for outcome in best[:5]:
-            finalists[outcome.candidate] = evaluate(costing, outcome.candidate, bound, exact=True)
+        for outcome in best[:FINALISTS]:
+            finalists[outcome.candidate] = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
     if not seen:
         raise PlanError(_why_nothing(costing))
-    ranked = tuple(sorted(finalists.values(), key=lambda outcome: outcome.step_s))
+    ranked = tuple(sorted(finalists.values(), key=lambda outcome: (not outcome.settled, outcome.robust_s)))
     return Plan(costing, bound, ranked, len(seen))
 
 
@@ -223,8 +226,7 @@ def _promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candid
     for candidate in ranked:
         size = 0 if candidate.spec.async_steps else candidate.spec.task_size
         kinds.setdefault((candidate.spec.tag, candidate.first, size), []).append(candidate)
-    keep = PROMISING // 2 if costing.work.samples > MANY_SAMPLES else PROMISING
-    return [candidate for kind in kinds.values() for candidate in kind[:keep]]
+    return [candidate for kind in kinds.values() for candidate in kind[: PROMISING[kind[0].spec.async_steps]]]
 
 
 def _around_balance(costing: Costing, base: Candidate) -> set[int]:
@@ -284,7 +286,7 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
             yield candidate.but(shares=not candidate.shares)
         return
     nodes = candidate.trainers // 8 * 8
-    for trainers in sorted({candidate.trainers + offset for offset in (-3, -2, -1, 1, 2, 3)} | {nodes, nodes + 8}):
+    for trainers in sorted({candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {nodes, nodes + 8}):
         near = candidate.but(trainers=trainers, rollouts=gpus - trainers)
         if trainers != candidate.trainers and 1 <= trainers < gpus and _allowed(costing, near):
             yield from _held(costing, near)

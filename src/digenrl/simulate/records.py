@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from digenrl.record.spans import Span
 from digenrl.schedule.staleness import Ledger
+
+TOLERANCE = 0.002
+"""Relative difference of two windows that are taken for equal."""
+MOST_STEPS = 30
+"""A schedule that has not settled after so many RL steps does not settle."""
 
 
 @dataclass(eq=False)
@@ -30,8 +35,12 @@ class Simulated:
     step_ends: tuple[float, ...]
     """Virtual second at which each RL step was published."""
     spans: tuple[Span, ...]
+    first: int
+    """The step whose end begins the window that `step_s` and `seconds` are about; -1: the run's beginning."""
+    settled: bool
+    """The window is steady: longer simulations give the same seconds per step."""
     seconds: Mapping[tuple[str, str, str], float]
-    """(pool, stage, cause or "") -> seconds summed over ranks, without the first step where there are more."""
+    """(pool, stage, cause or "") -> seconds summed over ranks, in the window."""
     made: tuple[tuple[int, int, int, int], ...]
     """(step, task, rank, version) of every finished task."""
     trained: tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -43,8 +52,24 @@ class Simulated:
     messages: tuple[str, ...]
 
     @property
+    def steps(self) -> int:
+        """RL steps of the window."""
+        return len(self.step_ends) - 1 - self.first
+
+    @property
     def step_s(self) -> float:
-        """Mean seconds per RL step, without the first (which has no predecessor to overlap with)."""
-        if len(self.step_ends) == 1:
-            return self.step_ends[0]
-        return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+        """Mean seconds per RL step in the window."""
+        return (self.step_ends[-1] - (self.step_ends[self.first] if self.first >= 0 else 0.0)) / self.steps
+
+
+def settled_from(ends: Sequence[float], least: float) -> int | None:
+    """The step whose end begins a steady window, or None: a window at the end whose mean step is that of the equally
+    long one before it, and not below `least`, what no endless run can beat (a buffer that is still being emptied)."""
+    width = min(MOST_STEPS // 3, (len(ends) - 1) // 2)
+    if width < 1:
+        return None
+    last, before, first = ends[-1], ends[-1 - width], ends[-1 - 2 * width]
+    mean = (last - before) / width
+    if abs(mean - (before - first) / width) > TOLERANCE * mean or mean < (1 - TOLERANCE) * least:
+        return None
+    return len(ends) - 1 - 2 * width

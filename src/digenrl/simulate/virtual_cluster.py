@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from digenrl.schedule import ScheduleSpec
+
+FEW_TASKS = 200
+FEW_RANKS = 64
+"""So many are simulated one by one without waiting for it."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,11 @@ class Rank:
     """Forward and backward of one (task, trained step), inside a block of K steps. Trainers only."""
     adopt_seconds: float = 0.0
     """Taking over a published version. Rollout ranks only."""
+
+    def at(self, speed: float, number: int) -> Rank:
+        """Rank `number`, like this one but so many times as fast."""
+        names = ("step_seconds", "encode_seconds", "decode_seconds", "score_seconds", "cell_seconds")
+        return replace(self, rank=number, **{name: getattr(self, name) / speed for name in names})
 
     def task_seconds(self, denoise_steps: int) -> float:
         """One task from noise to reward, conditioning cached."""
@@ -59,6 +71,8 @@ class Cluster:
     """A suspended task on its way to another rank."""
     switch_seconds: float = 0.0
     """One switch of a trainer between training and generation."""
+    useful: float = 1.0
+    """Share of a group's samples that is trained."""
     lends_between_updates: bool = False
     """A copy of the published weights is kept, so trainers may lend after the first update of a batch."""
     static_claims: bool = False
@@ -77,6 +91,32 @@ class Cluster:
             raise ValueError("allocation.trainers = 0: nobody would learn; use at least 1.")
         if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))):
             raise ValueError(f"ranks must be numbered 0 .. {len(self.ranks) - 1} in order.")
+
+
+def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSpec, Cluster]:
+    """The same run with one rank for every w equal ones and one task for every w of a group, so that what w ranks do
+    at once is one event. w divides a group's tasks, leaves at least `fewest` ranks, and is no larger than brings a step
+    to `FEW_TASKS` on `FEW_RANKS`; a rank that stands for more or fewer is as much faster or slower. Exact where w
+    divides the numbers of equal ranks.
+    """
+    divisors = [n for n in range(1, spec.tasks_per_group + 1) if spec.tasks_per_group % n == 0]
+    allowed = [n for n in divisors if n == 1 or len(cluster.ranks) >= n * fewest]
+    events = max(spec.tasks / FEW_TASKS, len(cluster.ranks) / FEW_RANKS)
+    width = next((n for n in allowed if n >= events), allowed[-1])
+    if width == 1:
+        return spec, cluster
+    runs = [list(run) for _, run in itertools.groupby(cluster.ranks, key=lambda rank: replace(rank, rank=0))]
+    numbers = [max(1, round(len(run) / width)) for run in runs]
+    training = sum(number for run, number in zip(runs, numbers, strict=True) if run[0].role == "trainer") * width
+    ranks: list[Rank] = []
+    shares: list[float] = []
+    for run, number in zip(runs, numbers, strict=True):
+        trains = run[0].role == "trainer"  # equal parts ask for trainers of one speed
+        speed = len(cluster.trainers) / training if trains and not spec.shares else len(run) / (number * width)
+        ranks += [run[0].at(speed, len(ranks) + extra) for extra in range(number)]
+        shares += [spec.shares[run[0].rank] * speed] * number if trains and spec.shares else []
+    smaller = replace(spec, group_size=spec.group_size // width, shares=tuple(shares))
+    return smaller, replace(cluster, ranks=tuple(ranks))
 
 
 @dataclass(frozen=True)

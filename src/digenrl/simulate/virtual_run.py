@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,10 +19,14 @@ from digenrl.schedule.order import group_version, later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, Record, SchedulePolicy
 from digenrl.schedule.ranks import Roles
 from digenrl.schedule.staleness import Ledger, check_staleness
-from digenrl.schedule.timesteps import cells_of
+from digenrl.schedule.timesteps import cells_of, without
+from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.generation import Generation, Worker
-from digenrl.simulate.records import Simulated, Unit
+from digenrl.simulate.records import MOST_STEPS, Simulated, Unit, settled_from
 from digenrl.simulate.virtual_cluster import Cluster, Disturbance
+
+ENDLESS = 1 << 30
+"""Number of the last RL step of a run that has none."""
 
 
 class DeadlockError(RuntimeError):
@@ -44,25 +49,72 @@ def simulate(
     Raises:
         DeadlockError: the schedule came to a halt (a defect; the property tests look for it).
     """
-    return _VirtualRun(spec, cluster, steps, disturbance or Disturbance(), trace, record).run()
+    run = _VirtualRun(spec, cluster, steps - 1, disturbance or Disturbance(), trace, record)
+    return run.until(lambda ends: (0 if steps > 1 else -1) if len(ends) == steps else None)
+
+
+def steady(
+    spec: ScheduleSpec,
+    cluster: Cluster,
+    steps: int | None = None,
+    most: int = MOST_STEPS,
+    disturbance: Disturbance | None = None,
+    trace: bool = False,
+) -> Simulated:
+    """An endless run in virtual time, watched until its seconds per step no longer change.
+
+    Args:
+        most: give up after so many RL steps, unsettled.
+        steps: watch so many RL steps (at least 2) and take the later half; None = as few as show that the run has
+            settled. What asynchronous steps begin with, a buffer, must be empty or full for good.
+    """
+    run = _VirtualRun(spec, cluster, ENDLESS, disturbance or Disturbance(), trace, None)
+    least = floor_seconds(spec, cluster)
+    fewest = 3 + 2 * spec.tag + 4 * spec.async_steps
+
+    def steady_from(ends: list[float]) -> int | None:
+        """As `settled_from`, since lending last switched itself off."""
+        found = settled_from(ends[run.changed :], least)
+        return None if found is None else run.changed + found
+
+    def window(ends: list[float]) -> int | None:
+        if steps is not None:
+            return (steps - 1) // 2 if len(ends) == steps else None
+        watched = len(ends) - run.changed
+        if len(ends) < fewest or watched < 3 or watched % 2 == 0:
+            return None
+        return len(ends) // 2 if len(ends) >= most else steady_from(ends)
+
+    result = run.until(window)
+    return replace(result, settled=disturbance is not None or steady_from(list(result.step_ends)) is not None)
 
 
 def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[float, ...]:
     """Seconds of training `fragment` on each trainer, from the placement that the runtime uses. Collectives hold
     sharded ranks together, so there every micro-batch takes as long as its slowest rank. A replica computes what it
     owns."""
-    trainers, common = cluster.trainers, cluster.micro_batch_seconds
+    trainers, common, rows_kept = cluster.trainers, cluster.micro_batch_seconds, 1.0
     placement = place(spec, len(trainers), fragment)
-    if cluster.lockstep:
-        rows = [
-            [rank.cell_seconds * sum(len(block.steps) for block in micro) for micro in own]
-            for rank, own in zip(trainers, placement, strict=True)
-        ]
-        return (sum(max(column) + common for column in zip(*rows, strict=True)),) * len(trainers)
-    return tuple(
-        rank.cell_seconds * cells_of(spec, len(trainers), False, rank.rank, fragment) + common * sum(map(bool, own))
+    if spec.task_size == 1:
+        placement = without(placement, _useless(spec, cluster.useful, fragment))
+    else:
+        rows_kept = cluster.useful  # of each task, some rows
+    rows = [
+        [rank.cell_seconds * rows_kept * sum(len(block.steps) for block in micro) for micro in own]
         for rank, own in zip(trainers, placement, strict=True)
-    )
+    ]
+    if cluster.lockstep:
+        longest = [max(column) for column in zip(*rows, strict=True)]
+        return (sum(seconds + common for seconds in longest if seconds),) * len(trainers)
+    return tuple(sum(seconds + common for seconds in own if seconds) for own in rows)
+
+
+def _useless(spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]) -> frozenset[tuple[int, int]]:
+    """Tasks (group, part) of one sample that have no gradient: as many of each group as `useful` leaves, drawn anew for
+    each group but not for each step."""
+    tasks = spec.tasks_per_group
+    count = tasks - round(tasks * useful)
+    return frozenset((g, part) for g in fragment for part in random.Random(g).sample(range(tasks), count))
 
 
 class _VirtualRun:
@@ -70,18 +122,17 @@ class _VirtualRun:
         self,
         spec: ScheduleSpec,
         cluster: Cluster,
-        steps: int,
+        last_step: int,
         disturbance: Disturbance,
         trace: bool,
         record: Record | None,
     ) -> None:
         spec = replace(spec, handoff=spec.handoff and bool(cluster.rollouts))  # colocated ranks keep their tasks
-        self.spec, self.cluster, self.steps, self.disturbance, self.trace = spec, cluster, steps, disturbance, trace
+        self.spec, self.cluster, self.disturbance, self.trace = spec, cluster, disturbance, trace
         self._random = disturbance.generator()
         self._events: list[tuple[float, int, int, str, Any]] = []
         self._sequence, self.now = 0, 0.0
-        self.spans: list[Span] = []
-        self.seconds: dict[tuple[str, str, str], float] = {}
+        self.spans: list[tuple[int, str, float, float, int, Mapping[str, Any]]] = []
         self._roles = {rank.rank: rank.role for rank in cluster.ranks}
         roles = Roles(
             len(cluster.trainers),
@@ -90,7 +141,7 @@ class _VirtualRun:
             split=cluster.static_claims,
             keeps_copy=cluster.lends_between_updates,
         )
-        self.plan: Callable[[int], Sequence[Task]] = functools.cache(lambda version: queue(spec, version, steps - 1))
+        self.plan: Callable[[int], Sequence[Task]] = functools.cache(lambda version: queue(spec, version, last_step))
         self.policy = SchedulePolicy(spec, roles, self.plan, record)
         self.gen = Generation(
             spec, cluster, self.policy, self.plan, self._factor, self._post, self._span, self._fragment_waits
@@ -115,7 +166,20 @@ class _VirtualRun:
         self.trained: list[tuple[int, int, tuple[int, ...]]] = []
         self.ledger, self.staleness = Ledger(), 0
         self.messages: list[str] = []
+        self.changed = 0
+        """The first RL step with the present behaviour: lending may have switched itself off."""
         self._bubbles: list[Unit] = []
+        self._handlers: dict[str, Callable[[Any], None]] = {
+            "boundary": self._on_boundary,
+            "finish": self._on_finish,
+            "deliver": self._on_deliver,
+            "fail": self._on_fail,
+            "notice": self._on_notice,
+            "visible": self._on_visible,
+            "bubble": self._on_bubble,
+            "trained": self._on_trained,
+            "update": self._on_update,
+        }
         self._done_at: dict[int, float] = {}
         """When ranks of a unit that generates together had nothing more to do."""
 
@@ -130,37 +194,51 @@ class _VirtualRun:
         heapq.heappush(self._events, (time, late, self._sequence, kind, payload))
 
     def _span(self, rank: int, stage: str, start: float, end: float, step: int, args: Mapping[str, Any]) -> None:
-        if end <= start:
-            return
-        if self.step_ends or self.steps == 1:
-            key = (self.gen.workers[rank].rank.pool, stage, str(args.get("cause", "")))
-            inside = max(0.0, end - max(start, self.step_ends[0] if self.step_ends else 0.0))
-            self.seconds[key] = self.seconds.get(key, 0.0) + inside
-        if self.trace:
-            self.spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args)))
+        if end > start:
+            self.spans.append((rank, stage, start, end, step, args))
 
-    def run(self) -> Simulated:
+    def until(self, window: Callable[[list[float]], int | None]) -> Simulated:
+        """Run until `window`, given the ends of the steps, says where the window begins that counts."""
         self._begin_update()
         for time, rank in self.disturbance.failures:
             self._post(time, "fail", rank)
         for worker in self.gen.generators:
             if worker.rank.role == "rollout":
                 self._next_task(worker)
-        while len(self.step_ends) < self.steps:
+        first = None
+        while first is None:
             if not self._events:
                 raise DeadlockError(self._situation())
+            done = len(self.step_ends)
             self.now, _, _, kind, payload = heapq.heappop(self._events)
-            getattr(self, f"_on_{kind}")(payload)
+            self._handlers[kind](payload)
+            if len(self.step_ends) > done:
+                first = window(self.step_ends)
+                if first is None:
+                    self._begin_update()
         for worker in self.gen.workers:  # what is under way counts up to here
             if worker.claim is not None and not worker.dead:
                 self.gen.record(worker, self.now)
             self.gen.end_idle(worker, self.now)
         self.ledger.check()
+        spans: list[Span] = []
+        for rank, stage, start, end, step, args in self.spans if self.trace else ():
+            spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args)))
         made, trained = tuple(self.gen.made), tuple(self.trained)
         return Simulated(
-            tuple(self.step_ends), tuple(self.spans), self.seconds, made, trained, self.staleness, self.gen.moves,
-            self.ledger, tuple(self.messages),
+            tuple(self.step_ends), tuple(spans), first, True, self._seconds(first), made, trained, self.staleness,
+            self.gen.moves, self.ledger, tuple(self.messages),
         )  # fmt: skip
+
+    def _seconds(self, first: int) -> dict[tuple[str, str, str], float]:
+        """(pool, stage, cause) -> seconds between the end of step `first` and now."""
+        begin = self.step_ends[first] if first >= 0 else 0.0
+        table: dict[tuple[str, str, str], float] = {}
+        for rank, stage, start, end, _, args in self.spans:
+            if end > begin:
+                key = (self.gen.workers[rank].rank.pool, stage, str(args.get("cause", "")))
+                table[key] = table.get(key, 0.0) + min(end, self.now) - max(start, begin)
+        return table
 
     def _situation(self) -> str:
         units, groups = sorted({unit.state for unit in self.units}), len(self.completed.get(self.version, []))
@@ -183,11 +261,15 @@ class _VirtualRun:
         if cause is not None:
             self.gen.idle(worker, self.now, cause)
 
-    def _wake(self) -> None:
-        """Work came back: every idle rank looks again, the fastest first; colocated trainers too."""
-        for worker in sorted(self.gen.generators, key=lambda w: w.rank.step_seconds):
+    def _wake(self, cause: str | None = None) -> None:
+        """Work came back, or a rank is free that others had left tasks to: every rank that is idle (for `cause`) looks
+        again, the fastest first; colocated trainers too."""
+        idle = [w for w in self.gen.generators if w.idle_since is not None and cause in (None, w.idle_cause)]
+        for worker in sorted(idle, key=lambda w: w.rank.step_seconds):
             if worker.rank.role == "rollout" and worker.idle_since is not None:
                 self._next_task(worker)
+                if cause is not None and worker.idle_since is not None:
+                    break  # what the fastest leaves to others, slower ones leave too
         if self.gen.colocated:
             for unit in self.units:
                 if unit.state == "idle":
@@ -212,8 +294,7 @@ class _VirtualRun:
         self.ledger.issue(task.step, task.group, task.samples, part)
         self._post(self.now + self.cluster.deliver_seconds, "deliver", (task.step, task.group))
         self._free(worker)
-        if any(w.idle_since is not None for w in self.gen.generators):
-            self._wake()
+        self._wake("tail")
 
     def _free(self, worker: Worker) -> None:
         unit = self.unit_of.get(worker.rank.rank)
@@ -405,6 +486,7 @@ class _VirtualRun:
                 message = self.policy.step_ended(unit.ranks[0], self.now)
                 if message:
                     self.messages.append(message)
+                    self.changed = len(self.step_ends) + 1
             self.step_ends.append(self.now)
             self.completed.pop(self.version, None)
             self.version += 1
@@ -413,5 +495,5 @@ class _VirtualRun:
             for rank in self.cluster.trainers:
                 self.gen.workers[rank.rank].held = self.version
             self._post(self.now + self.cluster.publish_seconds, "visible", self.version)
-        if len(self.step_ends) < self.steps:  # what comes after the last step's end is not the run's
+        else:
             self._begin_update()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from typing import Any
 
@@ -58,12 +58,24 @@ class Workload:
     """Two forwards per velocity (classifier-free guidance)."""
     lora_rank: int | None
     """None = all weights are trained."""
+    trained_samples: int | None = None
+    """Samples of a group that can have a gradient, where no others are trained; None = all."""
     lora_targets: str = "attn_ff"
     """attn | attn_ff."""
     reference: bool = False
     """A forward of the reference model per trained cell (kl_weight > 0)."""
     ema: bool = False
     rewards: tuple[str, ...] = ()
+    heldout: tuple[str, ...] = ()
+    """Rewards that only evaluation asks for."""
+    evaluated: int = 0
+    """Samples that a trainer makes at once when it evaluates; 0 = it never does."""
+    engine: str = "eager"
+    """How the network runs: a key of `gpus.ENGINES`."""
+    fused_attention: bool = False
+    """Its attention is a kernel written for the GPU."""
+    passes_apart: bool = False
+    """The forwards of classifier-free guidance run one after the other (published rows); else as one batch."""
     storage_bytes: int = 2
     """Of one stored latent element."""
 
@@ -81,7 +93,7 @@ class Workload:
             tsp_shard=True,
         )
 
-    @property
+    @cached_property
     def sizes(self) -> Mapping[str, Any]:
         """The model's entry in facts.json."""
         entry: Mapping[str, Any] = facts()["models"][self.model]
@@ -113,14 +125,30 @@ class Workload:
         return 2 if self.guidance else 1
 
     @property
+    def launches(self) -> int:
+        """Forwards that are launched per velocity."""
+        return self.passes if self.passes_apart else 1
+
+    @property
+    def block_bytes(self) -> float:
+        """Of one [tokens, hidden] in 16 bit, text included where it goes through the blocks."""
+        joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
+        return 2.0 * float(self.sizes["hidden"]) * (self.tokens + joint)
+
+    @property
     def samples(self) -> int:
         """Samples of one RL step."""
         return self.prompts * self.group_size
 
     @property
+    def useful(self) -> float:
+        """Share of the samples that are trained."""
+        return 1.0 if self.trained_samples is None else self.trained_samples / self.group_size
+
+    @property
     def cells(self) -> int:
-        """Trained (sample, step) cells of one RL step."""
-        return self.samples * self.trained_steps
+        """Trained cells of an RL step."""
+        return self.prompts * (self.trained_samples or self.group_size) * self.trained_steps
 
     @property
     def trained_parameters(self) -> int:

@@ -49,7 +49,7 @@ from digenrl.strategy.stream import FragmentStream, Inbox
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
-from digenrl.transport.weights import publish
+from digenrl.transport.weights import attest, publish, take_part
 from digenrl.types import StepGivenUp
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class DisaggregatedStrategy(DDPStrategy):
         last_step: index of the final RL step (max_rl_steps - 1).
         sharding: how trainers hold the model: ddp (replicas), hsdp or fsdp.
         shard_group: trainers that hold one copy of the weights under hsdp.
+        unequal: replicas stand on GPUs of several kinds.
         split_claims: divide every queue equally beforehand instead of claiming (what published colocated loops do).
         expected: (stage, rank) -> seconds, as `SchedulePolicy.expected` takes them: what the hardware profile says.
         record_bytes: of this rank's spans, and of its decisions; more are left out.
@@ -85,6 +86,7 @@ class DisaggregatedStrategy(DDPStrategy):
         last_step: int,
         sharding: str = "ddp",
         shard_group: int = 1,
+        unequal: bool = False,
         split_claims: bool = False,
         expected: Mapping[tuple[str, int], float] | None = None,
         record_bytes: float = math.inf,
@@ -94,6 +96,7 @@ class DisaggregatedStrategy(DDPStrategy):
         super().__init__(cluster_environment=RoleEnvironment(world), checkpoint_io=checkpoint_io, timeout=timeout)
         self.world, self.session, self.spec, self.engine = world, session, spec, engine
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
+        self._unequal = unequal and sharding == "ddp"
         self._expected, self._record_bytes = expected or {}, record_bytes
         self._sampler, self._last_step = sampler, last_step
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
@@ -106,6 +109,8 @@ class DisaggregatedStrategy(DDPStrategy):
         self.current: dict[str, Tensor] = {}
         """Weights of `version`, kept for the same."""
         self._first_step = 0
+        self._agreed = 0
+        """Decisions that sharded trainers have taken together."""
         self._accumulating = False
 
     # ---- hooks for researchers: thin calls into schedule/
@@ -237,13 +242,18 @@ class DisaggregatedStrategy(DDPStrategy):
             trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop, self.run_rollouts)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
 
-    def configure_ddp(self) -> None:
-        """Replicas need no wrapper: `gradients.average` reduces once per update. Otherwise FSDP2 shards in place."""
+    def model_to_device(self) -> None:
+        """Weights that are to be sharded are sharded first, and read or moved in parts: no rank ever holds all."""
         if self.sharding != "ddp" and self.world.is_trainer:
             device = self.root_device.type
             shard.shard(
                 self.engine.policy, shard.mesh_of(self.sharding, self.world.trainers, self._shard_group, device)
             )
+            self.engine.policy.fill(self.root_device)
+        super().model_to_device()
+
+    def configure_ddp(self) -> None:
+        """Replicas need no wrapper: `gradients.average` reduces once per update. FSDP2 has sharded in place."""
 
     @property
     def learner(self) -> Learner:
@@ -270,11 +280,16 @@ class DisaggregatedStrategy(DDPStrategy):
         return self.updates_done == 0 or self.engine.policy.lora is not None
 
     def _agree(self, choice: int) -> int:
-        """Trainer 0's `choice`, on every trainer."""
-        tensor = torch.tensor(choice, device=self.root_device)
-        with self._turn_of_others():
-            dist.broadcast(tensor, src=0)
-        return int(tensor)
+        """Trainer 0's `choice`, on every trainer. It travels over the store: trainer 0 may decide after longer than a
+        collective may last. Each decision is followed by collectives, so the one before the last has been read."""
+        self._agreed += 1
+        key = f"agreed/{self._agreed}"
+        if not self.is_global_zero:
+            with self._turn_of_others():
+                return int(self.control.wait_for(key, "trainer 0 to decide what all do next"))
+        self.control.set(key, str(choice))
+        self.control.delete(f"agreed/{self._agreed - 2}")
+        return choice
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         with self._turn_of_others():
@@ -328,32 +343,58 @@ class DisaggregatedStrategy(DDPStrategy):
     # ---- weights and life cycle
 
     def publish(self, version: int, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Make the current weights (or `tensors`) version `version` and send them to every rollout rank.
+        """Make the current weights (or `tensors`) version `version` and send them to every rollout rank. Of the
+        trainers, number 0 alone holds what is sent.
 
         Raises:
             WeightsError: replicated trainers disagree about their weights.
         """
         with self.spans.span("publish", version=version) as facts:
             self.shares.tell()
+            if self._unequal:
+                gradients.follow_first(self._trained().values(), self.world.trainers)
             source = tensors if tensors is not None else self.learner.rollout_parameters()
-            ranks: Sequence[int] = ()
+            like = self.engine.policy.generating_parameters()
+            replicas = 1 if self.sharding == "fsdp" else self.world.trainers
+            agree = partial(self._agree_on_digest, version, replicas)
             if self.is_global_zero:
                 note_version(self.control, version)
-                ranks = self.control.survivors(self.world.rollout_ranks)
-            made = publish(version, source, self.link, ranks, partial(self._agree_on_digest, version))
-            facts["digest"] = made.digest
-            self.published.keep(made.tensors)
-            self.shares.fix(version)
-            if self.spec.async_steps:
-                self.previous, self.current = self.current or None, dict(made.tensors)
-            if self.is_global_zero:
+                made = publish(version, source, self.link, self._routes(version), agree, like, there=version == 0)
+                facts["digest"] = made.digest
+                if self.spec.async_steps:
+                    self.previous, self.current = self.current or None, dict(made.tensors)
                 append_event(self.session.run_dir, "publish", {"version": version, "digest": made.digest})
                 self.runner.claims.forget(version)
+            elif replicas == 1:
+                take_part(source)
+            else:
+                facts["digest"] = attest(source, like)
+                agree(facts["digest"])
+            if not self.is_global_zero:
+                self.previous = None  # a checkpoint gave it to all
+            self.published.keep(source)
+            self.shares.fix(version)
         self.version = version
 
-    def _agree_on_digest(self, version: int, digest: str) -> None:
+    def _agree_on_digest(self, version: int, replicas: int, digest: str) -> None:
         with self._turn_of_others():
-            gradients.assert_equal_digests(digest, self.world.trainers, version)
+            gradients.assert_equal_digests(digest, replicas, version)
+
+    def _routes(self, version: int) -> dict[int, list[int]]:
+        """Rollout rank that gets `version` from here -> ranks of its node to which it passes it on. The weights that a
+        run begins with are not sent, so nobody waits for the addresses of rollouts that are still loading."""
+        ranks = self.control.survivors(self.world.rollout_ranks)
+        if self.session.watched or version == 0:
+            return {rank: [] for rank in ranks}
+        routes: dict[int, list[int]] = {}
+        first: dict[str, int] = {}
+        for rank in ranks:
+            host = self.control.wait_for(f"address/{rank}", f"the address of rank {rank}").rpartition(":")[0]
+            if host != self.session.host and host in first:
+                routes[first[host]].append(rank)
+            else:
+                first[host], routes[rank] = rank, []
+        return routes
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Publish the version that training starts from (and, for an exact asynchronous resume, the one before)."""

@@ -37,12 +37,12 @@ class PublishedCopy:
         whole = sum(parameter.numel() for parameter in policy.transformer.parameters())
         adapter = sum(parameter.numel() for parameter in self._parameters.values()) < whole
         self.kept = spec.tag and spec.updates_per_batch > 1 and sharding == "ddp" and adapter
-        self._tensors: Mapping[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors` are the version from now on."""
+        """The values of `tensors` are the version from now on."""
         if self.kept:
-            self._tensors = tensors
+            self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     @contextmanager
     def in_use(self, learner: Learner, updates_done: int) -> Iterator[None]:

@@ -40,7 +40,7 @@ class Hooks:
     published: Callable[[int], AbstractContextManager[None]]
     """updates done -> inside, the model holds the published weights."""
     agree: Callable[[int], int]
-    """Trainer 0's number, on every trainer: a collective."""
+    """Trainer 0's number, on every trainer."""
     versions: Callable[[], tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor]]]
     """Weights of the version before, where they are kept, and of the present one."""
 
@@ -210,5 +210,5 @@ class Lending:
             if receiver is None:
                 receiver = self._control.survivors(self._world.rollout_ranks)[0]
             for number, tensors in ((version - 1, before), (version, present)):
-                publish(number, tensors, self._link, [receiver], agree=lambda digest: None)
+                publish(number, tensors, self._link, {receiver: ()}, agree=lambda digest: None)
         self._recalled = waiting

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -46,15 +47,17 @@ def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> Devic
 
 
 def shard(policy: Policy, mesh: DeviceMesh) -> None:
-    """Shard the transformer in place, block by block, then the rest of it.
+    """Shard the transformer and its frozen copy in place, block by block, then the rest of each.
 
     The rest is resharded after each forward as well: otherwise it would stay whole between a forward under
     `policy.reference()` or `no_grad` and the next one, and `trained_parameters()` would name other tensors meanwhile.
+    A copy whose blocks had no common root would stay whole altogether.
     """
     precision = mixed_precision(policy)
     for unit in policy.wrap_units():
         fully_shard(unit, mesh=mesh, mp_policy=precision)
-    fully_shard(policy.transformer, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+    for network in policy.networks():
+        fully_shard(network, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
 
 
 def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
@@ -91,9 +94,14 @@ def synchronise_gradients(policy: Policy, on: bool) -> None:
 
 
 def full_state(module: LightningModule) -> dict[str, Any]:
-    """The module's state dict with whole CPU tensors; a collective when parameters are sharded."""
+    """The module's state dict with whole tensors on the CPU: a collective when parameters are sharded, of which rank 0
+    alone keeps the result."""
     state = module.state_dict()
-    return {name: value.full_tensor().cpu() if isinstance(value, DTensor) else value for name, value in state.items()}
+    for name in [name for name, value in state.items() if isinstance(value, DTensor)]:
+        whole = state.pop(name).full_tensor()
+        if dist.get_rank() == 0:
+            state[name] = whole.cpu()
+    return dict(state)
 
 
 @torch.no_grad()

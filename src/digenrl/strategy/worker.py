@@ -81,9 +81,10 @@ class TaskRunner:
     # ---- claims
 
     def see(self) -> None:
-        """Show the policy what every rank does now."""
+        """Show the policy what every other rank does now. While some are still starting, nothing is known of any."""
         for rank, work in work_of(self._control, range(self._world.size)).items():
-            self.policy.saw_rank(rank, work)
+            if rank != self._world.rank:
+                self.policy.saw_rank(rank, work)
 
     def left(self, version: int) -> int:
         """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody has finished. Sharded
@@ -250,7 +251,7 @@ class RolloutWorker:
         self._parameters = model.trained_parameters()
         self._control, self._link, self._spans = control, link, spans
         self._interrupt: Interrupt | None = self._between_steps if runner.policy.spec.handoff else None
-        self._arrivals = Arrivals(model.trainer_parameters())
+        self._arrivals = Arrivals(self._parameters)
         self._weights: deque[Version] = deque()
         self._suspended: deque[Suspended] = deque()
         self._waits = 0

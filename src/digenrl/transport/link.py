@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
@@ -33,6 +34,8 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreLost
 from digenrl.transport.wire import Buffers, Message, WireError, decode, encode
 
+RELAY = "relay"
+"""Key of a message's meta: ranks to which the receiver's link passes it on, whatever the receiver does meanwhile."""
 _BUFFER = 4 << 20
 _VECTOR = 1024
 """Buffers that one system call takes (IOV_MAX of Linux)."""
@@ -184,8 +187,10 @@ class SocketLink:
 
         try:
             while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
-                self._inbox.put(decode(read, MAX_MESSAGE_BYTES))
-        except (OSError, EOFError, WireError) as error:
+                message = decode(read, MAX_MESSAGE_BYTES)
+                self._pass_on(message)
+                self._inbox.put(message)
+        except (OSError, EOFError, WireError, Aborted) as error:
             # A dead peer is the launcher's to judge; a broken message is ours.
             if isinstance(error, WireError) and not self._closing.is_set():
                 self._inbox.put(error)
@@ -194,6 +199,13 @@ class SocketLink:
         if not (self._watched or self._closing.is_set() or self._finished() or self._goes_on_without(peer)):
             cause = f"rank {peer} ended before the run did: its connection to rank {self._rank} closed."
             self._inbox.put(ConnectionError(cause))
+
+    def _pass_on(self, message: Message) -> None:
+        """Send a message on to the other ranks of this node: it crosses the network once."""
+        further = message.meta.get(RELAY, ())
+        onward = replace(message, meta={key: value for key, value in message.meta.items() if key != RELAY})
+        for peer in further:
+            self.send(int(peer), onward)
 
 
 def _purpose(rank: int) -> str:

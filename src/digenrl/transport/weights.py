@@ -2,10 +2,14 @@
 
     trainer 0                                          rollout rank
     publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add, until the digest has come and matches  -->  adopt
+                                                       (one rank of a node passes each message on inside it: the link)
+    other trainers: attest (replicas) or take_part (shards); they hold no copy
 
-Version v = the weights after v logical batches. LoRA runs send the adapter alone. A version travels in buckets of
-consecutive parameters, so that copying, hashing, sending and checking overlap. The last message carries the digest;
-without it nothing is adopted. Both sides first compare a digest of names, shapes and dtypes (`table`).
+Version v = the weights after v logical batches. LoRA runs send the adapter alone, and every run sends the dtypes that
+rollouts hold: 16 bit where they compute in it. Of the weights that a run begins with only the digest travels: rollouts
+have them. A version travels in buckets of consecutive parameters, so that copying, hashing, sending and checking
+overlap. The last message carries the digest; without it nothing is adopted. Both sides first compare a digest of names,
+shapes and dtypes (`table`).
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from digenrl.transport.link import Link
+from digenrl.transport.link import RELAY, Link
 from digenrl.transport.wire import Kind, Message, tensor_bytes
 
 _BUCKET_BYTES = 4 << 20
 _MOST_BUCKETS = 32
 """Of a version: fewer than a link queues for a peer, so that a slow peer does not hold up the trainer."""
+_PIECE_BYTES = 16 << 20
+"""Of a parameter, that `attest` looks at at once."""
 _ALIGNMENT = 64
 """Of a tensor within its bucket, as torch allocates: kernels then take the same path on every rank."""
 
@@ -66,58 +72,114 @@ def table(parameters: Mapping[str, Tensor]) -> str:
 
 
 def buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
-    """Which parameters travel together; a function of what `table` covers."""
-    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
-    full = max(_BUCKET_BYTES, -(-total // _MOST_BUCKETS))
+    """Which parameters travel together; a function of what `table` covers.
+
+    A bucket is filled up to a power of two, in which torch hands out pinned memory: the next version finds the blocks
+    of the one before.
+    """
+    sizes = {name: _padded(parameter.numel() * parameter.element_size()) for name, parameter in parameters.items()}
+    full = max(_BUCKET_BYTES, 1 << (-(-2 * sum(sizes.values()) // _MOST_BUCKETS) - 1).bit_length())
     plan = [Bucket()]
-    for name, parameter in parameters.items():
-        if plan[-1].size >= full:
+    for name, size in sizes.items():
+        if plan[-1].size and plan[-1].size + size > full:
             plan.append(Bucket())
         plan[-1].starts[name] = plan[-1].size
-        size = parameter.numel() * parameter.element_size()
-        plan[-1].size += -(-size // _ALIGNMENT) * _ALIGNMENT
+        plan[-1].size += size
     return plan
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """All of a parameter: a collective where it is sharded."""
+    parameter = parameter.detach()
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()
 def publish(
-    number: int, parameters: Mapping[str, Tensor], link: Link, ranks: Sequence[int], agree: Callable[[str], None]
+    number: int,
+    parameters: Mapping[str, Tensor],
+    link: Link,
+    routes: Mapping[int, Sequence[int]],
+    agree: Callable[[str], None],
+    like: Mapping[str, Tensor] | None = None,
+    there: bool = False,
 ) -> Version:
-    """Copy `parameters` and send them to `ranks` as version `number`. When it returns, the copy is complete, and later
-    optimizer steps cannot change it, however slow the link.
+    """Copy `parameters` and send them as version `number`. When it returns, the copy is complete, and later optimizer
+    steps cannot change it, however slow the link.
 
-    With sharded parameters this is a collective: every trainer calls it, one of them with `ranks`.
+    With sharded parameters this is a collective: every other trainer calls `attest`.
 
     Args:
+        routes: rank that gets the version from here -> ranks to which it passes it on.
         agree: called with the digest before the version becomes valid; raises if another trainer has another one.
+        like: tensors with the dtypes that travel; None = those of `parameters`.
+        there: the ranks hold these weights already, as at the beginning of a run: the digest alone is sent.
     """
-    known, plan = table(parameters), buckets(parameters)
+    like = parameters if like is None else like
+    known, plan = table(like), buckets(like)
     tensors: dict[str, Tensor] = {}
     digests: list[str] = []
     for index, bucket in enumerate(plan):
         pin = any(parameters[name].is_cuda for name in bucket.starts)
         data = torch.empty(bucket.size, dtype=torch.uint8, pin_memory=pin)
-        views = bucket.views(data, parameters)
+        views = bucket.views(data, like)
         for name, view in views.items():
-            parameter = parameters[name].detach()
-            view.copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+            view.copy_(_whole(parameters[name]))
             end = bucket.starts[name] + view.numel() * view.element_size()
-            data[end : -(-end // _ALIGNMENT) * _ALIGNMENT] = 0
-        message = Message(Kind.WEIGHTS, {"version": number, "table": known, "bucket": index}, {"data": data})
-        for rank in ranks:
-            link.send(rank, message)
+            data[end : _padded(end)] = 0
+        if not there:
+            _send(link, routes, {"version": number, "table": known, "bucket": index}, {"data": data})
         digests.append(xxhash.xxh3_64_hexdigest(tensor_bytes(data)))
         tensors |= views
     digest = _combined(digests)
     agree(digest)
-    for rank in ranks:
-        link.send(rank, Message(Kind.WEIGHTS, {"version": number, "table": known, "digest": digest}))
+    _send(link, routes, {"version": number, "table": known, "digest": digest})
     return Version(number, digest, tensors)
 
 
+@torch.no_grad()
+def attest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
+    """The digest that `publish` gives these parameters, of which no copy is kept: a piece is looked at at a time. With
+    sharded parameters it is a collective, as `publish` is."""
+    digests = []
+    for bucket in buckets(like):
+        state, zeros = xxhash.xxh3_64(), bytes(_ALIGNMENT)
+        for name in bucket.starts:
+            flat, dtype = _whole(parameters[name]).reshape(-1), like[name].dtype
+            for piece in flat.split(max(1, _PIECE_BYTES // dtype.itemsize)):
+                state.update(tensor_bytes(piece.to("cpu", dtype)))
+            size = flat.numel() * dtype.itemsize
+            state.update(zeros[: _padded(size) - size])
+        digests.append(state.hexdigest())
+    return _combined(digests)
+
+
+@torch.no_grad()
+def take_part(parameters: Mapping[str, Tensor]) -> None:
+    """This rank's part of the gathers of a `publish` elsewhere, and nothing more."""
+    for bucket in buckets(parameters):
+        for name in bucket.starts:
+            _whole(parameters[name])
+
+
+def _send(
+    link: Link,
+    routes: Mapping[int, Sequence[int]],
+    meta: Mapping[str, object],
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
+    for rank, further in routes.items():
+        relay = {RELAY: list(further)} if further else {}
+        link.send(rank, Message(Kind.WEIGHTS, {**meta, **relay}, tensors or {}))
+
+
 class Arrivals:
-    """Collects the messages of a version until it is complete. `parameters` are as the sender holds them (only shapes
-    and dtypes count). A link keeps the order of a sender's messages: buckets come in order, the digest last."""
+    """Collects the messages of a version until it is complete. `parameters` are this rank's own. A link keeps the order
+    of a sender's messages: buckets come in order, the digest last; alone, it is that of weights which are there."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters, self._table, self._plan = parameters, table(parameters), buckets(parameters)
@@ -144,6 +206,13 @@ class Arrivals:
             self._arrived.append(message)
             return None
         arrived, self._arrived = self._arrived, []
+        if not arrived:
+            if (own := attest(self._parameters, self._parameters)) != announced:
+                raise WeightsError(
+                    f"this rank begins with other weights ({own}) than the trainers ({announced}): give all ranks the "
+                    "same model.path, configuration, seed and versions of torch and diffusers."
+                )
+            return Version(number, announced, {})
         digest = _combined(
             [part.digest or xxhash.xxh3_64_hexdigest(tensor_bytes(part.tensors["data"])) for part in arrived]
         )
@@ -157,13 +226,14 @@ class Arrivals:
 
 @torch.no_grad()
 def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
-    """Set `parameters` to this version, in their own dtypes. In CPU memory the arrived bytes are used, not copied."""
-    for name, parameter in parameters.items():
-        value = version.tensors[name]
+    """Set `parameters` to this version, in their own dtypes. In CPU memory the arrived bytes are used, not copied; a
+    version without tensors is there already."""
+    for name, value in version.tensors.items():
+        parameter = parameters[name]
         if (parameter.device, parameter.dtype) == (value.device, value.dtype) and parameter.is_contiguous():
             parameter.data = value
         else:
-            parameter.copy_(value)
+            parameter.copy_(value, non_blocking=True)  # from pinned memory, copies queue up behind each other
 
 
 def _combined(digests: Sequence[str]) -> str:

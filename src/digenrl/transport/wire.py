@@ -130,8 +130,9 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
     layout = _layout(names, take(_ROW.size * count), max_bytes)
     hasher = xxhash.xxh3_64() if kind == Kind.WEIGHTS else None
     tensors: dict[str, Tensor] = {}
+    pin = kind == Kind.WEIGHTS and torch.cuda.is_available()  # on their way to the GPU
     for name, (dtype, shape) in zip(names, layout, strict=True):
-        tensors[name] = torch.empty(shape, dtype=dtype)
+        tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=pin)
         raw = tensor_bytes(tensors[name])
         piece = _PIECE if hasher is not None else max(1, len(raw))
         for start in range(0, len(raw), piece):

@@ -1,0 +1,138 @@
+"""The device that a benchmark measures: everything that differs between a GPU and a processor, in one place.
+
+On a processor memory is not measured (None) and there are no graphs, so that the same benchmark runs on both.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from digenrl.simulate.memory import GIB
+
+
+def find() -> torch.device:
+    """The first GPU that torch sees, else the processor."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def name(device: torch.device) -> str:
+    """As its driver calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def short_name(device: torch.device) -> str:
+    """For file names: h200 of "NVIDIA H200"."""
+    words = re.sub(r"[^a-z0-9]+", "_", name(device).lower()).strip("_")
+    return words.removeprefix("nvidia_")
+
+
+def wait(device: torch.device) -> None:
+    """Until the work that was given to `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Free what nobody holds."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def capacity_gib(device: torch.device) -> float | None:
+    """Memory that the device reports."""
+    return torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
+
+
+def watch_peak(device: torch.device) -> None:
+    """Begin to look for the most memory in use."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """The most memory in use since `watch_peak`, the allocator's reserve included."""
+    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
+
+
+def full(error: BaseException) -> bool:
+    """Whether `error` says that the device's memory did not suffice."""
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def pinned(device: torch.device) -> bool:
+    """Whether copies to `device` gain from page-locked memory."""
+    return device.type == "cuda"
+
+
+PATIENCE_S = {"cuda": 4.0, "cpu": 0.1}
+"""What the calls of one measurement may take together."""
+
+
+def seconds(call: Callable[[], Any], device: torch.device, most: int = 7) -> float:
+    """Median seconds of `call`, after one that is not counted; as often as patience allows, at least once."""
+    call()
+    wait(device)
+    taken: list[float] = []
+    while not taken or (len(taken) < most and sum(taken) + taken[-1] < PATIENCE_S[device.type]):
+        began = time.perf_counter()
+        call()
+        wait(device)
+        taken.append(time.perf_counter() - began)
+    return median(taken)
+
+
+class Graphed:
+    """`call(*tensors)` as a CUDA graph: captured once, replayed with new values in the same places.
+
+    Raises:
+        RuntimeError: the call waits for the processor (a copy from unpinned memory, `.item()`).
+    """
+
+    def __init__(self, call: Callable[..., Tensor], device: torch.device, *inputs: Any) -> None:
+        self._inputs = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):  # what is made once (handles, autotuning) must not be captured
+            for _ in range(3):
+                call(*self._inputs)
+        torch.cuda.current_stream(device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._output = call(*self._inputs)
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """The call's value for `inputs`, shaped as those of the capture."""
+        tree_map(lambda place, new: place.copy_(new) if isinstance(place, Tensor) else None, self._inputs, inputs)
+        self._graph.replay()
+        return self._output.clone()
+
+
+def matmul_tflops(device: torch.device, side: int) -> float:
+    """TFLOP/s of a square bf16 product of random numbers (fp32 on a processor)."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    return float(2 * side**3 / seconds(lambda: left @ right, device, most=20) / 1e12)
+
+
+def copy_tb_s(device: torch.device, size: int) -> float:
+    """TB/s of a copy inside the device's memory, reads and writes counted."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source), device) / 1e12
+
+
+def host_gb_s(device: torch.device, size: int) -> float:
+    """GB/s from the processor's page-locked memory to the device."""
+    source = torch.ones(size, dtype=torch.uint8, pin_memory=pinned(device))
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    return size / seconds(lambda: target.copy_(source, non_blocking=True), device) / 1e9

@@ -1,0 +1,117 @@
+"""The project's own policies with random weights, at real or tiny sizes, made on the device: no file, no download.
+
+Inside `random_weights` the two places where a policy reads weights (one component of diffusers; a pipeline's text
+encoders) make them instead. Parameters are built on the meta device and filled where they stay, so that nothing is held
+twice; tokenizers and the scheduler's configuration are those of the tiny builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+import yaml
+from accelerate import init_empty_weights
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from benchmarks.count_facts import MODELS
+from digenrl.models import pretrained, tiny_builds
+
+TINY, REAL = "tiny", "real"
+FAMILY = {
+    "flux1_dev": "flux",
+    "wan21_14b": "wan",
+    "hunyuan_video": "hunyuan_video",
+    "qwen_image": "qwen_image",
+    "sd35_medium": "sd3",
+}
+"""Model (configs/model) -> its family's tiny build."""
+STD = 0.02
+"""Of matrices, as most transformers are initialised; vectors that scale are 1, all others 0."""
+
+
+@cache
+def _real() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("real_builds.yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
+@contextmanager
+def random_weights(model: str, size: str, device: torch.device) -> Iterator[None]:
+    """Inside, policies of `model` get random weights on `device`, of the `size` tiny or real."""
+    family = FAMILY[model]
+
+    def component(of: type[Any], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
+        with init_empty_weights(include_buffers=False):
+            if size == REAL and subfolder == "transformer":
+                made = MODELS[model]["build"](None)
+            else:
+                config = dict(of.load_config(path, subfolder=subfolder, local_files_only=True))
+                made = of.from_config(config | (_real()[family].get(subfolder, {}) if size == REAL else {}))
+        exact = tuple(getattr(made, "_keep_in_fp32_modules", None) or ())
+        return fill(made, device, dtype, exact).eval()
+
+    def pipeline(of: type[Any], path: str, torch_dtype: torch.dtype, local_files_only: bool, **given: Any) -> Any:
+        parts = dict(given)
+        for name in (name for name in pretrained.model_index(path) if name not in given):
+            if name.startswith("text_encoder"):
+                parts[name] = fill(encoder(family, name, size, path), device, torch_dtype)
+            elif name.startswith("tokenizer"):
+                parts[name] = transformers.AutoTokenizer.from_pretrained(path, subfolder=name, local_files_only=True)
+        return of(**parts)
+
+    with (
+        mock.patch.object(pretrained, "load_component", component),
+        mock.patch.object(DiffusionPipeline, "from_pretrained", classmethod(pipeline)),
+    ):
+        yield
+
+
+def encoder(family: str, name: str, size: str, path: str) -> nn.Module:
+    """A text encoder of the family's pipeline, without values."""
+    spec = tiny_builds.ENCODERS[tiny_builds.BUILDERS[family][name]]
+    cls = getattr(transformers, spec["class"])
+    config = cls.config_class.from_pretrained(path, subfolder=name, local_files_only=True).to_dict()
+    if size == REAL:
+        config = merged(config, _real()[family][name])
+    with init_empty_weights(include_buffers=False):
+        made: nn.Module = cls(cls.config_class(**config))
+    return made.eval().requires_grad_(False)
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """`old` with the values of `new`, nested ones one by one. Lists per layer follow from the new numbers."""
+    kept = {key: value for key, value in old.items() if key != "layer_types"}
+    nested = {key: merged(kept[key], value) for key, value in new.items() if isinstance(kept.get(key), dict)}
+    return kept | new | nested
+
+
+@torch.no_grad()
+def fill(module: nn.Module, device: torch.device, dtype: torch.dtype, exact: tuple[str, ...] = ()) -> nn.Module:
+    """Give every parameter values on `device`, in `dtype` (those under a name in `exact`: fp32), and move the rest."""
+    made: dict[int, nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:  # tied weights stay tied
+                full = f"{path}.{name}"
+                kept = torch.float32 if any(part in full for part in exact) else dtype
+                value = torch.empty(parameter.shape, dtype=kept, device=device)
+                if value.dim() > 1:
+                    value.normal_(std=STD)
+                else:
+                    value.fill_(1.0 if name == "weight" else 0.0)
+                made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+            owner._parameters[name] = made[id(parameter)]
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
+    return module

@@ -1,0 +1,165 @@
+"""GPUs of this machine: which one a rank takes, and whether they are those that the hardware profile promises.
+
+A process that has asked the driver about GPUs cannot fork ranks that use them. So a fork asks: what stops it would stop
+the ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from digenrl.cluster.control import Control
+from digenrl.cluster.store import StoreClient
+from digenrl.cluster.world import Session
+from digenrl.simulate.hardware import assign, parse_hardware
+
+_LEAST = 0.97
+"""Of a pool's memory that its GPU must have: drivers and firmware take a little, in different amounts."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, as torch sees it."""
+
+    name: str
+    memory_gib: float
+
+
+def index(local_rank: int) -> int:
+    """Number of this process's GPU among those that it sees. A scheduler that gives each process a GPU of its own shows
+    it that one alone."""
+    return 0 if torch.cuda.device_count() == 1 else local_rank
+
+
+def take(local_rank: int) -> int | None:
+    """Make this process's GPU the current one, before anything is built; returns its number, None on processors."""
+    if not torch.cuda.is_available():
+        return None
+    number = index(local_rank)
+    torch.cuda.set_device(number)
+    return number
+
+
+def claim(session: Session, rank: int) -> None:
+    """Tell the other ranks which GPU this one has taken, where a scheduler dealt them out.
+
+    Raises:
+        ValueError: another rank has it.
+    """
+    if not torch.cuda.is_available():
+        return
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if "MIG" in facts.name:  # slices of one GPU share its number
+        return
+    control, key = Control(StoreClient(*session.store), rank), f"gpu/{facts.uuid}"
+    if not control.compare_set(key, "", str(rank)):
+        raise ValueError(
+            f"ranks {control.get(key)} and {rank} were given one GPU ({facts.name}, {facts.uuid}): start one process "
+            "for each GPU (torchrun --nproc-per-node, srun --ntasks-per-node = --gpus-per-node), or let every process "
+            "see all GPUs of its machine."
+        )
+
+
+@lru_cache(maxsize=1)
+def found() -> tuple[Device, ...]:
+    """The GPUs that ranks forked from this process can use; () without any.
+
+    Raises:
+        ValueError: there are some, but a forked process cannot use them.
+    """
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_ask, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        answer: list[tuple[str, float]] | str = ours.recv()
+    except EOFError:
+        answer = "the process that asked the driver died"
+    process.join()
+    if isinstance(answer, str):
+        raise ValueError(
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees GPUs that forked ranks cannot use: {answer} "
+            "Where NVML does not answer or the GPU is a MIG slice, start the ranks as processes of their own "
+            "(scripts/torchrun.sh); where the driver is older than this CUDA, install the torch that fits it; or set "
+            "CUDA_VISIBLE_DEVICES= to run on processors."
+        )
+    return tuple(Device(*facts) for facts in answer)
+
+
+def _ask(pipe: Connection) -> None:
+    """Send (name, GiB) of every GPU, or what prevents it."""
+    try:
+        facts = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        pipe.send([(fact.name, fact.total_memory / 2**30) for fact in facts])
+    except Exception as error:  # whatever the driver says goes into the message
+        pipe.send(f"{' '.join(str(error).split())}.")
+
+
+def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequence[Device]) -> None:
+    """Refuse a run whose ranks cannot have the GPUs that the hardware profile gives them. Emulated GPUs need none.
+
+    Args:
+        config: settled.
+        seats: rank -> local rank of the ranks to check: all of them, or this process's own where a scheduler started
+            it.
+        processes: ranks of this machine.
+        devices: what this process sees.
+
+    Raises:
+        ValueError: too few, others than the profile's, or less memory.
+    """
+    if config.hardware.emulate:
+        return
+    pools = {name: pool.gpu for name, pool in config.hardware.pools.items() if pool.gpu != "cpu"}
+    if pools and not devices:
+        asked = ", ".join(f"{name}: {gpu}" for name, gpu in pools.items())
+        raise ValueError(
+            f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on this machine: start "
+            "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), hardware.emulate=true "
+            "(sleeps in their place), or ask `make plan`."
+        )
+    dealt = len(seats) < processes and len(devices) == 1  # every process sees a GPU of its own
+    if devices and processes > len(devices) and not dealt:
+        raise ValueError(
+            f"allocation.trainers = {config.allocation.trainers} and allocation.rollouts = "
+            f"{config.allocation.rollouts}: {processes} ranks start on this machine, which has {len(devices)} GPUs; "
+            "lower one, start the run on every machine of the profile (scripts/torchrun.sh, scripts/slurm.sbatch), or "
+            "set CUDA_VISIBLE_DEVICES= to run on processors."
+        )
+    if pools:
+        hardware = parse_hardware(config.hardware)
+        places = assign(hardware, config.allocation.trainers, config.allocation.rollouts)
+        for rank, local_rank in seats.items():
+            pool = hardware.pool(places[rank][0])
+            if pool.gpu != "cpu":
+                _compare(rank, pool.name, pool.gpu, pool.memory_gib, devices[0 if len(devices) == 1 else local_rank])
+
+
+def _compare(rank: int, pool: str, gpu: str, memory_gib: float, device: Device) -> None:
+    wanted, given = _model(gpu), _model(device.name)
+    if wanted and given and wanted != given:
+        raise ValueError(
+            f"rank {rank} belongs to pool {pool} of the hardware profile ({gpu}), but its GPU is {device.name} "
+            f"({device.memory_gib:.1f} GiB): choose the profile of this machine (configs/hardware), or set "
+            f"hardware.pools.{pool}.gpu, memory_gib and tflops to what is there."
+        )
+    if device.memory_gib < _LEAST * memory_gib:
+        raise ValueError(
+            f"rank {rank} belongs to pool {pool} of the hardware profile ({memory_gib:g} GiB), but its GPU "
+            f"{device.name} has {device.memory_gib:.1f} GiB: set "
+            f"hardware.pools.{pool}.memory_gib={int(device.memory_gib)}."
+        )
+
+
+def _model(name: str) -> str | None:
+    """The part of a GPU's name that tells its model: `NVIDIA A100-SXM4-80GB` -> `A100`; None without one."""
+    parts = re.split(r"[^A-Z0-9]+", name.upper())
+    return next((part for part in parts if re.search(r"\d", part) and not part.endswith(("GB", "GIB"))), None)

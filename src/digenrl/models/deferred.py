@@ -1,0 +1,146 @@
+"""A network that is built without memory, sharded, and only then given its values: nobody ever holds all of them.
+
+    empty: parameters on the meta device  ->  strategy: shard  ->  fill: memory for this rank's part, its rows read
+
+Every rank reads its own rows of each tensor from the checkpoint, and the page cache serves the ranks of a node: the
+file is read once, whatever their number. Adapters are drawn again as they were drawn when they were injected.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.utils import cached_file
+
+from digenrl.models import pretrained
+from digenrl.models.lora import LoraSpec, initial_factors
+
+_FILE = "diffusion_pytorch_model.safetensors"
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Inside, parameters are made on the meta device; buffers, and what modules compute when built, are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def empty(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
+    """The network that `pretrained.load_component` gives, in its dtypes, without values.
+
+    Raises:
+        CheckpointError: its configuration is not on this machine.
+    """
+    config = pretrained.component_config(component, path, subfolder)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as from_pretrained builds
+    try:
+        with _without_memory():
+            network: nn.Module = component.from_config(config)
+    finally:
+        torch.set_default_dtype(usual)
+    exact = set(getattr(network, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in [*network.named_parameters(), *_kept_buffers(network)]:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if exact & set(name.split(".")) else dtype)
+    return network.eval()
+
+
+@torch.no_grad()
+def fill(network: nn.Module, path: str, subfolder: str, lora: LoraSpec | None, device: torch.device) -> None:
+    """Give every parameter of `network` that has none memory on `device`, and this rank's part of its values.
+
+    Raises:
+        CheckpointError: the checkpoint is absent, or lacks a tensor or has it in another shape.
+    """
+    network._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    stored = _Stored(path, subfolder)
+    factors = {} if lora is None else dict(_factors(network, lora))
+    for name, parameter in [*network.named_parameters(), *_kept_buffers(network)]:
+        if name in factors:
+            _copy_rows(parameter, factors.pop(name))
+        else:
+            _copy_rows(parameter, stored.slice(name.replace(".base_layer.", "."), tuple(parameter.shape)))
+
+
+def _factors(network: nn.Module, lora: LoraSpec) -> Iterator[tuple[str, Tensor]]:
+    layers: list[tuple[str, Any]]
+    layers = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, BaseTunerLayer)]
+    sizes = [(layer.in_features, layer.out_features) for _, layer in layers]
+    for (name, layer), (a, b) in zip(layers, initial_factors(lora, sizes), strict=True):
+        yield f"{name}.lora_A.default.weight", a.to(layer.get_base_layer().weight.dtype)  # as peft does after drawing
+        yield f"{name}.lora_B.default.weight", b
+
+
+def _kept_buffers(network: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that a checkpoint holds."""
+    held = network.state_dict()
+    return [(name, buffer) for name, buffer in network.named_buffers() if name in held]
+
+
+def _copy_rows(target: Tensor, source: Any) -> None:
+    """Copy into `target`, or into its local rows if it is sharded; `source` is a tensor or a slice of a file."""
+    start, local = 0, target
+    if isinstance(target, DTensor):
+        local = target.to_local()
+        _, (start, *_) = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    if local.numel():
+        local.copy_(source[start : start + local.shape[0]] if local.dim() else source[...])
+
+
+class _Stored:
+    """Tensors of a diffusers component in safetensors, by name, of which rows are read without the rest."""
+
+    def __init__(self, path: str, subfolder: str) -> None:
+        self._path, self._subfolder = path, subfolder
+        index = cached_file(
+            path,
+            f"{_FILE}.index.json",
+            subfolder=subfolder,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        self._files: Mapping[str, str] = {} if index is None else json.loads(Path(index).read_text())["weight_map"]
+        self._open: dict[str, Any] = {}
+
+    def slice(self, name: str, shape: tuple[int, ...]) -> Any:
+        """What gives rows of one tensor when it is indexed.
+
+        Raises:
+            CheckpointError: see `fill`.
+        """
+        file = self._files.get(name, _FILE)
+        try:
+            if file not in self._open:
+                found = cached_file(self._path, file, subfolder=self._subfolder, local_files_only=True)
+                self._open[file] = safe_open(found, framework="pt")
+            rows = self._open[file].get_slice(name)
+        except Exception as error:  # OSError without the file, SafetensorError without the tensor
+            message = pretrained.missing_message(self._path, f"{self._subfolder}/{file}", f"{name}: {error}"[:200])
+            raise pretrained.CheckpointError(message) from error
+        if tuple(rows.get_shape()) != shape:
+            raise pretrained.CheckpointError(
+                f"{self._path}/{self._subfolder} has {name} in shape {tuple(rows.get_shape())}, the network takes "
+                f"{shape}: half a checkpoint, or another architecture; fetch it again with `hf download {self._path}`"
+            )
+        return rows

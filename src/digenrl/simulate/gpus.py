@@ -1,0 +1,130 @@
+"""What GPUs reach of their data sheets: figures by kind of GPU, fitted to the published rows of `published.csv`.
+
+A forward takes (products of weights / `generate` + attention / `attention`) / peak + element-wise traffic / bandwidth,
+and at least a launch floor per block (`ENGINES`). Kinds, not single GPUs, have figures: few enough that rows of other
+models, sizes and engines test them (`python -m benchmarks.calibration`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What a pool's GPUs reach; a profile's `efficiency` keys replace the figures of the GPU's kind."""
+
+    generate: float = 0.5
+    """Share of the peak that the products of weights of a forward reach."""
+    attention: float = 0.4
+    """... that PyTorch's attention reaches."""
+    fused_attention: float = 0.45
+    """... that attention kernels written for the GPU reach."""
+    train: float = 0.9
+    """Speed of forward and backward, as a part of the forward's."""
+    decode: float = 0.5
+    """Share of the memory bandwidth that the VAE reaches."""
+    score: float = 0.5
+    """Speed of the scorers, as a part of a forward's products."""
+    encode: float = 0.8
+    """Speed of the text encoders, as a part of a forward's products."""
+    network: float = 0.8
+    """Of the links' nominal bandwidth."""
+    launch_seconds: float | None = None
+    """Least seconds of a block's forward; None = the engine's."""
+    host_gb_s: float = 20.0
+    """CPU to GPU copies."""
+
+    def but(self, given: Mapping[str, Any]) -> Efficiency:
+        """With the keys of a profile."""
+        return Efficiency(**{item.name: given.get(item.name, getattr(self, item.name)) for item in fields(self)})
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a forward is run."""
+
+    launch_seconds: float
+    """Least seconds of one block's forward: what the processor needs to launch its kernels."""
+    passes: float
+    """Reads and writes of [tokens, hidden] in 16 bit per block, beside those of the products and attention."""
+
+
+ENGINES = {
+    "eager": Engine(1.2e-3, 80.0),
+    "compiled": Engine(1.2e-3, 30.0),
+    "graphs": Engine(0.1e-3, 30.0),
+    "engine": Engine(1.2e-3, 30.0),
+}
+"""Published rows give the launch floor of 512 px forwards (1.0 to 1.4 ms, eager and compiled alike) and the traffic of
+eager and compiled ones; the floor of graphs is assumed. `engine`: an inference engine."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A data sheet, and the kind of GPU."""
+
+    tflops: float
+    """Dense bf16 (with fp32 accumulation)."""
+    hbm_tb_s: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What GPUs of a kind reach, and whether published rows say so."""
+
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    published: bool = False
+
+
+KINDS = {
+    # Hopper at full power: PyTorch's attention does not use its asynchronous units, kernels written for it do.
+    "hopper": Kind(Efficiency(generate=0.60, attention=0.34, fused_attention=0.60), published=True),
+    # Hopper with a small peak, Ampere: nothing throttles the products; attention as on Ampere.
+    "h20": Kind(Efficiency(generate=0.85, attention=0.60, fused_attention=0.75), published=True),
+    "ampere": Kind(Efficiency(generate=0.70, attention=0.60, fused_attention=0.60)),
+    # Ada with a peak that its power and memory sustain, and one (L40S) with twice that on the same memory.
+    "ada": Kind(Efficiency(generate=0.85, attention=0.85, fused_attention=0.85), published=True),
+    "ada_tall": Kind(Efficiency(generate=0.62, attention=0.62, fused_attention=0.62), published=True),
+    "other": Kind(),
+}
+
+GPUS = {
+    "H20": Gpu(148, 4.0, "h20"),
+    "H200": Gpu(989, 4.8, "hopper"),
+    "H100-PCIe": Gpu(756, 2.0, "hopper"),
+    "H100": Gpu(989, 3.35, "hopper"),
+    "H800": Gpu(989, 3.35, "hopper"),
+    "GH200": Gpu(989, 4.0, "hopper"),
+    "A100": Gpu(312, 2.0, "ampere"),
+    "A800": Gpu(312, 2.0, "ampere"),
+    "A40": Gpu(150, 0.696, "ampere"),
+    "RTX-A6000": Gpu(155, 0.768, "ampere"),
+    "RTX-3090": Gpu(71, 0.936, "ampere"),
+    "L20": Gpu(119.5, 0.864, "ada"),
+    "L40S": Gpu(362, 0.864, "ada_tall"),
+    "L40": Gpu(181, 0.864, "ada"),
+    "L4": Gpu(121, 0.3, "ada"),
+    "RTX-4090D": Gpu(147, 1.0, "ada"),
+    "RTX-4090": Gpu(165, 1.0, "ada"),
+    "RTX-6000-Ada": Gpu(364, 0.96, "ada_tall"),
+    "RTX-5090": Gpu(210, 1.79, "ada"),
+    "B200": Gpu(2250, 8.0, "other"),
+}
+"""Name -> data sheet. A profile's GPU is the longest of these that its name begins with."""
+
+
+def known(name: str) -> Gpu | None:
+    """The data sheet of the GPU that a profile or a row names; None for an unknown one."""
+    normal = name.upper().replace(" ", "-").removeprefix("NVIDIA-")
+    found = [key for key in GPUS if normal.startswith(key.upper())]
+    return GPUS[max(found, key=len)] if found else None
+
+
+def kind_of(name: str) -> Kind:
+    """What the GPU of this name reaches."""
+    gpu = known(name)
+    return KINDS[gpu.kind if gpu else "other"]

@@ -1,0 +1,164 @@
+"""Policies on a GPU: ratios in bf16, graphs, masks, encoders that come and go. Tiny builds of the real classes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+
+from benchmarks import _device
+from benchmarks._policy_bench import (
+    CAPTURED,
+    COMPILED,
+    COMPILED_GRAPHS,
+    GRAPHS,
+    PROMPT,
+    Bench,
+    Build,
+    Unit,
+    build,
+    ratio,
+)
+from benchmarks._random_builds import FAMILY, TINY
+from digenrl.algorithms.grpo import HALF_RATIO_BOUND
+from digenrl.diffusion import denoise
+from digenrl.strategy.shard import mesh_of, shard
+from digenrl.transport.weights import adopt, publish
+from digenrl.types import TrainBatch
+from tests.models.tiny_policies import make, randomise_lora
+
+DEVICE = _device.find()
+
+
+def bench(model: str, how: Build) -> Bench:
+    """A tiny policy in bf16 on the GPU."""
+    return build(model, TINY, DEVICE, how, "model.dtype=bfloat16")
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+@pytest.mark.parametrize("model", FAMILY)
+def test_first_ratios_in_bf16_stay_within_their_bound(model: str, full: bool) -> None:
+    how = Build(full=full)
+    made = bench(model, how)
+    found = {k: ratio(made, Unit(model, how, "ratio", samples=2, steps=k))["deviation"] for k in (1, 2, 4)}
+    assert found[1] == 0.0, "one step in a forward has the rollout's geometry and kernels"
+    assert max(found.values()) <= HALF_RATIO_BOUND, found
+
+
+@pytest.mark.parametrize("engine", [COMPILED, GRAPHS, COMPILED_GRAPHS])
+def test_compiled_and_captured_sampling_is_replayed_within_the_bound(engine: str) -> None:
+    how = Build(compiled=engine in (COMPILED, COMPILED_GRAPHS))
+    made = bench("flux1_dev", how)
+    unit = Unit("flux1_dev", how, "ratio", engine, samples=2)
+    assert ratio(made, unit)["deviation"] <= HALF_RATIO_BOUND
+    if engine in CAPTURED:
+        state = made.start(2)
+        plain = made.advance(state).latents
+        with made.engine(unit):
+            torch.testing.assert_close(made.advance(state).latents, plain, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "hunyuan_video"])
+def test_a_prompt_without_its_padding_gives_the_same_velocity(family: str) -> None:
+    policy = make(family, dtype="bfloat16").to(DEVICE)
+    condition = policy.encode([PROMPT])
+    length = int(condition["mask"].sum())
+    assert length < condition["mask"].shape[1], "the prompt fills the text length: nothing is padded"
+    cut = {key: value[:, :length] if key in ("text", "mask") else value for key, value in condition.items()}
+    latents, sigmas = torch.randn(1, *policy.latent_shape, device=DEVICE), torch.full((1,), 0.5, device=DEVICE)
+    with torch.no_grad():
+        padded = policy.velocity(latents, sigmas, condition)
+        torch.testing.assert_close(policy.velocity(latents, sigmas, cut), padded, rtol=3e-2, atol=3e-2)
+
+
+def test_encoders_leave_the_gpu_and_a_known_prompt_does_not_bring_them_back() -> None:
+    policy = make("flux", dtype="bfloat16").to(DEVICE)
+    before = torch.cuda.memory_allocated()
+    first = policy.encode([PROMPT])
+    kept = sum(value.numel() * value.element_size() for value in first.values())
+    assert torch.cuda.memory_allocated() - before <= kept + (1 << 20)
+    torch.cuda.reset_peak_memory_stats()
+    again = policy.encode([PROMPT])
+    assert torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() <= kept + (1 << 20)
+    assert all(torch.equal(first[key], again[key]) and first[key].is_cuda for key in first)
+
+
+def test_a_version_is_copied_through_pinned_memory_and_adopted_bit_by_bit() -> None:
+    trainer, rollout = make("flux").to(DEVICE), make("flux").to(DEVICE)
+    randomise_lora(trainer.to("cpu"))
+    sent = trainer.to(DEVICE).trained_parameters()
+    nobody = None
+    version = publish(1, sent, nobody, (), lambda digest: None)  # type: ignore[arg-type]
+    assert all(tensor.is_pinned() for tensor in version.tensors.values())
+    adopt(rollout.trained_parameters(), version)
+    for name, parameter in rollout.trained_parameters().items():
+        assert parameter.is_cuda
+        assert torch.equal(parameter, sent[name]), name
+    with torch.no_grad():  # a later update of the trainer leaves the version as it was
+        next(iter(sent.values())).add_(1.0)
+    assert all(torch.equal(version.tensors[name], value.cpu()) for name, value in rollout.trained_parameters().items())
+
+
+def test_a_sharded_world_of_one_takes_two_steps_and_goes_on_from_its_saved_state(tmp_path: Path) -> None:
+    """NCCL and FSDP2: all weights, two updates, the state written and read, the third update equal to the bit."""
+    backend = "nccl" if DEVICE.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = mesh_of("fsdp", 1, 1, DEVICE.type)
+
+        def sharded() -> tuple[Bench, torch.optim.Optimizer]:
+            made = bench("flux1_dev", Build(full=True))
+            shard(made.policy, mesh)
+            return made, torch.optim.AdamW(made.policy.transformer.parameters(), lr=1e-3)
+
+        def update(made: Bench, optimizer: torch.optim.Optimizer, batch: TrainBatch) -> None:
+            made.module.training_step(batch, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        first, optimizer = sharded()
+        batch = first.cells(2, 2)
+        for _ in range(2):
+            update(first, optimizer, batch)
+        saved = dict(zip(("model", "optimizer"), get_state_dict(first.policy.transformer, optimizer), strict=True))
+        checkpoint.save(saved, checkpoint_id=tmp_path / "state")
+        second, other = sharded()
+        own = dict(zip(("model", "optimizer"), get_state_dict(second.policy.transformer, other), strict=True))
+        checkpoint.load(own, checkpoint_id=tmp_path / "state")
+        set_state_dict(
+            second.policy.transformer, other, model_state_dict=own["model"], optim_state_dict=own["optimizer"]
+        )
+        for made, chosen in ((first, optimizer), (second, other)):
+            update(made, chosen, batch)
+        after = (get_model_state_dict(made.policy.transformer) for made in (first, second))
+        for (name, one), two in zip(next(after).items(), next(after).values(), strict=True):
+            assert torch.equal(one.full_tensor(), two.full_tensor()), name
+            assert one.device.type == DEVICE.type
+    finally:
+        dist.destroy_process_group()
+
+
+def test_noise_and_transitions_are_the_processors() -> None:
+    """Sampling on the GPU starts from the same noise as on the CPU, and stays near it in fp32."""
+    condition, ends = None, {}
+    for device in ("cpu", DEVICE.type):
+        policy = make("sd3").to(device)
+        condition = policy.encode([PROMPT]) if condition is None else condition
+        key = denoise.SampleKey(0, 0, PROMPT.uid, (0, 1))
+        noise = denoise.start(key, policy.latent_shape, torch.float32, device).latents
+        moved = {name: value.to(device) for name, value in condition.items()}
+        ends[device] = denoise.ode_sample(policy, moved, noise, policy.sigma_grid(4)).cpu()
+    torch.testing.assert_close(ends[DEVICE.type], ends["cpu"], rtol=5e-2, atol=5e-2)
+
+
+def test_the_clock_waits_for_the_gpu() -> None:
+    matrix = torch.randn(4096, 4096, device=DEVICE)
+    began = time.perf_counter()
+    measured = _device.seconds(lambda: [matrix @ matrix for _ in range(20)], DEVICE, most=3)
+    assert 0 < measured < time.perf_counter() - began
+    assert measured > 20 * 2 * 4096**3 / 2e15, "faster than any GPU: the clock did not wait"

@@ -1,0 +1,121 @@
+"""What a rank of a large world holds: sharded by the project's own classes over a process group that does not exist."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from digenrl.strategy.shard import full_state, mesh_of, shard
+from digenrl.types import Prompt
+from tests.models.real_policies import real
+from tests.models.tiny_policies import make
+
+pytestmark = pytest.mark.heavy
+
+TRAINERS = 16
+REST = ("wan", "hunyuan_video", "flux", "qwen_image")
+
+
+def as_one_of_many(body: Callable[[], None], number: int = 0) -> None:
+    """Run `body` as a rank of 16, whose collectives return at once. In a fork, because a process that has sharded can
+    fork no ranks that train."""
+
+    def rank() -> None:
+        dist.init_process_group("fake", rank=number, world_size=TRAINERS, store=FakeStore())
+        body()
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "see its traceback above"
+
+
+def test_the_reference_is_sharded_again_after_its_forward() -> None:
+    def body() -> None:
+        policy = make("wan", "full", keep_reference=True)
+        shard(policy, mesh_of("fsdp", TRAINERS, 1, "cpu"))
+        condition = policy.encode([Prompt("x")])
+        with torch.no_grad(), policy.reference():
+            policy.velocity(torch.zeros(1, *policy.latent_shape), torch.ones(1), condition)
+        for network in policy.networks():
+            whole = [name for name, parameter in network.named_parameters() if not isinstance(parameter, DTensor)]
+            assert not whole, "these stay gathered between forwards"
+
+    as_one_of_many(body)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_checkpoint_is_gathered_by_the_first_rank_alone(number: int) -> None:
+    def body() -> None:
+        policy = make("wan", "full")
+        shard(policy, mesh_of("fsdp", TRAINERS, 1, "cpu"))
+        names = set(policy.transformer.state_dict())
+        found = full_state(policy.transformer)  # type: ignore[arg-type]  # any module will do
+        assert set(found) == (names if number == 0 else set())
+        assert not any(isinstance(value, DTensor) for value in found.values())
+
+    as_one_of_many(body, number)
+
+
+USUAL = {("wan", False), ("flux", True)}
+SHARDED = list(itertools.product(("wan", "hunyuan_video", "flux", "qwen_image"), (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"), [pytest.param(*case, marks=() if case in USUAL else pytest.mark.slow) for case in SHARDED]
+)
+def test_a_shard_holds_a_sixteenth(family: str, lora: bool) -> None:
+    """Within a tenth of the parameters' bytes over 16; what lies outside the blocks is sharded as well."""
+
+    def body() -> None:
+        policy = real(family, lora)
+        whole = sum(p.numel() * p.element_size() for p in policy.transformer.parameters())
+        shard(policy, mesh_of("fsdp", TRAINERS, 1, "cpu"))
+        local = 0
+        for parameter in policy.transformer.parameters():
+            assert isinstance(parameter, DTensor)
+            own = parameter.to_local()
+            local += own.numel() * own.element_size()
+        assert local <= 1.1 * whole / TRAINERS
+        wanted = torch.float32 if not lora else torch.bfloat16
+        assert next(policy.transformer.parameters()).dtype == wanted
+
+    as_one_of_many(body)
+
+
+@pytest.mark.parametrize("tune", ["lora", "full"])
+@pytest.mark.parametrize("family", ["sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+def test_every_rank_reads_its_own_rows_of_the_same_weights(family: str, tune: str) -> None:
+    """Built without memory, sharded, then filled: values, dtypes and buffers are those of the whole build, bit by bit;
+    so are the adapter and the reference."""
+
+    def body() -> None:
+        arguments = {"lora": "full" if tune == "full" else None, "dtype": "bfloat16", "keep_reference": tune == "full"}
+        whole, part = make(family, **arguments), make(family, **arguments, empty=True)
+        assert all(parameter.is_meta for parameter in part.transformer.parameters())
+        mesh = mesh_of("fsdp", TRAINERS, 1, "cpu")
+        shard(part, mesh)
+        part.fill(torch.device("cpu"))
+        for mine, theirs in zip(part.networks(), whole.networks(), strict=True):
+            wanted = dict([*theirs.named_parameters(), *theirs.named_buffers()])
+            found = dict([*mine.named_parameters(), *mine.named_buffers()])
+            assert list(found) == list(wanted)
+            for name, value in found.items():
+                expected = wanted[name]
+                assert (value.shape, value.dtype) == (expected.shape, expected.dtype), name
+                if isinstance(value, DTensor):
+                    assert value.requires_grad == expected.requires_grad
+                    rows = expected.detach().chunk(TRAINERS)
+                    own = value.to_local()
+                    number = dist.get_rank()
+                    value, expected = own, rows[number] if number < len(rows) else expected[:0]
+                assert torch.equal(value, expected), name
+
+    as_one_of_many(body, 1)

@@ -1,0 +1,138 @@
+"""Memory before anything starts: nine tenths are planned with, and what does not fit is refused with a way out."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import cache
+
+import pytest
+
+from digenrl import config as configuration
+from digenrl.config import Composed
+from digenrl.preflight import allocated, candidate_of, costing_of, sized
+from tests.models.test_experiments import PUBLISHED
+
+PROFILES = (
+    "cpu",
+    "cpu_tiny",
+    "node_8xh100",
+    "single_gpu",
+    "testbed_a",
+    "testbed_ac",
+    "testbed_b",
+    "testbed_c",
+    "unequal",
+)
+USUAL = {("hunyuanvideo_dancegrpo", "testbed_b"), ("flux1_mixgrpo", "testbed_a"), ("wan21_flowgrpo", "single_gpu")}
+USUAL |= {("qwen_image_flowgrpo", "unequal"), ("flux1_dancegrpo", "single_gpu"), ("sd35_flowgrpo", "cpu_tiny")}
+
+
+@cache
+def loaded(*words: str) -> Composed:
+    return configuration.load(list(words))
+
+
+def assert_fits(composed: Composed) -> None:
+    """At most nine tenths of every GPU are filled, by the model's own figures."""
+    config = composed.config
+    if not sized(composed):
+        return
+    costing = costing_of(composed)
+    allocation = config.allocation
+    candidate = candidate_of(config, allocation.trainers, allocation.rollouts, costing.work.trained_steps)
+    for (pool, _), use in costing.memory(candidate).items():
+        assert use.gib <= 0.9 * costing.hardware.pool(pool).memory_gib
+
+
+@pytest.mark.parametrize(
+    ("experiment", "profile"),
+    [
+        pytest.param(*pair, marks=() if pair in USUAL else pytest.mark.slow)
+        for pair in itertools.product(PUBLISHED, PROFILES)
+    ],
+)
+def test_every_experiment_runs_on_every_profile_or_says_why_not(experiment: str, profile: str) -> None:
+    """A refusal names what is needed and what there is; the change that it names makes the run fit."""
+    words = (f"experiment={experiment}", f"hardware={profile}")
+    try:
+        assert_fits(allocated(loaded(*words)))
+    except ValueError as error:
+        message = str(error)
+        assert re.search(r"needs [\d.]+ GiB of [\d.]+ GiB \(90% of [\d.]+\)", message)
+        if "no split of this profile's GPUs fits" not in message:
+            (change,) = re.findall(r": set (.*)\.$", message)
+            assert_fits(allocated(loaded(*words, *change.split())))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("experiment=wan21_flowgrpo", "hardware=testbed_b", "schedule.tsp.batch=19"),
+            r"set schedule\.tsp\.batch=1\.$",
+        ),
+        (
+            ("experiment=hunyuanvideo_dancegrpo", "hardware=testbed_b", "parallel.sharding=ddp"),
+            r"set parallel\.sharding=fsdp\.$",
+        ),
+        (
+            (
+                "experiment=flux1_flowgrpo",
+                "hardware=node_8xh100",
+                "model.gradient_checkpointing=false",
+                "schedule.tsp.batch=5",
+            ),
+            r"set (schedule\.tsp\.batch=1|model\.gradient_checkpointing=auto)\.$",
+        ),
+        (
+            (
+                "experiment=wan21_dancegrpo",
+                "hardware=testbed_b",
+                "model=wan21_14b",
+                "sampling.height=720",
+                "sampling.width=1280",
+                "sampling.frames=81",
+                "parallel.sharding=fsdp",
+            ),
+            r"trainer on b \(A100-SXM-80GB\) needs .* of 71\.1 GiB.*no split",
+        ),
+    ],
+    ids=["steps", "replicas", "kept", "720p"],
+)
+def test_a_misfit_is_refused_with_the_change_that_fits(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        allocated(loaded(*words, "allocation.trainers=8" if "h100" not in words[1] else "allocation.trainers=4"))
+
+
+def test_all_weights_are_sharded_without_being_asked() -> None:
+    """The first way that fits: replicas of a small model, a copy per node, one over all trainers."""
+    chosen = {
+        experiment: allocated(loaded(f"experiment={experiment}", f"hardware={profile}")).config.parallel.sharding
+        for experiment, profile in (
+            ("flux1_flowgrpo", "testbed_b"),
+            ("flux1_dancegrpo", "testbed_b"),
+            ("hunyuanvideo_dancegrpo", "testbed_b"),
+        )
+    }
+    assert chosen["flux1_flowgrpo"] == "ddp"
+    assert {chosen["flux1_dancegrpo"], chosen["hunyuanvideo_dancegrpo"]} <= {"hsdp", "fsdp"}
+
+
+def test_what_is_always_there_is_counted() -> None:
+    """Reward models, evaluation and encoders in use: each makes the rank that has it larger, and no other."""
+    base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
+
+    def memory(*words: str) -> dict[str, float]:
+        composed = allocated(loaded(*base, *words))
+        costing = costing_of(composed)
+        table = costing.memory(candidate_of(composed.config, 4, 4, costing.work.trained_steps))
+        return {role: use.gib for (_, role), use in table.items()}
+
+    whole, unwatched = memory(), memory("~callbacks.evaluation")
+    jpeg = memory("reward=jpeg")
+    assert unwatched["trainer"] < whole["trainer"]
+    assert unwatched["rollout"] == whole["rollout"]
+    assert whole["rollout"] - jpeg["rollout"] == pytest.approx(4 * 0.99e9 / 2**30)
+    costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100"))
+    assert whole["rollout"] > 2 * (costing.work.sizes["parameters"] + 4.7e9) / 2**30, "encoders are used on the GPU"

@@ -1,0 +1,215 @@
+"""The benchmark for a machine with a GPU, before a GPU is seen: whole at tiny size on the processor, and every family's
+forward path at real size on a CUDA device that does not exist (fake tensors: mixed devices, dtypes and shapes show)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks import real_size
+from benchmarks._policy_bench import ENGINES, PROMPT, Build, Unit, composed
+from benchmarks._random_builds import FAMILY, REAL, random_weights
+from benchmarks.count_facts import MODELS
+from digenrl import config as configuration
+from digenrl.diffusion import denoise
+from digenrl.models.policy import NEGATIVE
+from digenrl.preflight import costing_of
+from digenrl.simulate.candidate import Costing
+from digenrl.simulate.hardware import parse_hardware
+from digenrl.simulate.measured import same_gpu, with_measured
+
+pytestmark = pytest.mark.heavy
+
+
+def measured(out: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and rows of a benchmark at tiny size."""
+    code = real_size.main(["size=tiny", "samples=1", f"out={out}", *words])
+    path = out / "real_size-cpu-tiny.json"
+    return code, json.loads(path.read_text())["rows"] if path.exists() else {}
+
+
+def test_a_family_is_measured_in_slices_and_written_for_people_and_for_the_planner(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("models=qwen_image", "images=4", "engines=eager")
+    assert measured(tmp_path, *words, "budget_s=0") == (0, {})
+    assert "measurements are left: the same command goes on" in capsys.readouterr().out
+    code, rows = measured(tmp_path, *words)
+    assert code == 0
+    planned = [unit for _, units in real_size.plan("qwen_image", _given("eager")) for unit in units]
+    assert set(rows) == {unit.key for unit in planned}
+    assert not [row for row in rows.values() if "failed" in row]
+    ratios = [row["deviation"] for key, row in rows.items() if "/ratio/" in key]
+    assert len(ratios) == 2 * len(real_size.STEPS)
+    assert max(ratios) < 1e-5
+    (step,) = [row for key, row in rows.items() if "/step/" in key]
+    assert step["images"] == 4
+    assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
+    (table,) = tmp_path.glob("real_size-cpu-tiny-*.md")
+    assert "nothing about speed" in table.read_text()
+    profile = yaml.safe_load((tmp_path / "cpu-tiny.yaml").read_text())
+    stages = profile["models"]["qwen_image"]
+    assert set(stages) == {"generate", "train", "encode", "decode"}
+    assert all(entry["seconds"] > 0 for entries in stages.values() for entry in entries)
+    with mock.patch.object(real_size, "build", side_effect=AssertionError("measured twice")):
+        assert measured(tmp_path, *words) == (0, rows)
+
+
+def _given(engines: str) -> dict[str, str]:
+    return real_size.DEFAULTS | {"samples": "1", "images": "4", "engines": engines}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", FAMILY)
+def test_every_family_is_measured(model: str, tmp_path: Path) -> None:
+    """On every engine FLUX, whose blocks are traced; without compiling the others."""
+    engines = ",".join(ENGINES) if model == "flux1_dev" else "eager,graphs"
+    code, rows = measured(tmp_path, f"models={model}", "images=4", f"engines={engines}")
+    assert code == 0
+    assert set(rows) == {unit.key for _, units in real_size.plan(model, _given(engines)) for unit in units}
+    skipped = {row["skipped"] for row in rows.values() if "skipped" in row}
+    assert skipped <= {"graphs need a GPU", "the family passes no mask"}
+    assert not [row for row in rows.values() if "failed" in row]
+
+
+def test_results_go_to_out_or_the_repository_and_slices_of_both_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"out": "", "fresh": "false"}
+    monkeypatch.delenv("OUT", raising=False)
+    assert [path.name for path in real_size.places(given, REAL)] == ["results", "measured"]
+    assert real_size.places(given, "tiny")[0] == Path("outputs/real_size")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    assert real_size.places(given, REAL) == (tmp_path / "out", tmp_path / "out")
+    monkeypatch.setattr(real_size, "RESULTS", tmp_path)
+    (tmp_path / "out").mkdir()
+    for folder, key in ((tmp_path, "committed"), (tmp_path / "out", "here")):
+        (folder / "real_size-h200.json").write_text(json.dumps({"rows": {key: {}}}))
+    path = tmp_path / "out" / "real_size-h200.json"
+    assert set(real_size.kept_rows(path, given)) == {"committed", "here"}
+    assert not real_size.kept_rows(path, given | {"fresh": "true"})
+
+
+def test_what_does_not_fit_is_said_and_more_samples_are_not_tried(tmp_path: Path) -> None:
+    results = real_size.Results(tmp_path / "rows.json", {}, {})
+    how = Build()
+    first, second = (Unit("flux1_dev", how, "train", samples=samples) for samples in (2, 4))
+    assert results.missing([first, second]) == [first, second]
+    assert results.too_many(second) is None
+    results.keep(first, {"full": "CUDA out of memory"})
+    assert results.missing([first, second]) == [second]
+    assert results.too_many(second) == "fewer samples did not fit"
+    results.keep(second, {"failed": "anything else"})
+    assert results.missing([second]) == [second], "what failed is tried again"
+
+
+def test_the_planner_takes_what_was_measured_on_its_gpu(tmp_path: Path) -> None:
+    words = ["experiment=flux1_flowgrpo", "hardware=single_gpu"]
+    work = costing_of(configuration.load(words)).work
+    facts = {"gib": None, "tokens": work.tokens, "passes": 1, "reference": False, "flops": 1e15, "model_gib": 1.0}
+    how, full = Build(), Build(full=True)
+    rows = {
+        Unit("flux1_dev", how, "generate", samples=4): 0.4,
+        Unit("flux1_dev", how, "generate", "compiled", samples=4): 0.2,
+        Unit("flux1_dev", how, "train", samples=2, steps=2): 1.2,
+        Unit("flux1_dev", full, "train"): 0.1,
+        Unit("flux1_dev", Build(tiling=False), "decode"): 0.05,
+    }
+    machine = {"gpu": "NVIDIA H200", "matmul_tflops": 788.0}
+    table = {unit.key: facts | {"seconds": taken} for unit, taken in rows.items()}
+    results = real_size.Results(tmp_path / "rows.json", machine, table)
+    (tmp_path / "h200.yaml").write_text(real_size.planner_rows(results, list(rows)))
+    hardware = parse_hardware(configuration.load(words).config.hardware)
+    seconds = with_measured(hardware, work, tmp_path).seconds
+    assert {stage: table["h200"] for stage, table in seconds.items()} == pytest.approx(
+        {"generate": work.steps * 0.1, "train": 0.3, "decode": 0.05}
+    ), "eager rows of LoRA, per sample and per cell"
+    given = replace(hardware, seconds={"train": {"h200": 9.0}})
+    assert with_measured(given, work, tmp_path).seconds["train"] == {"h200": 9.0}, "the profile's own go first"
+    assert not with_measured(hardware, replace(work, height=1024), tmp_path).seconds, "other sizes stay computed"
+    costing = Costing(work, with_measured(hardware, work, tmp_path))
+    assert costing.seconds_per_unit()["generate"]["h200"] == pytest.approx(work.steps * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("profile", "driver", "same"),
+    [
+        ("H200", "h200", True),
+        ("H100-SXM", "h100_80gb_hbm3", True),
+        ("H100-SXM", "h100_pcie", False),
+        ("A100-SXM-80GB", "a100_sxm4_80gb", True),
+        ("L40", "l40s", False),
+        ("RTX-4090-48GB", "geforce_rtx_4090", True),
+        ("cpu", "h200", False),
+    ],
+)
+def test_a_profile_s_gpu_is_found_under_the_driver_s_name(profile: str, driver: str, same: bool) -> None:
+    assert same_gpu(profile, driver) is same
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [("size=real", "real needs a GPU"), ("models=sd", "known: flux1_dev"), ("engines=fast", "known: eager")],
+)
+def test_what_cannot_be_measured_is_refused(word: str, part: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=part):
+        real_size.main([word, f"out={tmp_path}"])
+
+
+# ---- a GPU that does not exist
+
+CONDITIONS = {"wan21_14b": {"text": (512, 4096)}, "qwen_image": {"text": (256, 3584), "mask": (256,)}}
+"""What encoders give whose work depends on values (they count tokens), which fake tensors have not."""
+
+
+def plainly(module: nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` without swapping tensors in place, which fake ones refuse."""
+    for owner in module.modules():
+        for name, value in owner._parameters.items():
+            if value is not None:
+                owner._parameters[name] = nn.Parameter(change(value.detach()), value.requires_grad)
+        owner._buffers.update({n: change(value) for n, value in owner._buffers.items() if value is not None})
+    return module
+
+
+@pytest.mark.parametrize(
+    "model", ["flux1_dev", *(pytest.param(m, marks=pytest.mark.slow) for m in FAMILY if m != "flux1_dev")]
+)
+def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) -> None:
+    device = torch.device("cuda", 0)
+    settings = composed(model, REAL, *Build().words).config.model
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with mock.patch.object(nn.Module, "_apply", plainly), fake, random_weights(model, REAL, device), torch.no_grad():
+        policy = configuration.instantiate(settings)
+        assert {parameter.device for parameter in policy.parameters()} == {device}
+        if model in CONDITIONS:
+            condition = {
+                key: torch.ones(1, *shape, device=device, dtype=torch.bool if key == "mask" else torch.bfloat16)
+                for key, shape in CONDITIONS[model].items()
+            }
+            condition |= {NEGATIVE + key: value for key, value in condition.items()} if policy.two_forwards else {}
+        else:
+            condition = policy.encode([PROMPT])
+        assert {value.device for value in condition.values()} == {device}
+        latents, sigmas = torch.randn(2, *policy.latent_shape, device=device), torch.full((2,), 0.5, device=device)
+        velocity = policy.velocity(latents, sigmas, denoise.expand_condition(condition, 2))
+        assert (velocity.device, velocity.dtype, velocity.shape) == (device, torch.float32, latents.shape)
+        media = policy.decode(latents[:1])
+        assert media.device == device
+        assert media.shape[-2:] == (settings.height, settings.width)
+        real = sum(
+            parameter.numel() for name, parameter in policy.transformer.named_parameters() if "lora_" not in name
+        )
+    with torch.device("meta"):
+        assert real == sum(parameter.numel() for parameter in MODELS[model]["build"](None).parameters())
