@@ -300,7 +300,7 @@ def publication(bench: Bench, unit: Unit) -> Row:
     nobody: Any = None
 
     def copied() -> Any:
-        return publish(1, parameters, nobody, (), lambda digest: None)
+        return publish(1, parameters, nobody, {}, lambda digest: None)
 
     taken = _device.seconds(copied, bench.device, most=3)
     version = copied()

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -57,7 +56,7 @@ class ParameterCopy:
         state = {}
         for name, value in self.tensors.items():
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if not isinstance(value, DTensor) or dist.get_rank() == 0:
+            if not isinstance(value, DTensor) or value.device_mesh.get_rank() == 0:
                 state[name] = whole.cpu().clone()
         return state
 

@@ -87,7 +87,9 @@ def reward_config(argv: Sequence[str], name: str) -> DictConfig:
 def reward_suite(config: DictConfig) -> RewardSuite:
     """The suite of a checked configuration. What its scorers raise while they are built becomes a ValueError."""
     try:
-        return instantiate(config.reward)
+        suite: RewardSuite = instantiate(config.reward)
+        suite.load()
+        return suite
     except Exception as error:
         raise ValueError(f"reward: {error}") from error
 

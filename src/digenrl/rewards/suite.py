@@ -127,8 +127,13 @@ class RewardSuite:
 
     @cached_property
     def _scorers(self) -> dict[str, Scorer]:
-        """Built on first use: a rank that never scores holds no reward model."""
-        return {name: make() for name, make in self._makers.items()}
+        """Built on first use: a rank that never scores holds no reward model. Training's random numbers stay."""
+        with torch.random.fork_rng(devices=[]):
+            return {name: make() for name, make in self._makers.items()}
+
+    def load(self) -> None:
+        """Build the scorers now."""
+        self._scorers  # noqa: B018
 
     def score(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> dict[str, Tensor]:
         """Raw scores: name -> [B] fp32 on CPU, NaN = missing.

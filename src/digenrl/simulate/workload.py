@@ -58,8 +58,6 @@ class Workload:
     """Two forwards per velocity (classifier-free guidance)."""
     lora_rank: int | None
     """None = all weights are trained."""
-    trained_samples: int | None = None
-    """Samples of a group that can have a gradient, where no others are trained; None = all."""
     lora_targets: str = "attn_ff"
     """attn | attn_ff."""
     reference: bool = False
@@ -78,6 +76,8 @@ class Workload:
     """The forwards of classifier-free guidance run one after the other (published rows); else as one batch."""
     storage_bytes: int = 2
     """Of one stored latent element."""
+    trained_samples: int | None = None
+    """Samples of a group that can have a gradient, where no others are trained; None = all."""
 
     @property
     def spec(self) -> ScheduleSpec:
