@@ -92,7 +92,7 @@ def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
 
 @pytest.mark.parametrize("pools", [(FAST,), (FAST, SLOW)], ids=["equal", "unequal"])
 @pytest.mark.heavy
-def test_the_choice_is_within_2_percent_of_an_exhaustive_sweep(pools: tuple[Pool, ...]) -> None:
+def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool, ...]) -> None:
     costing = Costing(FLUX, Hardware(pools))
     best = make_plan(costing).best("on_policy")
     assert best is not None
@@ -108,9 +108,12 @@ def test_the_choice_is_within_2_percent_of_an_exhaustive_sweep(pools: tuple[Pool
             trainers, gpus - trainers, first=first, task_size=size, gap=gap, handoff=handoff, tag=tag, shares=unequal
         )
         if (candidate := fitted(costing, base)) is not None:
-            sweep.append(evaluate(costing, candidate, bound_s).step_s)
+            sweep.append(evaluate(costing, candidate, bound_s))
     assert len(sweep) > 80
-    assert evaluate(costing, best.candidate, bound_s).step_s <= 1.02 * min(sweep)
+    fastest = sorted(sweep, key=lambda outcome: outcome.step_s)[:5]
+    robust = [evaluate(costing, outcome.candidate, bound_s, exact=True).robust_s for outcome in fastest]
+    assert best.robust_s <= 1.05 * min(robust), "what the plan ranks by"
+    assert best.step_s <= 1.05 * fastest[0].step_s
 
 
 def test_roles_of_a_profile_are_obeyed() -> None:

@@ -279,6 +279,7 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
             yield from _held(costing, candidate.but(task_size=size))
     for size in step_batches(costing, candidate):
         yield candidate.but(tsp_batch=size)
+    yield candidate.but(encoders=not candidate.encoders)
     if candidate.rollouts == 0:
         yield candidate.but(gap=0)
         yield candidate.but(tsp_shard=not candidate.spec.tsp_shard)
