@@ -25,7 +25,7 @@ def make(count: int) -> list[Prompt]:
 
 
 def test_fields_of_a_jsonl_record(tmp_path: Path) -> None:
-    record = {"prompt": " a b ", "negative": "n", "target": "t", "id": 7, "metadata": {"tags": ["x", {"y": None}]}}
+    record = {"prompt": " a b ", "negative": "n", "target": "t", "id": 7, "tags": ["x", {"y": None}]}
     (tmp_path / "p.jsonl").write_text(json.dumps(record) + "\n\n" + json.dumps({"prompt": "e\u0301 שלום 🙂"}) + "\n")
     first, second = load_prompts(tmp_path / "p.jsonl")
     assert first == Prompt(" a b ", "n", "t", {"id": 7, "tags": ["x", {"y": None}]})
@@ -33,12 +33,10 @@ def test_fields_of_a_jsonl_record(tmp_path: Path) -> None:
     assert second.negative is second.target is None
 
 
-def test_an_unknown_field_is_refused_with_its_line_and_the_nearest(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "targt": "1"}\n{"prompt": "c", "tags": []}\n')
-    with pytest.raises(prompts.PromptFileError, match=r'p\.jsonl:2: no such field: "targt"; nearest: target') as caught:
+def test_a_misspelt_field_is_refused_with_its_line_and_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "tags": []}\n{"prompt": "b", "targt": "1"}\n')
+    with pytest.raises(prompts.PromptFileError, match=r'p\.jsonl:2: no such field: "targt"; nearest: target'):
         prompts.read(tmp_path / "p.jsonl")
-    assert 'p.jsonl:3: no such field: "tags"; fields: prompt, negative' in str(caught.value)
-    assert '"metadata"' in str(caught.value)
 
 
 def test_byte_order_mark_carriage_returns_and_duplicates(tmp_path: Path) -> None:

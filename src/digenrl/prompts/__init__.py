@@ -1,8 +1,7 @@
 """Prompt files: where they are and what a valid one looks like. Standard library only (no torch).
 
-`.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, metadata?}` a line, where
-`metadata` is an object for the scorers. Blank lines are skipped; a byte order mark and CRLF are accepted. Text is kept
-as written: no Unicode normalisation.
+`.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, ...metadata}` a line. Blank lines
+are skipped; a byte order mark and CRLF are accepted. Text is kept as written: no Unicode normalisation.
 The files beside this module are the project's own sets; `python -m digenrl.prompts.generate` writes them again.
 """
 
@@ -18,8 +17,9 @@ from typing import Any
 
 DIRECTORY = Path(__file__).resolve().parent
 SUFFIXES = (".txt", ".jsonl")
-FIELDS = ("prompt", "negative", "target", "id", "metadata")
-"""Of a line of a .jsonl file."""
+FIELDS = ("prompt", "negative", "target")
+"""Fields of a .jsonl line that have a meaning here; all others are metadata, unless they look like one of these
+misspelt."""
 MAX_CHARACTERS = 10_000
 """Longest accepted prompt. Text encoders cut at 77 to 512 tokens, so that a longer line is a damaged file."""
 _MAX_LINE_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class Record:
     negative: str | None = None
     target: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of the line's `metadata`, and its `id`."""
+    """Every other field, `id` included."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +168,12 @@ def _json_record(text: str, line: int) -> Record:
     if "prompt" not in fields:
         raise ValueError(f'the field "prompt" is missing (it has {", ".join(sorted(fields)) or "no field"}).')
     for name in sorted(fields.keys() - set(FIELDS)):
-        close = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.7)
-        hint = f"nearest: {close[0]}" if close else f"fields: {', '.join(FIELDS)}"
-        raise ValueError(f'no such field: "{name[:60]}"; {hint} (what scorers read besides goes into "metadata").')
-    prompt = _checked(fields["prompt"], "prompt")
+        if close := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8):
+            raise ValueError(
+                f'no such field: "{name[:60]}"; nearest: {close[0]} (a field for scorers needs another name).'
+            )
+    prompt = _checked(fields.pop("prompt"), "prompt")
     if not prompt.strip():
         raise ValueError("prompt is empty.")
-    metadata = {} if fields.get("metadata") is None else fields["metadata"]
-    if not isinstance(metadata, dict):
-        raise ValueError(f"metadata must be an object, not {type(metadata).__name__}.")
-    given = {name: fields[name] for name in ("negative", "target") if fields.get(name) is not None}
-    metadata = metadata | ({"id": fields["id"]} if "id" in fields else {})
-    return Record(prompt, line, **{name: _checked(text, name) for name, text in given.items()}, metadata=metadata)
+    given = {name: text for name in ("negative", "target") if (text := fields.pop(name, None)) is not None}
+    return Record(prompt, line, **{name: _checked(text, name) for name, text in given.items()}, metadata=fields)
