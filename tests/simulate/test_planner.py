@@ -271,3 +271,9 @@ def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) ->
         assert evaluate(costing, winner.candidate, plan.bound, exact=True, trace=trace).step_s == winner.step_s
         assert booked(plan, True, Booking(10)) + table(plan, True, Booking(10), 5)
         assert json.dumps(as_json(plan, None, True, Booking(10)))
+
+
+def test_a_batch_wide_advantage_is_planned_as_one_fragment() -> None:
+    """`train` refuses gap with it."""
+    plan = make_plan(costing_of(configuration.load(["experiment=sd35_flowgrpo", "hardware=node_8xh100"], "plan")))
+    assert {outcome.candidate.spec.gap for outcome in plan.outcomes} == {0}

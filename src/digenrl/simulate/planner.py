@@ -71,6 +71,8 @@ def make_plan(costing: Costing, steps: int | None = None) -> Plan:
         found = {}
         for candidate in candidates:
             if candidate not in seen:
+                if candidate.spec.gap and costing.work.whole_batch:
+                    continue
                 if costing.misfits(candidate) or _floor(costing, candidate) >= fastest:
                     continue
                 seen[candidate] = evaluate(costing, candidate, bound)
@@ -208,7 +210,7 @@ def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
     also be half of the batch (within one update), which splits more evenly and leaves the other half to overlap."""
     half = min(costing.work.prompts // costing.work.updates, max(1, costing.work.prompts // 2))
     for size in task_sizes(costing):
-        for gap in {1, half if typical.spec.async_steps else 1}:
+        for gap in {0} if costing.work.whole_batch else {1, half if typical.spec.async_steps else 1}:
             for tag, handoff in ((False, False), (True, False), (True, typical.spec.async_steps == 0)):
                 yield typical.but(task_size=size, gap=gap, tag=tag, handoff=handoff)
 

@@ -78,6 +78,8 @@ class Workload:
     """Of one stored latent element."""
     trained_samples: int | None = None
     """Samples of a group that can have a gradient, where no others are trained; None = all."""
+    whole_batch: bool = False
+    """Advantages need every reward of the batch, so nothing is trained before all is generated (gap=0)."""
 
     @property
     def spec(self) -> ScheduleSpec:
@@ -89,7 +91,7 @@ class Workload:
             denoise_steps=self.steps,
             trained_steps=self.trained_steps,
             updates_per_batch=self.updates,
-            gap=1,
+            gap=0 if self.whole_batch else 1,
             tsp_shard=True,
         )
 
