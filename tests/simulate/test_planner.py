@@ -273,6 +273,7 @@ def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) ->
         assert json.dumps(as_json(plan, None, True, Booking(10)))
 
 
+@pytest.mark.slow
 def test_a_batch_wide_advantage_is_planned_as_one_fragment() -> None:
     """`train` refuses gap with it."""
     plan = make_plan(costing_of(configuration.load(["experiment=sd35_flowgrpo", "hardware=node_8xh100"], "plan")))
