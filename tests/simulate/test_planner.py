@@ -90,7 +90,9 @@ def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     assert ("Colocated wins" in lines[1]) == (winner.candidate.rollouts == 0)
 
 
-@pytest.mark.parametrize("pools", [(FAST,), (FAST, SLOW)], ids=["equal", "unequal"])
+@pytest.mark.parametrize(
+    "pools", [(FAST,), pytest.param((FAST, SLOW), marks=pytest.mark.slow)], ids=["equal", "unequal"]
+)
 @pytest.mark.heavy
 def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool, ...]) -> None:
     costing = Costing(FLUX, Hardware(pools))
@@ -177,6 +179,7 @@ def test_measured_seconds_replace_computed_ones() -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.slow
 def test_a_plan_says_that_it_simulates_the_stock_hooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", f"output_root={tmp_path}", "plan.plot=false"]
     said = "The plan simulates the stock hooks: what patient.Patient overrides is not in these figures."
@@ -253,7 +256,7 @@ CASES = list(
 )
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, pytest.param(200, marks=pytest.mark.slow)])
 def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) -> None:
     cases = random.Random(count).sample(CASES, min(count, len(CASES)))
     for experiment, hardware, full, trace in cases:

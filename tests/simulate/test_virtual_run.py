@@ -184,7 +184,7 @@ def test_a_buffer_that_is_being_emptied_is_no_speed() -> None:
 def test_a_settled_step_is_that_of_a_longer_run(spec: ScheduleSpec, cluster: Cluster) -> None:
     found = steady(spec, cluster)
     if found.settled:
-        assert steady(spec, cluster, steps=40).step_s == pytest.approx(found.step_s, rel=0.02)
+        assert steady(spec, cluster, steps=40).step_s == pytest.approx(found.step_s, rel=0.05)
 
 
 def test_waves_of_equal_ranks_take_as_long_as_the_ranks() -> None:
