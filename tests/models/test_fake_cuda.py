@@ -11,6 +11,7 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.models.policy import NEGATIVE
+from digenrl.models.tiny_builds import ensure
 from digenrl.transport.weights import Version, adopt
 from digenrl.types import CellBlock
 from tests.models.real_policies import place, real
@@ -45,6 +46,7 @@ def test_denoise_replay_decode_and_adopt_stay_on_the_device(family: str) -> None
     """With classifier-free guidance; first as a trainer holds the weights, then as a rank that only generates. With an
     adapter: where all weights are trained, autocast asks for a driver."""
     guidance = {"true_cfg_scale": 3.0} if FAMILIES[family].embedded_guidance else {"guidance_scale": 4.0}
+    ensure(family)  # what is not there yet is built outside of the fake device
     policy = real(family, True, offload_encoders=False, **guidance)
     grid, kernel, steps = policy.sigma_grid(3), FlowSDE(0.7), 3
     plan = AllButLast().plan(0, 0, steps)
