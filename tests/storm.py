@@ -17,13 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 import digenrl.models.digits  # noqa: F401  (diffusers loads once, here, and not in every run)
 from digenrl import run  # noqa: F401
 from digenrl.cluster.signals import STOPS
 from digenrl.strategy.checkpoint_io import newest_valid
-from tests.training import SMALL, Train, commands, state_of
+from tests.training import SMALL, Train, commands
 
 STEPS = 8
 RUNS = {
@@ -45,7 +43,7 @@ class Shot:
     run: str
     number: signal.Signals
     target: str
-    """launcher, group or rank"""
+    """launcher, group or rank (of the processes that the launcher has started, any)"""
     moment: str
     """start (nothing exists yet), ranks (the run directory exists), step (some are finished) or end (all are)"""
     after: int
@@ -101,8 +99,7 @@ def strike(start: Start, shot: Shot, undisturbed: dict[int, str], resume: bool) 
     while (code := train.poll()) is None:
         assert time.monotonic() < deadline, f"{shot}: hangs\n{train.stderr}"
         time.sleep(0.02)
-    left = [pid for pid in psutil.pids() if _session(pid) == train.pid and state_of(pid) != "gone"]
-    assert not left, f"{shot}: left behind: {left}"
+    assert not (left := train.left()), f"{shot}: left behind: {left}"
     if not list(train.root.glob("outputs/*/*")):
         assert code in (128 + shot.number, -shot.number), f"{shot}: {code}\n{train.stderr}"
         return "nothing had begun"
@@ -149,21 +146,14 @@ def _reached(train: Train, shot: Shot) -> bool:
 def _fire(train: Train, shot: Shot) -> None:
     if train.poll() is not None:
         return
-    ranks = train.ranks() if shot.target == "rank" else []
+    others = [pid for pid in train.left() if pid != train.pid] if shot.target == "rank" else []
     try:
         if shot.target == "group":
             os.killpg(train.pid, shot.number)
         else:
-            os.kill(random.choice(ranks).pid if ranks else train.pid, shot.number)
+            os.kill(random.choice(others) if others else train.pid, shot.number)
     except ProcessLookupError:  # it has just ended, or is no group yet
         return
-
-
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return 0
 
 
 def storm(root: Path, shots: int, seed: int, resume_every: int) -> tuple[Counter[str], list[str]]:

@@ -148,8 +148,9 @@ def test_a_rank_that_exits_with_code_0_before_the_end_is_dead(running: Any) -> N
 
 def test_a_monitor_suspended_by_hand_does_not_outlive_the_run(running: Any) -> None:
     train = running(*SMALL, fork=True)
-    wait_until(train.ranks, train)
-    monitor = min(train.ranks(), key=lambda process: process.pid)
+    train.wait_for_step(1)
+    ranks = train.ranks()
+    (monitor,) = (child for child in psutil.Process(train.pid).children() if child not in ranks)
     monitor.suspend()
     try:
         assert train.finish() == 0, train.stderr

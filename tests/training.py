@@ -12,6 +12,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -52,13 +53,16 @@ class Train:
         return (self.root / "stderr").read_text()
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks that the command has forked, and its monitor (not what a library starts for a moment)."""
+        """The ranks that the command has forked, in their order: each writes into a log of its own."""
         try:
-            parent = psutil.Process(self.pid)
-            own = parent.cmdline()
-            return [child for child in parent.children() if _command(child) == own]
+            logs = {_output(child): child for child in psutil.Process(self.pid).children()}
         except psutil.NoSuchProcess:
             return []
+        return [logs[log] for log in sorted(logs) if Path(log).match("logs/rank-*.log")]
+
+    def left(self) -> list[int]:
+        """Processes of the command that are still there: itself, its ranks, its monitor, whatever those started."""
+        return [pid for pid in psutil.pids() if _session(pid) == self.pid and state_of(pid) != "gone"]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         files = list(self.root.glob(f"outputs/*/*/{name}"))
@@ -141,8 +145,9 @@ def commands(tmp_path: Path) -> Iterator[Callable[..., Train]]:
     yield start
     for train in started:
         if train.poll() is None:
-            for pid in (*(process.pid for process in train.ranks()), train.pid):
-                os.kill(pid, signal.SIGKILL)
+            for pid in train.left():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             train.finish()
 
 
@@ -169,19 +174,21 @@ def watch(train: Train) -> float:
         if any(state != "gone" for state in states):
             last_seen = time.monotonic()
         time.sleep(0.05)
-    while any(state_of(pid) != "gone" for pid in ranks):
+    while left := train.left():
         last_seen = time.monotonic()
-        assert last_seen < limit, f"left behind: {[pid for pid in ranks if state_of(pid) != 'gone']}"
+        assert last_seen < limit, f"left behind: {left}"
         time.sleep(0.02)
     return max(0.0, last_seen - (first_gone or last_seen))
 
 
-def assert_failed(train: Train, cause: str) -> None:
-    """The command fails in time, names the cause and the way on, and nothing of it is left."""
-    assert watch(train) < GONE_WITHIN_S
+def assert_failed(train: Train, cause: str, within: float = GONE_WITHIN_S) -> None:
+    """The command fails, `within` seconds of the first sign of trouble, names the cause and the way on, and nothing of
+    it is left."""
+    seconds = watch(train)
+    assert seconds < within, f"it took {seconds:.1f} s: {train.stderr}"
     assert train.finish() != 0
     assert train.summary["status"] == "failed"
-    assert cause in train.summary["cause"]
+    assert cause in train.summary["cause"], f"{train.summary['cause']!r} instead of {cause!r}"
     assert f"failed: {train.summary['cause']}" in train.stderr
     saved = any(train.run_dir.glob("checkpoints/step-*"))
     assert (f"resume RUN={train.run_dir}" in train.stderr) == saved
@@ -189,11 +196,19 @@ def assert_failed(train: Train, cause: str) -> None:
     assert "Traceback" not in train.stderr
 
 
-def _command(process: psutil.Process) -> list[str]:
+def _output(process: psutil.Process) -> str:
+    """The file that a process has as its standard output; "" for one that is gone."""
     try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return []
+        return os.readlink(f"/proc/{process.pid}/fd/1")
+    except OSError:
+        return ""
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def state_of(pid: int) -> str:

@@ -311,10 +311,10 @@ class _Watch:
                 short = oom_kills() > self._oom_kills
                 hint = "; the kernel ran out of memory" if short else "; sent from outside, not for lack of memory"
             return f"was killed by signal {-code} ({signal.Signals(-code).name}{hint})"
-        reported = self._control.get(f"cause/{rank}")
-        if reported is None and (code == 0 or self._control.get("abort") is None):
-            return f"exited with code {code} before the run ended; see logs/rank-{rank:03d}.log"
-        return reported
+        if code > 0 and self._control.get("abort") is not None:  # a later mistake may be a consequence of the first
+            return None
+        unsaid = f"exited with code {code} before the run ended; see logs/rank-{rank:03d}.log"
+        return self._control.get(f"cause/{rank}") or unsaid
 
     def _lose(self, rank: int, cause: str) -> None:
         """Go on without a rollout rank: its tasks go back to the others."""
