@@ -94,7 +94,7 @@ class Run:
 
     @property
     def final(self) -> dict[str, Tensor]:
-        return read_weights(self.directory / "checkpoints" / "last", "trained")[0]
+        return read_weights(self.directory / "checkpoints", "trained")[0]
 
 
 def composed(experiment: str) -> DictConfig:

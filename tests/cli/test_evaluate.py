@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
 
 from digenrl import config as configuration
 from digenrl.cli.evaluate import NoCheckpoint, Request, evaluate, main
@@ -76,20 +76,22 @@ def test_another_reward_scores_the_same_samples(run_dir: Path, capsys: pytest.Ca
     assert "jpeg" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = tmp_path / "run"
-    folder = broken / "checkpoints" / "last"
-    folder.mkdir(parents=True)
+def test_a_damaged_checkpoint_is_passed_over_and_a_run_without_a_whole_one_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, whole = tmp_path / "run", (run_dir / "checkpoints" / "last").resolve()
+    folder = broken / "checkpoints" / "step-999999"
+    shutil.copytree(whole, folder)
     (broken / "config.yaml").write_text((run_dir / "config.yaml").read_text())
-    for file in (run_dir / "checkpoints" / "last").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
     weights = folder / "policy.safetensors"
-    assert load_file(weights)
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
     weights.write_bytes(bytes(damaged))
     assert main([f"run={broken}", SMALL]) == 1
     assert "damaged" in capsys.readouterr().err
+    shutil.copytree(whole, folder.with_name(whole.name))
+    assert main([f"run={broken}", SMALL]) == 0
+    assert f"passed over for {whole.name}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

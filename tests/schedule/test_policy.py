@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from digenrl.record.decision_log import DecisionLog
 from digenrl.schedule import ScheduleSpec, queue
 from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, SchedulePolicy, header, replay
 from digenrl.schedule.ranks import Roles, Work, declines, hands_over
@@ -206,8 +209,9 @@ def test_costs_start_from_the_profile_and_follow_measurements() -> None:
 def test_I13_a_virtual_runs_record_gives_every_decision_again(
     spec: ScheduleSpec, cluster: Cluster, jitter: float, seed: int
 ) -> None:
+    """Whole, and as a rank writes it into its file, which leaves out what changes nothing."""
     rows: list[dict[str, Any]] = []
-    simulate(spec, cluster, 3, Disturbance(jitter, seed, {0: 2.0}), record=rows.append)
+    simulate(spec, cluster, 6, Disturbance(jitter, seed, {0: 2.0}), record=rows.append)
     roles = Roles(
         len(cluster.trainers),
         len(cluster.rollouts),
@@ -217,5 +221,14 @@ def test_I13_a_virtual_runs_record_gives_every_decision_again(
     )
     assert any("decision" in row for row in rows)
     spec = replace(spec, handoff=spec.handoff and bool(cluster.rollouts))
-    record = [header(spec, roles, 2), *rows]
+    record = [header(spec, roles, 5), *rows]
     assert replay(json.loads(json.dumps(record))) == []
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "rank-000.jsonl"
+        log = DecisionLog(path, record[0])
+        for row in json.loads(json.dumps(rows)):
+            log(row)
+        log.close()
+        written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(written) <= len(record)
+    assert replay(written) == []

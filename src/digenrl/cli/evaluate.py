@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,15 +91,15 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
     from digenrl.record.run_dir import write_json
     from digenrl.rollout.engine import RolloutEngine
     from digenrl.run import sampling_spec
-    from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO
+    from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, newest_valid
 
-    folder = composed.run_dir / "checkpoints" / "last"
     checkpoint: dict[str, Any] | None = None
     if request.step == "last":
         try:
+            folder = newest_valid(composed.run_dir / "checkpoints", say=partial(print, file=sys.stderr))
             checkpoint = DirectoryCheckpointIO().load_checkpoint(folder)
         except CheckpointError as error:
-            raise NoCheckpoint(f"{error} step=base evaluates without one.") from error
+            raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error
     evaluation: Evaluation = configuration.instantiate(config.callbacks.evaluation)
     policy = configuration.instantiate(config.model)
     module = configuration.instantiate(config.algorithm, policy=policy)

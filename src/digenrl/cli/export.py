@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +63,7 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
     from digenrl.models.diffusers_export import export_policy
     from digenrl.models.sample_files import write_samples
 
-    tensors, weights = read_weights(composed.run_dir / "checkpoints" / "last", request.weights)
+    tensors, weights = read_weights(composed.run_dir / "checkpoints", request.weights)
     print(f"export: {NOTES[weights]}", file=sys.stderr)
     policy = configuration.instantiate(composed.config.model)
     policy.load_trained_parameters(tensors)
@@ -77,20 +78,21 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
     return out
 
 
-def read_weights(checkpoint: Path, weights: str) -> tuple[dict[str, Any], str]:
-    """(tensors by the names of `policy.trained_parameters()`, which weights they are: trained | average).
+def read_weights(checkpoints: Path, weights: str) -> tuple[dict[str, Any], str]:
+    """(tensors by the names of `policy.trained_parameters()`, which weights they are: trained | average), of the newest
+    checkpoint that verifies.
 
     Raises NoWeights.
     """
     import torch
     from safetensors.torch import load_file
 
-    from digenrl.strategy.checkpoint_io import POLICY, STATE, CheckpointError, verify
+    from digenrl.strategy.checkpoint_io import POLICY, STATE, CheckpointError, newest_valid
 
     try:
-        verify(checkpoint)
+        checkpoint = newest_valid(checkpoints, say=partial(print, file=sys.stderr))
     except CheckpointError as error:
-        raise NoWeights(f"{error} Nothing to export.") from error
+        raise NoWeights(f"{error}\nNothing to export.") from error
     if weights == "trained":
         return load_file(checkpoint / POLICY), "trained"
     state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import ABORT_GRACE_S, EXIT_STOPPED, Outcome
+from digenrl.cluster.launcher import EXIT_STOPPED, Outcome
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.signals import StopSignals, obeyed
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
@@ -40,7 +40,7 @@ from digenrl.cluster.world import Session, World
 
 LEAVE_MORE_S = 2.0
 """How much longer than `Limits.leave_s`, in which links close, process 0 waits for the others to leave; after a failure
-ABORT_GRACE_S. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
+`Limits.abort_s`. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
 ACCESS = "access.json"
 """In the run directory while the run lasts: the store's address and the run's token, mode 0600."""
 SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
@@ -250,9 +250,8 @@ def attach(
     with suppress(StoreLost):  # process 0 is gone
         control.set(f"left/{place.rank}", "1")
     if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
-        _wait_until_left(
-            control, place.size, limits.leave_s + LEAVE_MORE_S if outcome.status != "failed" else ABORT_GRACE_S
-        )
+        patience = limits.abort_s if outcome.status == "failed" else limits.leave_s + LEAVE_MORE_S
+        _wait_until_left(control, place.size, patience)
     if server is not None:
         (run_dir / ACCESS).unlink(missing_ok=True)
         server.close()

@@ -29,8 +29,6 @@ _HELLO = struct.Struct("!4si32s")
 _MAGIC = b"DGR1"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _WELCOME = b"+"
-_CONNECT_S = 60.0
-"""Longest wait of a connecting end: the launcher accepts nobody before it has forked every rank."""
 
 
 class NotOfThisRun(ConnectionError):
@@ -46,6 +44,8 @@ class Handshake:
     """A connection that has not proved itself by then is closed."""
     waiting: int = 64
     """Connections of a listener that have not proved themselves yet; one more ends the oldest."""
+    connect_s: float = 60.0
+    """Longest wait of a connecting end: the launcher accepts nobody before it has forked every rank."""
 
     def connect(self, host: str, port: int, purpose: str, rank: int = -1) -> socket.socket:
         """A connection to who listens there for `purpose`, as `rank` (-1: no rank).
@@ -54,9 +54,9 @@ class Handshake:
             NotOfThisRun: whoever listens there could not prove itself.
             OSError: nobody does, or no answer came in time.
         """
-        deadline = time.monotonic() + _CONNECT_S
+        deadline = time.monotonic() + self.connect_s
         while True:
-            sock = socket.create_connection((host, port), timeout=_CONNECT_S)
+            sock = socket.create_connection((host, port), timeout=self.connect_s)
             try:
                 self._ask(sock, purpose, rank, deadline)
             except (EOFError, ConnectionResetError) as error:  # strangers pushed it out: once more

@@ -43,8 +43,6 @@ from digenrl.schedule.claims import ClaimError, Claims
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt(3)."""
-ABORT_GRACE_S = 4.0
-"""Time that ranks get to leave by themselves after a failure, before SIGKILL."""
 FILES_OF_A_PROCESS, FILES_PER_RANK = 64, 12
 """Open files: libraries, logs and scorers of one process; connections of one rank, to the store and to another rank."""
 EXIT_STOPPED = 75
@@ -149,7 +147,7 @@ def launch(spec: Launch) -> Outcome:
             outcome = _own_failure(error, logs)
         finally:
             gc.unfreeze()
-            _kill(ranks)
+            _kill(ranks, spec.limits)
         try:
             spec.on_end()
         except Exception as error:
@@ -273,7 +271,7 @@ class _Watch:
                 alive[rank].kill()
             self._obey_signals()
             if self._outcome.status == "stopped" and alive.keys().isdisjoint(range(self._spec.trainers)):
-                self._kill_at(time.monotonic() + ABORT_GRACE_S)  # nobody waits for what the rollouts still do
+                self._kill_at(time.monotonic() + self._spec.limits.abort_s)  # nobody waits for the rollouts
             if time.monotonic() > self._give_up_at:
                 self._control.set("give_up", "1")  # trainers drop the step, save the version before it, and leave
                 self._kill_at(time.monotonic() + self._spec.stop_save_s)
@@ -331,7 +329,7 @@ class _Watch:
         if self._outcome.status != "failed":
             self._outcome.status, self._outcome.cause, self._outcome.exit_code = "failed", cause, 1
             self._control.abort(cause)
-            self._kill_at(time.monotonic() + ABORT_GRACE_S)
+            self._kill_at(time.monotonic() + self._spec.limits.abort_s)
 
     def _obey_signals(self) -> None:
         """The first signal, to this process or passed on by a rank: stop after the step in progress. The second one to
@@ -359,15 +357,15 @@ class _Watch:
         if self._outcome.status == "stopped" and training and self._control.get("first_step") is not None:
             self._outcome.cause = f"{self._outcome.cause}; the trainers had not saved when they were killed"
         self._killed = True
-        _kill(self._ranks)
+        _kill(self._ranks, self._spec.limits)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({World(rank, self._spec.trainers, self._spec.rollouts).role})"
 
 
-def _kill(ranks: dict[int, BaseProcess]) -> None:
+def _kill(ranks: dict[int, BaseProcess], limits: Limits) -> None:
     for process in ranks.values():
         if process.exitcode is None:
             process.kill()
     for process in ranks.values():
-        process.join(timeout=5.0)
+        process.join(timeout=limits.leave_s)

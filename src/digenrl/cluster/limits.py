@@ -24,4 +24,8 @@ class Limits:
     suspended_s: float = 3.0
     """In state T (SIGSTOP, a debugger): a rank, or the launcher."""
     leave_s: float = 10.0
-    """At the end of a run: what is still queued for other ranks."""
+    """At the end of a run: what is still queued for other ranks; so long is a killed process waited for, too."""
+    verdict_s: float = 6.0
+    """Until the launcher says that the run goes on without a rank to which a connection broke."""
+    abort_s: float = 4.0
+    """After a failure: what ranks get to leave by themselves, before SIGKILL."""

@@ -102,6 +102,7 @@ class Handshake(Closed):
 
     seconds: Positive = Field(description="in which a connection to a rank must prove that it belongs to the run")
     waiting: AtLeast1 = Field(description="connections of a rank that have not done so yet; one more ends the oldest")
+    connect_s: Positive = Field(description="in which a connecting rank must be answered; others may still start")
 
 
 class Parallel(Closed):
@@ -128,6 +129,8 @@ class Patience(Closed):
     silent_s: Positive = Field(description="a rank without heartbeat and processor time counts as dead")
     suspended_s: Positive = Field(description="so does a suspended one (SIGSTOP), and a suspended launcher")
     leave_s: Positive = Field(description="at the end of a run, for what is still on its way to other ranks")
+    verdict_s: Positive = Field(description="until the launcher says that a run goes on without a rank that is gone")
+    abort_s: Positive = Field(description="after a failure, in which ranks leave by themselves; then they are killed")
 
 
 class Record(Closed):

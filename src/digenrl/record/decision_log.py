@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from digenrl.record.line_file import LineFile
 
 _NOTHING = (None, False, 0, "wait")
 """Answers with which a rank goes on waiting."""
+_COUNTED = ("step_ended",)
+"""Decisions that are asked once, and change what follows whatever the answer."""
 _BLOCK = 100
 """Lines that wait in memory at most."""
 
@@ -20,7 +23,7 @@ class DecisionLog:
 
     A rank that waits asks the same question many times a second. While the answer stays "nothing to do", it is the same
     decision still standing, and is written once. What a rank sees of others is written when something is decided with
-    it: a decision depends on the newest view alone.
+    it: a decision depends on the newest view, and on every speed that was seen.
 
     A decision follows from all before it, so a record without its middle gives none of the later ones again: the first
     `limit` bytes are kept, whole. For the same reason a record ends where the disk refused a part of it.
@@ -38,11 +41,14 @@ class DecisionLog:
     def __call__(self, row: dict[str, Any]) -> None:
         """Take one event or decision."""
         if row.get("event") == "saw_rank":
-            self._seen[row["args"][0]] = row
+            rank = row["args"][0]
+            if rank in self._seen and _speeds(self._seen[rank]) != _speeds(row):
+                self._take(self._seen[rank])
+            self._seen[rank] = row
             return
         if "decision" in row:
             name, answer = row["decision"], row["answer"]
-            if answer in _NOTHING and name in self._answers and self._answers[name] == answer:
+            if answer in _NOTHING and name not in _COUNTED and self._answers.get(name, ...) == answer:
                 return
             self._answers[name] = answer
         for each in (*self._seen.values(), row):
@@ -65,3 +71,9 @@ class DecisionLog:
         """Write what is still in memory."""
         self._flush()
         self._file.close()
+
+
+def _speeds(row: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Seconds of a task and of a step, of a rank that was seen (`Work.values`); None for one that is lost."""
+    work = row["args"][1]
+    return None if work is None else work[1:3]

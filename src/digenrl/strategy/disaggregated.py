@@ -161,7 +161,7 @@ class DisaggregatedStrategy(DDPStrategy):
             session.host,
             session.handshake,
             watched=session.watched,
-            close_s=limits.leave_s,
+            limits=limits,
             stage=progress.stage,
         )
         self._state_control = Control(StoreClient(*session.store), world.rank)

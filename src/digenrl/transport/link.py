@@ -39,9 +39,8 @@ RELAY = "relay"
 _BUFFER = 4 << 20
 _VECTOR = 1024
 """Buffers that one system call takes (IOV_MAX of Linux)."""
-_VERDICT_SECONDS = 6.0
-"""How long the launcher may take to say that the run goes on without a dead peer."""
 MAX_MESSAGE_BYTES = 64 << 30
+_DEFAULT = Limits()
 
 
 class Link(Protocol):
@@ -64,7 +63,7 @@ class SocketLink:
 
     Args:
         watched: a launcher judges every death. Otherwise a connection that ends before the run does is an error.
-        close_s: how long `close` waits for what is still queued.
+        limits: how long `close` waits for what is still queued, and how long the launcher may take to judge a death.
         stage: entered with "send" while a message is written.
     """
 
@@ -76,11 +75,11 @@ class SocketLink:
         handshake: Handshake,
         queue_depth: int = 64,
         watched: bool = True,
-        close_s: float = Limits.leave_s,
+        limits: Limits = _DEFAULT,
         stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._control, self._rank, self._handshake, self._depth = control, rank, handshake, queue_depth
-        self._watched, self._close_s, self._stage = watched, close_s, stage
+        self._watched, self._limits, self._stage = watched, limits, stage
         self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
         self._outboxes: dict[int, tuple[queue.Queue[Buffers | None], threading.Thread]] = {}
         self._opening, self._closing = threading.Lock(), threading.Event()
@@ -127,7 +126,7 @@ class SocketLink:
         return item
 
     def close(self) -> None:
-        deadline = time.monotonic() + self._close_s
+        deadline = time.monotonic() + self._limits.leave_s
         for outbox, thread in self._outboxes.values():
             ended = False
             while thread.is_alive() and time.monotonic() < deadline and not self._aborted():
@@ -171,7 +170,7 @@ class SocketLink:
     def _goes_on_without(self, peer: int) -> bool:
         """Whether the run goes on without `peer`, to which the connection broke."""
         try:
-            return self._control.goes_on_without(peer, _VERDICT_SECONDS)
+            return self._control.goes_on_without(peer, self._limits.verdict_s)
         except (Aborted, StoreLost):
             return False
 
