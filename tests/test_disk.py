@@ -140,6 +140,7 @@ def test_a_disk_without_room_for_a_first_checkpoint(running: Any, disk: Path) ->
     assert not left_behind(run_of(disk))
 
 
+@pytest.mark.slow
 def test_a_logger_whose_directory_disappears_ends_nothing(running: Any) -> None:
     train = running(*RUN, "max_rl_steps=10", "logger=tensorboard", fork=True)
     train.wait_for_step(2)

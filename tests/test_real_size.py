@@ -38,6 +38,8 @@ def measured(out: Path, *words: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(path.read_text())["rows"] if path.exists() else {}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_family_is_measured_in_slices_and_written_for_people_and_for_the_planner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

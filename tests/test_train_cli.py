@@ -12,7 +12,7 @@ import pytest
 from digenrl.cluster.launcher import EXIT_STOPPED
 from tests.training import SMALL, assert_failed, commands, fault
 
-pytestmark = [pytest.mark.processes, pytest.mark.alone]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

@@ -44,6 +44,8 @@ EXPERIMENTS = (
     "qwen_image_nft",
     "sd35_flowgrpo",
 )
+CHOSEN = ("wan21_flowgrpo", "sd35_flowgrpo", "qwen_image_nft")
+"""A video, an image, and no ratio."""
 STEPS = 3
 WORDS = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", f"max_rl_steps={STEPS}")
 SECOND_REWARD = "+reward.rewards.jpeg_size={weight: 1.0, scorer: {_target_: reward_models.jpeg_size.JpegSize}}"
@@ -120,7 +122,9 @@ def execute(experiment: str, directory: Path) -> tuple[Run, Policy]:
     return Run(config, outcome, directory), policy
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "experiment", [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.slow) for name in EXPERIMENTS]
+)
 def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) -> None:
     finished, policy = execute(experiment, tmp_path)
     assert allocation(finished.config) == (1, 1)

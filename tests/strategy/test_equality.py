@@ -246,7 +246,7 @@ def test_one_step_asynchrony_equals_its_reference(
     tmp_path: Path, trainers: int, rollouts: int, words: tuple[str, ...]
 ) -> None:
     """The stale head of each batch uses version s-1, always; the reference is told by the same pure rule."""
-    config = configured(*LIGHT, *FP64, "schedule.async_steps=1", "max_rl_steps=4", *words)
+    config = configured(*LIGHT, *FP64, "schedule.async_steps=1", "max_rl_steps=3", *words)
     found = completed(run_cluster(tmp_path, trainers, rollouts, config))
     wanted = reference_of(config)
     stale = {(key[0], key[1]) for key, cell in wanted.cells.items() if cell.version == key[0] - 1}
