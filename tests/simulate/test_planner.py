@@ -181,7 +181,8 @@ def test_measured_seconds_replace_computed_ones() -> None:
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_a_plan_says_that_it_simulates_the_stock_hooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", f"output_root={tmp_path}", "plan.plot=false"]
+    small = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8"]
+    words = [*small, f"output_root={tmp_path}", "plan.plot=false"]
     said = "The plan simulates the stock hooks: what patient.Patient overrides is not in these figures."
     assert plan_command.main(words) == 0
     assert said not in capsys.readouterr().out
@@ -191,7 +192,8 @@ def test_a_plan_says_that_it_simulates_the_stock_hooks(tmp_path: Path, capsys: p
 
 @pytest.mark.processes
 def test_the_command_plans_without_torch(tmp_path: Path) -> None:
-    words = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c", f"output_root={tmp_path}"]
+    small = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c", "data.prompts_per_batch=8"]
+    words = [*small, f"output_root={tmp_path}"]
     code = (
         "import sys; from digenrl.cli.plan import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules, 'torch was imported'; raise SystemExit(code)"
@@ -225,7 +227,8 @@ def test_overrides_carry_what_is_recomputed(recompute: Recompute | None) -> None
 def test_a_plan_says_what_to_book_and_for_machines_only_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", f"output_root={tmp_path}", "plan.plot=false"]
+    small = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8"]
+    words = [*small, f"output_root={tmp_path}", "plan.plot=false"]
     assert plan_command.main([*words, "plan.price_per_gpu_hour=2"]) == 0
     out = capsys.readouterr().out.splitlines()
     planned = json.loads(Path(out[-1]).read_text())
