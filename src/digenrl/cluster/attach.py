@@ -219,7 +219,7 @@ def attach(
         on_hang: called with the run directory and the cause where process 0 hangs and can report nothing itself.
         rank_main, stop_grace, signals: as in `launcher.Launch`; the grace is told the run directory.
     """
-    notices = _notices(place)
+    notices = _notices(place, handshake.connect_s)
     server: StoreServer | None = None
     if place.rank == 0:
         run_dir = prepare().absolute()
@@ -258,9 +258,9 @@ def attach(
     return run_dir, outcome
 
 
-def _notices(place: Place) -> dist.Store:
+def _notices(place: Place, seconds: float) -> dist.Store:
     """The store on which process 0 says where the run directory is: an agent's, or process 0's."""
-    host, limit = place.host if place.hosts_store else place.address, timedelta(seconds=60)
+    host, limit = place.host if place.hosts_store else place.address, timedelta(seconds=seconds)
     try:
         store = dist.TCPStore(host, place.port, is_master=place.hosts_store, wait_for_workers=False, timeout=limit)
     except dist.DistError as error:
