@@ -220,7 +220,8 @@ def fill_prompt_store(
     wanted += [prompt for callback in callbacks if isinstance(callback, Evaluation) for prompt in callback.prompts]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
     try:
-        found = policy.fill_store(root, wanted, device, progress)
+        with policy.guided(max(policy.guidance_scale, config.sampling.eval.guidance_scale or 0.0)):
+            found = policy.fill_store(root, wanted, device, progress)
     except OSError as error:
         raise OSError(
             f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, {free_space(root)}): make "
@@ -252,6 +253,8 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
         storage_dtype=getattr(torch, sampling.storage_dtype),
         same_noise=sampling.same_noise,
         eval_steps=sampling.eval.steps,
+        eval_guidance_scale=sampling.eval.guidance_scale,
+        eval_solver=sampling.eval.solver,
     )
 
 

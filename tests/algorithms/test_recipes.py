@@ -58,7 +58,7 @@ def test_variants_differ_from_flow_grpo_in_yaml_alone() -> None:
     assert (flow.sde, dance.sde, cps.sde, mix.sde) == (FlowSDE(0.7), DanceSDE(0.3), FlowCPS(0.8), FlowSDE(0.7))
     assert flow.train_steps == AllButLast()
     assert dance.train_steps == RandomSubset(0.6)
-    assert mix.train_steps == Window(4, order="progressive", hold=25, overlap=1)
+    assert mix.train_steps == Window(4, order="progressive", hold=25, overlap=3)
     for module in (flow, dance, cps, mix):
         assert isinstance(module, GRPO)
         assert module.surrogate == Clipped()

@@ -25,6 +25,8 @@ class Advantages:
     """[P, G] fp64: the weighted sum of the optimised rewards; NaN where one of them is missing."""
     zero_variance: Tensor
     """[P] bool: all present rewards of the group are equal, so that it gives no gradient."""
+    saturated: Tensor
+    """[P, G] bool: `clip` has cut the value."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,11 @@ class Advantage:
     """Added to the deviation (Flow-GRPO); 1e-8 (DanceGRPO) turns reward noise of near-constant groups into
     +-sqrt(G)."""
     clip: float | None = 5.0
-    """Bound of |A|; null = none (Flow-DPPO)."""
+    """Bound of |A|, before `best_and_worst` scales; null = none (Flow-DPPO)."""
     best_and_worst: int | None = None
     """Train only the k best and k worst of a group, by advantage (DanceGRPO's HunyuanVideo recipe: 4 + 4 of 24), scaled
-    by G/(2k) so that the group weighs as much as before; null = all."""
+    by G/(2k) so that the group weighs as much as before: DanceGRPO divides by the kept samples (train_grpo_hunyuan.py
+    :399-461). null = all."""
 
     def __post_init__(self) -> None:
         _one_of("std", self.std, ("group", "batch", "max_group", "none"))
@@ -84,20 +87,22 @@ class Advantage:
         scored = {name: rewards[name].double() for name in sorted(weights)}
         total = sum((weights[name] * value for name, value in scored.items()), start=torch.zeros(()).double())
         assert isinstance(total, Tensor)
+        absent = total.isnan()
         if self.combine == "sum":
             values = self._normalise(total)
         else:
-            parts = [weights[name] * self._normalise(value) for name, value in scored.items()]
-            values = torch.stack(parts).sum(dim=0)
+            # A sample that lacks one reward has no sum, so its other rewards say nothing about the group either.
+            whole = {name: torch.where(absent, total, value) for name, value in scored.items()}
+            values = torch.stack([weights[name] * self._normalise(value) for name, value in whole.items()]).sum(dim=0)
             if self.renormalise:
-                values, spread = _batch_centred(torch.where(total.isnan(), total, values), self.unbiased)
+                values, spread = _batch_centred(torch.where(absent, total, values), self.unbiased)
                 values = values / (spread + self.eps)
-        if self.best_and_worst is not None:
-            values = _select(values, total, self.best_and_worst)
+        saturated = torch.zeros_like(absent) if self.clip is None else (values.abs() > self.clip) & ~absent
+        weight = (~absent).double() if self.best_and_worst is None else _select(values, total, self.best_and_worst)
+        values = torch.where(absent, torch.zeros_like(values), values)
         if self.clip is not None:
             values = values.clamp(-self.clip, self.clip)
-        values = torch.where(total.isnan(), torch.zeros_like(values), values)
-        return Advantages(values.float(), total, _constant(total))
+        return Advantages((values * weight).float(), total, _constant(total), saturated)
 
     def _normalise(self, rewards: Tensor) -> Tensor:
         """One reward, [P, G]: baseline and deviation; 0 where missing and in constant groups."""
@@ -121,8 +126,9 @@ class Advantage:
 
 
 def reward_statistics(advantages: Advantages, rewards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Means over the samples of a complete logical batch, the deviation of the optimised sum, and the number of groups
-    that teach nothing. Groups that lack an optimised reward are left out; so is what nobody has scored."""
+    """Means over the samples of a complete logical batch, the deviation of the optimised sum, number and share of the
+    groups that teach nothing, and the share of advantages that the clip has cut. Groups that lack an optimised reward
+    are left out; so is what nobody has scored."""
     whole = torch.isfinite(advantages.total).all(dim=1)
     if not whole.any():
         return {}
@@ -130,7 +136,9 @@ def reward_statistics(advantages: Advantages, rewards: Mapping[str, Tensor]) -> 
     present = {name: row[~row.isnan()] for name, table in rewards.items() for row in [table[whole].double()]}
     found = {f"reward/{name}": values.mean() for name, values in present.items() if len(values)}
     found |= {"reward": total.mean(), "reward_std": total.std(unbiased=False)}
-    found["zero_variance_groups"] = advantages.zero_variance[whole].sum()
+    constant = advantages.zero_variance[whole]
+    found |= {"zero_variance_groups": constant.sum(), "zero_variance_share": constant.double().mean()}
+    found["advantage_saturation"] = advantages.saturated[whole].double().mean()
     return {name: value.float() for name, value in found.items()}
 
 
@@ -144,14 +152,14 @@ def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
 
 
 def _select(values: Tensor, total: Tensor, k: int) -> Tensor:
-    """`values` with all but the k largest and k smallest present entries of each group at 0, scaled by n/(2k)."""
+    """[P, G] weights of `values`: n/(2k) for the k largest and k smallest present entries of each group, else 0."""
     present = ~total.isnan()
     count = present.sum(dim=1, keepdim=True)
     highest = values.masked_fill(~present, -torch.inf).argsort(dim=1, descending=True, stable=True)
     rank = highest.argsort(dim=1)  # the inverse permutation
     keep = present & ((rank < k) | (rank >= count - k))
     kept = keep.sum(dim=1, keepdim=True).clamp(min=1)
-    return torch.where(keep, values * (count / kept), torch.zeros_like(values))
+    return keep * (count / kept).double()
 
 
 def _constant(rewards: Tensor) -> Tensor:

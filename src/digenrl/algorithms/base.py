@@ -181,6 +181,8 @@ class PolicyModule(pl.LightningModule):
         self._meters.update("grad_norm", norm, 1.0)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+            norm = norm.clamp(max=self.max_grad_norm)
+        self._meters.update("grad_norm_clipped", norm, 1.0)
 
     def _require_gradients(self) -> None:
         if unreached := self.policy.parameters_without_gradient():
@@ -237,9 +239,13 @@ class PolicyModule(pl.LightningModule):
 
     def _log_step(self, batch: TrainBatch) -> None:
         advantages = self.advantage(batch.rewards, batch.reward_weights)
-        found = self._meters.collect() | reward_statistics(advantages, batch.rewards)
+        found = self.collected() | reward_statistics(advantages, batch.rewards)
         for name, value in found.items():
             self.log(name, value.to(self.device), on_step=False, on_epoch=True, batch_size=1)
+
+    def collected(self) -> dict[str, Tensor]:
+        """The RL step's metrics, equal on all ranks; empties the meters."""
+        return self._meters.collect()
 
     # ---- checkpoints: trained parameters, averages, counters
 

@@ -18,10 +18,11 @@ from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.meters import NOTHING
-from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, mean_square_kl
+from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, longcat_weight, mean_square_kl
 from digenrl.algorithms.surrogates import Cells, Surrogate
 from digenrl.diffusion.denoise import Replay, replay
-from digenrl.diffusion.sde import Kernel
+from digenrl.diffusion.sde import FlowSDE, Kernel
+from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.diffusion.steps import StepSelection
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, TrainBatch
@@ -29,6 +30,7 @@ from digenrl.types import CellBlock, TrainBatch
 logger = logging.getLogger(__name__)
 
 KlKind = Literal["gaussian", "h_free", "mean_square"]
+StepWeight = Literal["none", "std", "longcat"]
 RATIO_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5}
 """By the dtype that forwards compute in, whatever the weights are stored in."""
 HALF_RATIO_BOUND = 1e-3
@@ -36,12 +38,15 @@ HALF_RATIO_BOUND = 1e-3
 dimensions (docs rollout_correction.md:99), small latents average less."""
 MOST = 0.999
 """The quantile of the first deviations that is shown beside the largest: it tells rounding from a few wrong cells."""
+JOINT, JOINT_SQUARE = "joint_ratio", "joint_ratio_square"
+MOST_LOG_RATIO = 40.0
+"""A joint log-ratio beyond it counts as it, in the effective sample size: its square still fits fp32."""
 JOINT_CLIP_SPAN = (1e-2, 5e3)
 """clip_range * D of every published recipe lies within: 2e-6 at D=36,864 (Guard) to 1e-3 at D=2,096,640 (LongCat)."""
 
 
 class GRPO(PolicyModule):
-    """Policy gradient over stored transitions: loss = surrogate(ratio, A) + kl_weight * KL(new || base), per cell."""
+    """Policy gradient over stored transitions: loss = w * surrogate(ratio, A) + kl_weight * KL(new || base), per cell."""
 
     def __init__(
         self,
@@ -54,6 +59,8 @@ class GRPO(PolicyModule):
         clip_range: float | Sequence[float] = 1e-4,
         kl_weight: float = 0.0,
         kl_kind: KlKind = "gaussian",
+        step_weight: StepWeight = "none",
+        detach_uncond: bool = False,
         updates_per_batch: int = 1,
         max_grad_norm: float | None = 1.0,
         ema: Ema | None = None,
@@ -61,6 +68,10 @@ class GRPO(PolicyModule):
     ) -> None:
         """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what `first_ratio_max_dev` may
         reach; null = 1e-5 where forwards compute in fp32, 1e-3 in 16 bit.
+
+        step_weight: w of a cell. none: 1; std: std/sqrt(h) (yifan123/flow_grpo scripts/train_wan2_1.py at 32b48fd);
+        longcat: `objectives.longcat_weight`, and its square on the KL. detach_uncond: classifier-free guidance trains
+        its conditional branch alone (yifan123/flow_grpo train_sd3.py:190, ac4c86e).
 
         Raises:
             ValueError: a combination that has no meaning.
@@ -70,6 +81,8 @@ class GRPO(PolicyModule):
         self.clip = _clip_pair(clip_range)
         self.kl_weight = kl_weight
         self.kl_kind: KlKind = kl_kind
+        self.step_weight: StepWeight = step_weight
+        policy.detach_unconditional = detach_uncond
         self.ratio_bound = ratio_bound
         self._check(policy)
         self._batch_start = ParameterCopy()
@@ -83,6 +96,13 @@ class GRPO(PolicyModule):
             raise ValueError(f"algorithm.kl_weight must be >= 0, got {self.kl_weight}")
         if self.kl_kind not in ("gaussian", "h_free", "mean_square"):
             raise ValueError(f"algorithm.kl_kind must be gaussian, h_free or mean_square, got {self.kl_kind!r}")
+        if self.step_weight not in ("none", "std", "longcat"):
+            raise ValueError(f"algorithm.step_weight must be none, std or longcat, got {self.step_weight!r}")
+        if self.step_weight == "longcat" and not isinstance(self.sde, FlowSDE):
+            raise ValueError(
+                f"algorithm.step_weight=longcat is FlowSDE's, and algorithm.sde is {type(self.sde).__name__}: use "
+                "algorithm/sde=longcat (or flow), or algorithm.step_weight=std"
+            )
         dimensions = math.prod(policy.latent_shape)
         joint = max(self.clip) * dimensions
         low, high = JOINT_CLIP_SPAN
@@ -115,7 +135,7 @@ class GRPO(PolicyModule):
         return super().training_step(batch, batch_idx)
 
     def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
-        """surrogate + kl_weight * KL, [b, K]."""
+        """w * surrogate + kl_weight * KL, [b, K]."""
         if self.needs_means and block.means is None:
             raise ValueError(
                 f"{type(self.surrogate).__name__} needs rollout means and the block has none: keep_means=True"
@@ -138,13 +158,25 @@ class GRPO(PolicyModule):
             old_mean=block.means,
             proximal_log_prob=new.log_prob.detach() if proximal is None else proximal,
         )
-        losses = self.surrogate.loss(cells)
+        weight, kl_weight = self._step_weights(block, new)
+        losses = weight * self.surrogate.loss(cells)
         if reference is not None:
             kl = self._kl(new, reference)
-            losses = losses + self.kl_weight * kl
+            losses = losses + self.kl_weight * kl_weight * kl
             self._meters.update("kl", kl.sum() * live, kl.numel() * live)
-        self._count_ratios(cells.ratio.detach(), staleness, live)
+        with torch.no_grad():
+            self._count_ratios(cells, staleness, live)
         return losses
+
+    def _step_weights(self, block: CellBlock, new: Replay) -> tuple[Tensor | float, Tensor | float]:
+        """What multiplies the policy loss and the KL, each broadcastable to [b, K]."""
+        if self.step_weight == "std":
+            return new.std / new.sqrt_h, 1.0
+        if self.step_weight == "longcat":
+            sigma, _, guard = step_sigmas(block.sigmas, block.steps)
+            weight = longcat_weight(sigma, guard, new.sqrt_h)
+            return weight, weight**2
+        return 1.0, 1.0
 
     def _proximal(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:
         """[b, K] log-probs under the weights at the beginning of the logical batch; None where these are the present
@@ -161,12 +193,17 @@ class GRPO(PolicyModule):
             return h_free_kl(new.mean, reference, new.std)
         return mean_square_kl(new.mean, reference)
 
-    def _count_ratios(self, ratio: Tensor, staleness: int, live: bool) -> None:
+    def _count_ratios(self, cells: Cells, staleness: int, live: bool) -> None:
+        ratio = cells.ratio
         deviations = (ratio - 1.0).abs()
         deviation = deviations.amax()
-        low, high = self.clip
-        clipped = ((ratio < 1.0 - low) | (ratio > 1.0 + high)).sum() * live
+        clipped = self.surrogate.cut(cells).sum() * live
         self._meters.update("clip_fraction", clipped, ratio.numel() * live)
+        if self.sde.gaussian:
+            joint = (cells.log_prob - cells.old_log_prob).double() * math.prod(self.policy.latent_shape)
+            joint = joint.clamp(max=MOST_LOG_RATIO).exp()
+            self._meters.update(JOINT, joint.sum() * live, ratio.numel() * live)
+            self._meters.update(JOINT_SQUARE, joint.square().sum() * live, ratio.numel() * live)
         self._meters.peak("ratio_max_dev", deviation, float(live))
         for age in (0, 1):
             here = live and staleness == age
@@ -175,6 +212,13 @@ class GRPO(PolicyModule):
             self._meters.peak(f"ratio_max_dev/stale_{age}", deviation, float(here))
         if self.first_ratio_max_dev is None and live:
             self._deviations.append(deviations.flatten().double())
+
+    def collected(self) -> dict[str, Tensor]:
+        """Also `effective_samples`: mean(r)^2 / mean(r^2) of the cells' joint ratios (Kish 1965). 1: all count alike;
+        1/n: one of n counts."""
+        found = super().collected()
+        mean, square = found.pop(JOINT, None), found.pop(JOINT_SQUARE, None)
+        return found if mean is None or square is None else found | {"effective_samples": mean**2 / square}
 
     def on_fit_start(self) -> None:
         """Say what the first ratios are held to."""

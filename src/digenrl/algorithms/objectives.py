@@ -28,6 +28,21 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, upper))
 
 
+def clip_binds(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """[b, K] bool: where `clipped_surrogate` is flat. A ratio beyond the other bound keeps its gradient, so this is
+    less than the share of ratios outside the range, which yifan123/flow_grpo logs as `clipfrac`."""
+    return ((advantages > 0) & (ratio > 1.0 + clip_high)) | ((advantages < 0) & (ratio < 1.0 - clip_low))
+
+
+def longcat_weight(sigma: Tensor, sigma_guard: Tensor, sqrt_h: Tensor) -> Tensor:
+    """sqrt(s/(1-d)) / sqrt(h): what LongCat multiplies the policy loss by, and the KL by its square.
+
+    `FlowSDE`'s std at noise level 1, without its bound, over sqrt(h): it takes the factor sqrt(h)/std out of the
+    gradient (ModelTC/GenRL genrl/trainer/wan_trainer.py:624-661, 82a867e).
+    """
+    return torch.sqrt(sigma / (1.0 - sigma_guard)) / sqrt_h
+
+
 def gaussian_kl(mean: Tensor, reference_mean: Tensor, scale: Tensor) -> Tensor:
     """KL(N(mean, S^2) || N(reference_mean, S^2)) per dimension: mean_dims((mean-ref)^2) / (2*S^2), [b, K].
 

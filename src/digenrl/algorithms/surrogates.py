@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.objectives import clipped_surrogate, dppo_keep, gaussian_kl, guard_ratio
+from digenrl.algorithms.objectives import clip_binds, clipped_surrogate, dppo_keep, gaussian_kl, guard_ratio
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,10 @@ class Surrogate(ABC):
     def loss(self, cells: Cells) -> Tensor:
         """[b, K], to be summed; its gradient is the update."""
 
+    def cut(self, cells: Cells) -> Tensor:
+        """[b, K] bool: cells whose gradient or weight the surrogate bounds or drops (`clip_fraction`); here none."""
+        return torch.zeros_like(cells.log_prob, dtype=torch.bool)
+
 
 @dataclass(frozen=True)
 class Clipped(Surrogate):
@@ -72,6 +76,10 @@ class Clipped(Surrogate):
     def loss(self, cells: Cells) -> Tensor:
         """See `objectives.clipped_surrogate`."""
         return clipped_surrogate(cells.ratio, cells.advantages, *cells.clip)
+
+    def cut(self, cells: Cells) -> Tensor:
+        """Where the clip binds."""
+        return clip_binds(cells.ratio, cells.advantages, *cells.clip)
 
 
 @dataclass(frozen=True)
@@ -87,9 +95,15 @@ class Guard(Surrogate):
 
     def loss(self, cells: Cells) -> Tensor:
         """clipped_surrogate(guard ratio) / h."""
+        return clipped_surrogate(self._ratio(cells), cells.advantages, *cells.clip) / cells.sqrt_h**2
+
+    def cut(self, cells: Cells) -> Tensor:
+        """Where the clip of the normalised ratio binds."""
+        return clip_binds(self._ratio(cells), cells.advantages, *cells.clip)
+
+    def _ratio(self, cells: Cells) -> Tensor:
         assert cells.old_mean is not None
-        ratio = guard_ratio(cells.log_prob, cells.old_log_prob, cells.mean, cells.old_mean, cells.scale)
-        return clipped_surrogate(ratio, cells.advantages, *cells.clip) / cells.sqrt_h**2
+        return guard_ratio(cells.log_prob, cells.old_log_prob, cells.mean, cells.old_mean, cells.scale)
 
 
 @dataclass(frozen=True)
@@ -109,14 +123,17 @@ class FlowDPPO(Surrogate):
 
     def loss(self, cells: Cells) -> Tensor:
         """-A*r where kept, else exactly 0 with finite gradient, even for an infinite ratio."""
-        assert cells.old_mean is not None
-        ratio = cells.ratio
-        with torch.no_grad():
-            kl = gaussian_kl(cells.mean, cells.old_mean, cells.scale)
-            keep = dppo_keep(ratio, cells.advantages, kl, self.threshold)
+        keep = ~self.cut(cells)
         # The log-ratio is masked before exp: masking after it would leave inf * 0 in the backward pass.
-        log_ratio = torch.where(keep, cells.log_prob - cells.old_log_prob, torch.zeros_like(ratio))
-        return torch.where(keep, -cells.advantages * torch.exp(log_ratio), torch.zeros_like(ratio))
+        log_ratio = torch.where(keep, cells.log_prob - cells.old_log_prob, 0.0)
+        return torch.where(keep, -cells.advantages * torch.exp(log_ratio), 0.0)
+
+    @torch.no_grad()
+    def cut(self, cells: Cells) -> Tensor:
+        """The cells that are left out."""
+        assert cells.old_mean is not None
+        kl = gaussian_kl(cells.mean, cells.old_mean, cells.scale)
+        return ~dppo_keep(cells.ratio, cells.advantages, kl, self.threshold)
 
 
 class Weighted(Surrogate):
@@ -130,6 +147,11 @@ class Weighted(Surrogate):
         """-w*A*exp(log-prob - itself without gradient)."""
         unit = torch.exp(cells.log_prob - cells.log_prob.detach())
         return -self.weight(cells, cells.ratio.detach()) * cells.advantages * unit
+
+    def cut(self, cells: Cells) -> Tensor:
+        """Where w is not the ratio."""
+        ratio = cells.ratio.detach()
+        return self.weight(cells, ratio) != ratio
 
 
 @dataclass(frozen=True)
@@ -146,9 +168,9 @@ class Capped(Surrogate):
                 f"cap is the distance of the weight's bound from 1 and must be positive or null, got {self.cap}"
             )
 
-    def capped(self, weight: Tensor, cells: Cells) -> Tensor:
-        """min(weight, 1 + cap)."""
-        return weight.clamp(max=1.0 + (cells.clip[1] if self.cap is None else self.cap))
+    def bound(self, cells: Cells) -> float:
+        """1 + cap."""
+        return 1.0 + (cells.clip[1] if self.cap is None else self.cap)
 
 
 @dataclass(frozen=True)
@@ -158,6 +180,10 @@ class Uncorrected(Weighted):
     def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
         """1."""
         return torch.ones_like(ratio)
+
+    def cut(self, cells: Cells) -> Tensor:
+        """None."""
+        return torch.zeros_like(cells.log_prob, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -173,10 +199,19 @@ class DecoupledPPO(Capped):
 
     def loss(self, cells: Cells) -> Tensor:
         """Reduces to `Clipped` where prox = old."""
+        weight, ratio = self._parts(cells)
+        return weight.clamp(max=self.bound(cells)) * clipped_surrogate(ratio, cells.advantages, *cells.clip)
+
+    def cut(self, cells: Cells) -> Tensor:
+        """Where the cap or the clip binds."""
+        weight, ratio = self._parts(cells)
+        return (weight > self.bound(cells)) | clip_binds(ratio, cells.advantages, *cells.clip)
+
+    def _parts(self, cells: Cells) -> tuple[Tensor, Tensor]:
+        """exp(prox - old), exp(new - prox)."""
         assert cells.proximal_log_prob is not None
-        weight = self.capped(torch.exp(cells.proximal_log_prob - cells.old_log_prob), cells)
-        ratio = torch.exp(cells.log_prob - cells.proximal_log_prob)
-        return weight * clipped_surrogate(ratio, cells.advantages, *cells.clip)
+        correction = torch.exp(cells.proximal_log_prob - cells.old_log_prob)
+        return correction, torch.exp(cells.log_prob - cells.proximal_log_prob)
 
 
 @dataclass(frozen=True)
@@ -185,7 +220,7 @@ class TruncatedIS(Capped, Weighted):
 
     def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
         """min(r, 1 + cap)."""
-        return self.capped(ratio, cells)
+        return ratio.clamp(max=self.bound(cells))
 
 
 @dataclass(frozen=True)
@@ -205,3 +240,7 @@ class TOPR(Weighted):
     def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
         """1 or min(r, 1), by the sign of A."""
         return torch.where(cells.advantages > 0, torch.ones_like(ratio), ratio.clamp(max=1.0))
+
+    def cut(self, cells: Cells) -> Tensor:
+        """Bad samples that have become likelier; good ones have weight 1 by design."""
+        return super().cut(cells) & (cells.advantages <= 0)

@@ -72,6 +72,14 @@ def _batch_wide_statistics(get: _View) -> Iterator[str]:
         )
 
 
+def _same_noise(get: _View) -> Iterator[str]:
+    if get("sampling.same_noise") and get("algorithm.sde.noise_level") == 0:
+        yield (
+            "sampling.same_noise = true with algorithm.sde.noise_level = 0: without noise on the way all samples of a "
+            "group are the same picture, which teaches nothing; set sampling.same_noise=false."
+        )
+
+
 def _asynchrony(get: _View) -> Iterator[str]:
     steps, rollouts = get("schedule.async_steps"), get("allocation.rollouts")
     if steps and rollouts == 0:
@@ -167,6 +175,7 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _task_size,
     _updates,
     _batch_wide_statistics,
+    _same_noise,
     _asynchrony,
     _shares,
     _sharding,

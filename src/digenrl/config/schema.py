@@ -189,6 +189,10 @@ class Evaluated(Closed):
     """sampling.eval.*"""
 
     steps: Steps | None = Field(ABSENT, description="denoising steps of an evaluation; null: sampling.steps")
+    guidance_scale: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        description="of an evaluation; null: sampling.guidance_scale"
+    )
+    solver: Literal["euler", "dpm2"] = Field(description="of an evaluation's ODE; dpm2: DPM-Solver++ of second order")
 
 
 class Sampling(Closed):
@@ -238,6 +242,10 @@ class Algorithm(Open):
         ABSENT, description="how far a ratio may leave 1; a list: below, above"
     )
     kl_weight: Amount = Field(ABSENT, description="weight of the KL divergence from the reference model; 0: none")
+    step_weight: Literal["none", "std", "longcat"] = Field(
+        ABSENT, description="of the policy loss, step by step; std: the step's std/sqrt(h); longcat: LongCat's, KL too"
+    )
+    detach_uncond: bool = Field(ABSENT, description="guidance trains its conditional branch alone")
     updates_per_batch: AtLeast1 = Field(ABSENT, description="optimizer updates of an RL step")
     max_grad_norm: Positive | None = Field(ABSENT, description="gradients are clipped to this norm; null: never")
     optimizer: Optimizer = Field(ABSENT)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from digenrl.types import CellBlock
 
 if TYPE_CHECKING:
     from digenrl.models.policy import Policy
+
+Solver = Literal["euler", "dpm2"]
 
 
 @dataclass(frozen=True)
@@ -198,16 +200,26 @@ def ode_sample(
     noise: Tensor,
     sigmas: Tensor,
     before_step: Callable[[], None] = lambda: None,
+    solver: Solver = "euler",
 ) -> Tensor:
-    """Euler sampling for evaluation (always without SDE noise: flow_grpo train_sd3.py:258). noise [b, *L] -> final [b,
-    *L]."""
+    """Sampling for evaluation, always without SDE noise (flow_grpo train_sd3.py:258). noise [b, *L] -> final [b, *L].
+
+    dpm2: DPM-Solver++ 2M (Lu et al. 2022, arXiv 2211.01095, algorithm 2), first order at the first and the last step,
+    where log-SNR is infinite.
+    """
     latents, rows = noise, noise.shape[0]
-    grid = sigmas.to(noise.device)
+    grid, before = sigmas.to(noise.device), None
     for k in range(grid.numel() - 1):
         before_step()
         sigma, next_sigma = grid[k].expand(rows), grid[k + 1].expand(rows)
         velocity = policy.velocity(latents, sigma, expand_condition(condition, rows))
-        latents = ode_step(latents, velocity, sigma, next_sigma, noise.dtype)
+        clean = latents - grid[k] * velocity
+        if solver == "dpm2" and before is not None and next_sigma[0] > 0:
+            # Its step is Euler's along the velocity that leads to x0 extrapolated over log-SNR.
+            snr = torch.log(1 / grid[k - 1 : k + 2].double() - 1)
+            ahead = 0.5 * float((snr[2] - snr[1]) / (snr[1] - snr[0]))
+            velocity = velocity - ahead * (clean - before) / grid[k]
+        latents, before = ode_step(latents, velocity, sigma, next_sigma, noise.dtype), clean
     return latents
 
 

@@ -159,6 +159,26 @@ class DanceSDE(Kernel):
 
 
 @dataclass(frozen=True)
+class LinearSDE(Kernel):
+    """Noise in proportion to sigma, std = a*s: Flow-GRPO's Wan kernel, as its public copies have it (zhtmike/flow_grpo
+    flow_grpo/diffusers_patch/wan_pipeline_with_logprob.py at def7b84, Fuzm7/FlowAWR the same file at 05e993a).
+
+    They interpolate sigma_min + (sigma_max - sigma_min)*s with sigma_max = sigmas[1] and sigma_min = 0. The mean is
+    `FlowSDE`'s; std is finite everywhere, so the first step needs no guard.
+    """
+
+    noise_level: float = 0.983
+    """a: sigmas[1] of the grid there; 0.983 for 20 steps with a shift of 3."""
+
+    def moments(
+        self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.moments`; `guard` is not used."""
+        std = self.noise_level * s
+        return _euler_maruyama_mean(x, v, s, s1, std), std, std * sqrt_h
+
+
+@dataclass(frozen=True)
 class FlowCPS(Kernel):
     """Flow-CPS, coefficient-preserving sampling (arXiv 2509.05952): sig = s1*sin(a*pi/2),
     mean = (1-s1)*x0_hat + s1*cos(a*pi/2)*eps_hat, x' = mean + sig*z, log-prob = -mean((x'-mean)^2).

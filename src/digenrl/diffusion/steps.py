@@ -159,8 +159,9 @@ class Window:
 
     random: start drawn at every RL step by (seed, RL step). progressive: the window moves by size - overlap every
     `hold` RL steps; the last window is anchored at the end of the range so that every step of it is trained (UniRL's
-    floor would leave the remainder out), then stays there or, with `wrap`, starts again (MixGRPO: size 4, hold 25,
-    overlap 1, roll back).
+    floor would leave the remainder out), then stays there or, with `wrap`, starts again. MixGRPO: size 4, hold 25,
+    roll back, and overlap 3, for its `prog_overlap_step=1` is added to the start (fastvideo/utils/grpo_states.py:92);
+    it lets the start run to T-2, past the last whole window, which takes more than 500 RL steps of its recipe.
     """
 
     size: int = 2

@@ -67,7 +67,6 @@ class DiffusersPolicy(Policy):
     """Frames per latent frame after the first; None = images."""
     packed: ClassVar[bool] = False
     """Whether latents are tokens [N, 4C] of 2x2 patches."""
-    embedded_guidance: ClassVar[bool] = False
     attention: ClassVar[tuple[str, ...]]
     """Layers of each block of the first list that the LoRA preset "attention" adapts ..."""
     feed_forward: ClassVar[tuple[str, ...]]

@@ -57,6 +57,10 @@ class Policy(nn.Module, ABC):
     latent_shape: tuple[int, ...]
     """*L of one sample at the configured height, width and frames."""
     guidance_scale: float
+    embedded_guidance: ClassVar[bool] = False
+    """Whether the guidance scale is an input of the network, not a second forward."""
+    detach_unconditional: bool = False
+    """Whether classifier-free guidance gives gradient to its conditional branch alone (`algorithm.detach_uncond`)."""
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class Policy(nn.Module, ABC):
         self.latent_shape = tuple(latent_shape)
         self.guidance_scale = float(guidance_scale)
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        self.cfg_scale = self.guidance_scale if cfg else 1.0
+        self._cfg, self.cfg_scale = cfg, self.guidance_scale if cfg else 1.0
         self.lora = lora if isinstance(lora, LoraSpec) or lora is None else LoraSpec.from_config(lora)
         self.reference_transformer: nn.Module | None = None
         if self.lora is None:
@@ -165,7 +169,8 @@ class Policy(nn.Module, ABC):
         """Guided velocity eps - x0, differentiable.
 
         latents [B, *L], sigmas [B] (one noise level per row), condition with leading dimension B -> [B, *L] fp32.
-        Both branches of classifier-free guidance share one forward of 2B rows, the unconditional rows first.
+        Both branches of classifier-free guidance share one forward of 2B rows, the unconditional rows first; both
+        carry gradient unless `detach_unconditional`.
         """
         latents = latents.to(self.dtype)
         sigmas = sigmas.to(wide(self.dtype))
@@ -179,6 +184,8 @@ class Policy(nn.Module, ABC):
             both = {key: torch.cat([self._negative(condition, key), value]) for key, value in positive.items()}
             output = self.predict(torch.cat([latents, latents]), torch.cat([sigmas, sigmas]), both)
         unconditional, conditional = _widen(output).chunk(2)
+        if self.detach_unconditional:
+            unconditional = unconditional.detach()
         return self.guide(conditional, unconditional)
 
     def encode(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
@@ -223,6 +230,25 @@ class Policy(nn.Module, ABC):
         if topic not in self._said:
             self._said.add(topic)
             logger.warning(message)
+
+    @contextmanager
+    def guided(self, scale: float | None) -> Iterator[None]:
+        """Inside, `scale` stands for sampling.guidance_scale, in `encode` too (evaluation); None changes nothing.
+
+        Raises ValueError where the family knows no guidance.
+        """
+        own = self.guidance_scale, self.cfg_scale
+        if scale is not None and scale != self.guidance_scale:
+            if not (self._cfg or self.embedded_guidance):
+                raise ValueError(
+                    f"sampling.eval.guidance_scale = {scale}: {self.family} has no unconditional branch; set it to null"
+                )
+            self.guidance_scale = float(scale)
+            self.cfg_scale = self.guidance_scale if self._cfg else self.cfg_scale
+        try:
+            yield
+        finally:
+            self.guidance_scale, self.cfg_scale = own
 
     @contextmanager
     def reference(self) -> Iterator[None]:

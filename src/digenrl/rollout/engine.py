@@ -39,6 +39,9 @@ class SamplingSpec:
     """All samples of a group start from one noise (DanceGRPO)."""
     eval_steps: int = 0
     """ODE steps of evaluation; 0 = as in rollouts."""
+    eval_guidance_scale: float | None = None
+    """Of evaluation; None = as in rollouts."""
+    eval_solver: denoise.Solver = "euler"
 
 
 @dataclass(frozen=True)
@@ -188,10 +191,13 @@ class RolloutEngine:
         for prompt in prompts:
             shape = self.policy.latent_shape
             noise = keys.noise(seed, 0, prompt.uid, range(samples_per_prompt), keys.INITIAL, shape, EVAL_STREAM)
-            condition = self.policy.encode([prompt])
             # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
             latents = noise.to(self.policy.device, wide(self.sampling.storage_dtype))
-            final = denoise.ode_sample(self.policy, condition, latents, grid, before_step)
+            with self.policy.guided(self.sampling.eval_guidance_scale):
+                condition = self.policy.encode([prompt])
+                final = denoise.ode_sample(
+                    self.policy, condition, latents, grid, before_step, self.sampling.eval_solver
+                )
             media.append(self.policy.decode(final).cpu())
             finals.append(final.cpu())
             rows += [prompt] * samples_per_prompt
