@@ -11,7 +11,7 @@ import pytest
 from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.preflight import allocated, candidate_of, costing_of, sized
-from tests.models.test_experiments import PUBLISHED
+from tests.models.test_experiments import EXPERIMENTS
 
 PROFILES = (
     "cpu",
@@ -49,7 +49,7 @@ def assert_fits(composed: Composed) -> None:
     ("experiment", "profile"),
     [
         pytest.param(*pair, marks=() if pair in USUAL else pytest.mark.slow)
-        for pair in itertools.product(PUBLISHED, PROFILES)
+        for pair in itertools.product(EXPERIMENTS, PROFILES)
     ],
 )
 def test_every_experiment_runs_on_every_profile_or_says_why_not(experiment: str, profile: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.advantages import Advantage
+from digenrl.algorithms.advantages import Advantage, reward_statistics
 
 NAN = float("nan")
 
@@ -172,6 +172,45 @@ def test_best_and_worst_selection() -> None:
     keep = (ranks < 2) | (ranks >= 6)
     assert torch.equal(got != 0, keep)
     torch.testing.assert_close(got, torch.where(keep, everything * 8 / 4, torch.zeros_like(everything)))
+
+
+def check_clip_before_scaling(advantage: Callable[[Tensor], Tensor]) -> None:
+    """Gaussian rewards, 4 + 4 of 24: no advantage of a group exceeds sqrt(23) < 5, so none is cut."""
+    table = torch.randn(200, 24, generator=torch.Generator().manual_seed(0))
+    everything = values(Advantage(clip=None), table)
+    ranks = table.argsort(1).argsort(1)
+    kept = torch.where((ranks < 4) | (ranks >= 20), 3 * everything, torch.zeros_like(everything))
+    torch.testing.assert_close(advantage(table), kept, atol=1e-5, rtol=0)
+
+
+def test_advantages_are_clipped_before_the_kept_ones_are_scaled() -> None:
+    """DanceGRPO clamps what it has normalised; scaling comes with the mean over the kept samples."""
+    selection = Advantage(best_and_worst=4)
+    check_clip_before_scaling(lambda table: values(selection, table))
+    with pytest.raises(AssertionError):
+        check_clip_before_scaling(lambda table: values(selection, table).clamp(-5, 5))
+    lonely = torch.zeros(1, 64)
+    lonely[0, 0] = 1.0
+    result = selection({"r": lonely}, {"r": 1.0})
+    assert float(result.values.max()) == 5.0 * 64 / 8
+    assert int(result.saturated.sum()) == 1
+    found = reward_statistics(result, {"r": lonely})
+    assert float(found["advantage_saturation"]) == pytest.approx(1 / 64)
+    assert float(found["zero_variance_share"]) == 0.0
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_a_sample_that_lacks_one_reward_leaves_every_statistic(renormalise: bool) -> None:
+    """Per-reward normalisation: as if the sample had not been drawn."""
+    advantage, weights = Advantage(combine="per_reward", renormalise=renormalise), {"a": 1.0, "b": 0.5}
+    table = {"a": rewards(3, 6, seed=1), "b": rewards(3, 6, seed=2)}
+    table["b"][:, 2] = NAN
+    table["a"][:, 2] = 100.0
+    got = advantage(table, weights).values
+    others = [0, 1, 3, 4, 5]
+    drawn = advantage({name: values[:, others] for name, values in table.items()}, weights).values
+    torch.testing.assert_close(got[:, others], drawn, atol=1e-6, rtol=0)
+    assert torch.equal(got[:, 2], torch.zeros(3))
 
 
 def test_bad_options_are_named() -> None:

@@ -113,6 +113,41 @@ def test_gradient_equals_the_formula(moved: tuple) -> None:
     torch.testing.assert_close(got, torch.cat([g.flatten() for g in expected]), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["std", "longcat"])
+def test_losses_are_weighed_step_by_step(kind: str, moved: tuple) -> None:
+    """std: the policy loss by std/sqrt(h), the KL not at all; longcat: by sqrt(s/(1-d))/sqrt(h), the KL by its square,
+    the first step's d being sigmas[1]. Together they differ by the noise level alone."""
+    policy, blocks, rewards = moved
+    weighed = grpo(policy, kl_weight=0.1, step_weight=kind)
+    total = torch.zeros_like(gradient(weighed, [batch(blocks, rewards)]))
+    for block in blocks:
+        for k in range(len(block.steps)):
+            cells = [batch([steps_of(block, k, k + 1)], rewards, 40.0)]
+            sigma, following = (float(block.sigmas[int(block.steps[k]) + i]) for i in (0, 1))
+            guard = float(block.sigmas[1]) if int(block.steps[k]) == 0 else sigma
+            w = (sigma / (1 - guard) / (sigma - following)) ** 0.5
+            policy_part = gradient(grpo(policy), cells)
+            kl_part = gradient(grpo(policy, kl_weight=0.1), cells) - policy_part
+            total += 0.7 * w * policy_part + kl_part if kind == "std" else w * policy_part + w**2 * kl_part
+    got = gradient(weighed, [batch(blocks, rewards, 40.0)])
+    torch.testing.assert_close(got, total, atol=1e-10, rtol=1e-8)
+
+
+def test_effective_samples_are_kishs_share_of_joint_ratios() -> None:
+    """On policy all cells count alike; one ratio that outweighs n others leaves about 1/n."""
+    policy = ToyPolicy()
+    blocks = roll(policy, groups=1)
+    module = grpo(policy)
+    module.training_step(batch(blocks), 0)
+    assert float(module.collected()["effective_samples"]) == pytest.approx(1.0, abs=1e-4)
+    shift = torch.zeros_like(blocks[0].log_probs)
+    shift[0, 0] = 3.0  # times 12 dimensions
+    module.training_step(batch([replace(blocks[0], log_probs=blocks[0].log_probs - shift)]), 0)
+    found = module.collected()
+    assert float(found["effective_samples"]) == pytest.approx(1 / shift.numel(), rel=1e-3)
+    assert "joint_ratio" not in found
+
+
 def test_a_block_of_weight_zero_changes_nothing_even_if_it_holds_nan(moved: tuple) -> None:
     """A rank without cells still runs the forward passes (collectives), and contributes exactly 0."""
     policy, blocks, rewards = moved
@@ -196,8 +231,9 @@ def test_trainer_sees_right_metrics_and_an_exact_first_ratio() -> None:
     assert steps[0]["reward/r"] == pytest.approx(float(rewards.mean()), rel=1e-5)
     assert steps[0]["reward_std"] == pytest.approx(float(rewards.std(unbiased=False)), rel=1e-3)
     assert steps[0]["zero_variance_groups"] == 0.0
-    for name in ("loss", "kl", "clip_fraction", "ratio_max_dev", "grad_norm"):
+    for name in ("loss", "kl", "clip_fraction", "ratio_max_dev", "grad_norm", "effective_samples"):
         assert name in steps[0]
+    assert steps[0]["grad_norm_clipped"] == pytest.approx(min(steps[0]["grad_norm"], 1.0), rel=1e-6)
     assert steps[2]["kl"] > steps[0]["kl"] > 0
 
 
@@ -314,14 +350,20 @@ def test_checkpoint_holds_trained_parameters_only_and_resumes(tmp_path: Path) ->
         fit(grpo(other), other, cut, epochs=4, ckpt_path=str(path))
 
 
-def test_decoupled_ppo_anchors_at_the_beginning_of_the_batch() -> None:
+@pytest.mark.parametrize("empty", [False, True])
+def test_decoupled_ppo_anchors_at_the_beginning_of_the_batch(empty: bool) -> None:
     """In the second update prox is the policy before the first one, not the present one."""
     policy = ToyPolicy()
     blocks = roll(policy)
     module = grpo(policy, surrogate=DecoupledPPO(), updates_per_batch=2)
     optimizer = module.configure_optimizers()
-    module.training_step(batch(blocks), 0).backward()
+    if empty:  # the first update's cells were all another rank's
+        module.policy.transformer[0].weight.grad = torch.ones_like(policy.transformer[0].weight)
+        module.training_step(batch([], torch.rand(2, 4), 1.0), 0)
+    else:
+        module.training_step(batch(blocks), 0).backward()
     optimizer.step()
+    assert module.training_step(batch(blocks, update=1), 1).isfinite()
     proximal = module._proximal(blocks[0], batch(blocks, update=1))
     assert proximal is not None
     torch.testing.assert_close(proximal, blocks[0].log_probs, atol=1e-6, rtol=0)
@@ -347,6 +389,10 @@ def test_bad_combinations_are_refused(caplog: pytest.LogCaptureFixture) -> None:
         grpo(ToyPolicy(), sde=FlowSDE(0.0))
     with pytest.raises(ValueError, match="kl_kind"):
         grpo(ToyPolicy(), kl_kind="reverse")
+    with pytest.raises(ValueError, match="step_weight must be none, std or longcat"):
+        grpo(ToyPolicy(), step_weight="h")
+    with pytest.raises(ValueError, match=r"step_weight=longcat is FlowSDE's.*FlowCPS"):
+        grpo(ToyPolicy(), sde=FlowCPS(0.8), step_weight="longcat")
     with pytest.raises(ValueError, match="clip_range"):
         grpo(ToyPolicy(), clip_range=[0.0, 0.1])
     with pytest.raises(ValueError, match="updates_per_batch"):

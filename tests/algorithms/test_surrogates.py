@@ -76,6 +76,31 @@ def test_effective_weights(advantage: float) -> None:
             assert positive or not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -2.0])
+def test_each_surrogate_says_what_it_cuts(advantage: float) -> None:
+    """A cell is cut where the bound changes its gradient; `Uncorrected` has none to cut."""
+    r, positive = ratios(), advantage > 0
+    nothing = torch.zeros_like(r, dtype=torch.bool)
+    above, below = r > 1 + CLIP, r < 1 - CLIP
+    proximal = torch.full((1, 6), 0.5, dtype=torch.float64)
+    moved = r / torch.tensor(0.5, dtype=torch.float64).exp()
+    far = replace(cells(advantage), old_mean=torch.ones(1, 6, 2, dtype=torch.float64))
+    expected = [
+        (Clipped(), cells(advantage), above if positive else below),
+        (Guard(), cells(advantage), above if positive else below),
+        (FlowDPPO(1e-5), cells(advantage), nothing),
+        (FlowDPPO(1e-5), far, (r > 1) if positive else (r < 1)),
+        (DecoupledPPO(cap=1.0), cells(advantage, proximal), (moved > 1.1) if positive else (moved < 0.9)),
+        (DecoupledPPO(), cells(advantage, proximal), ~nothing),
+        (TruncatedIS(), cells(advantage), above),
+        (CISPO(), cells(advantage), above | below),
+        (TOPR(), cells(advantage), nothing if positive else r > 1),
+        (Uncorrected(), cells(advantage), nothing),
+    ]
+    for surrogate, made, mask in expected:
+        assert torch.equal(surrogate.cut(made).flatten(), mask), surrogate
+
+
 def test_decoupled_ppo_is_ppo_when_nothing_moved_since_the_rollout() -> None:
     """Check 22: logp_roll = logp_prox -> w = 1 and the loss is plain PPO's."""
     plain = cells(1.0)

@@ -136,6 +136,10 @@ RELATIONS: dict[str, Case] = {
         ["schedule=gap", "algorithm.advantage.std=batch"],
         ["algorithm.advantage.std = batch", "schedule.gap = 1", "set schedule.gap=0 or algorithm.advantage.std=group"],
     ),
+    "one noise and no other": (
+        ["experiment=digits_nft", "sampling.same_noise=true"],
+        ["sampling.same_noise = true", "algorithm.sde.noise_level = 0", "set sampling.same_noise=false"],
+    ),
     "asynchrony without rollout ranks": (
         ["schedule=colocated", "schedule.async_steps=1"],
         ["schedule.async_steps = 1", "allocation.rollouts = 0", "set allocation.rollouts"],

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from digenrl.diffusion import denoise
-from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE, Kernel
+from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE, Kernel, LinearSDE
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.diffusion.steps import AllButLast, NoiseLevels, StepPlan, Window
 from digenrl.types import CellBlock
 from tests.algorithms.toy_policy import ToyPolicy, condition, roll
 
-KERNELS: list[Kernel] = [FlowSDE(0.7), DanceSDE(0.3), FlowCPS(0.8)]
+KERNELS: list[Kernel] = [FlowSDE(0.7), DanceSDE(0.3), FlowCPS(0.8), LinearSDE(0.9)]
 STORAGE = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -183,6 +183,28 @@ def test_same_noise_is_shared_by_a_group_and_sde_noise_is_not() -> None:
     plan = AllButLast().plan(0, 0, 6)
     after = denoise.advance(ToyPolicy(), condition(), state, static_grid(6, 3.0), FlowSDE(0.7), plan)
     assert not torch.equal(after.latents[0], after.latents[2])
+
+
+class Gaussian(ToyPolicy):
+    """The exact velocity for data N(1.5, 0.5^2): its ODE takes noise z to 1.5 + 0.5 z."""
+
+    def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        s = sigmas.reshape(-1, 1, 1)
+        x0 = 1.5 + (1 - s) * 0.25 / ((1 - s) ** 2 * 0.25 + s**2) * (latents - (1 - s) * 1.5)
+        return (latents - x0) / s
+
+
+def test_the_second_order_solver_is_nearer_to_the_exact_flow_and_begins_and_ends_as_eulers() -> None:
+    policy = Gaussian(torch.float64)
+    noise = torch.linspace(-2, 2, 24, dtype=torch.float64).reshape(2, 3, 4)
+    errors = {}
+    for steps in (2, 10, 40):
+        grid = static_grid(steps).double()
+        found = {s: denoise.ode_sample(policy, {}, noise, grid, solver=s) for s in ("euler", "dpm2")}
+        errors[steps] = {solver: float((x - 1.5 - 0.5 * noise).abs().max()) for solver, x in found.items()}
+        assert torch.equal(found["euler"], found["dpm2"]) == (steps == 2)
+    assert errors[10]["dpm2"] < 0.5 * errors[10]["euler"]
+    assert errors[40]["dpm2"] < 0.2 * errors[40]["euler"]
 
 
 def test_misuse_is_explained() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE, Kernel, Transition, ode_step
+from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE, Kernel, LinearSDE, Transition, ode_step
 from digenrl.diffusion.sigmas import static_grid, step_sigmas
 
 SHAPES = [(4, 6), (3, 4, 4), (2, 3, 2, 2)]
@@ -118,6 +118,17 @@ def check_dance_is_flow_with_std_eta(dance: Kernel, eta: float) -> None:
 def test_dance_is_flow_sde_with_constant_std() -> None:
     """Check 4, DanceGRPO section 1.3: identical to 1.2 with std := eta."""
     check_dance_is_flow_with_std_eta(DanceSDE(0.3), 0.3)
+
+
+def test_linear_sde_is_dance_sde_with_each_rows_own_eta() -> None:
+    """std = a*s, at the first step too."""
+    out, data = step(LinearSDE(0.9), rows([0, 4, 8], (4, 6))), rows([0, 4, 8], (4, 6))
+    torch.testing.assert_close(out.std, 0.9 * data["sigma"])
+    for row, sigma in enumerate(data["sigma"].tolist()):
+        one = {name: value[row : row + 1] for name, value in data.items()}
+        dance = step(DanceSDE(0.9 * sigma), one)
+        torch.testing.assert_close(out.next_latents[row : row + 1], dance.next_latents)
+        torch.testing.assert_close(out.log_prob[row : row + 1], dance.log_prob)
 
 
 @pytest.mark.parametrize("damage", ["velocity sign", "sigma shifted", "std with sqrt_h", "mean off"])
@@ -230,6 +241,7 @@ def marginal_std(kernel: Kernel | None, steps: int, samples: int = 40_000) -> fl
         (None, (0.43, 0.485, 0.498)),
         (FlowSDE(0.7), (0.48, 0.499, 0.500)),
         (DanceSDE(0.3), (0.441, 0.486, 0.499)),
+        (LinearSDE(0.983), (0.450, 0.490, 0.499)),
     ],
 )
 def test_marginal_is_preserved_as_steps_grow(kernel: Kernel | None, expected: tuple[float, float, float]) -> None:
@@ -259,7 +271,7 @@ def check_log_prob(kernel: Kernel) -> None:
     torch.testing.assert_close(out.log_prob * out.mean[0].numel(), joint, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kernel", [FlowSDE(0.7), FlowSDE(1.0, max_scale=0.45), DanceSDE(0.3)])
+@pytest.mark.parametrize("kernel", [FlowSDE(0.7), FlowSDE(1.0, max_scale=0.45), DanceSDE(0.3), LinearSDE(0.9)])
 def test_log_prob_is_the_mean_of_the_normal_log_density(kernel: Kernel) -> None:
     """Check 7: torch Normal(mean, S).log_prob(x').mean(dims); the joint one is D times that."""
     check_log_prob(kernel)

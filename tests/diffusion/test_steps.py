@@ -73,7 +73,9 @@ def test_check_19_can_fail() -> None:
 
 
 def test_progressive_window_holds_moves_wraps_or_stays() -> None:
-    """MixGRPO: 25 RL steps per window, stride size - overlap, roll back."""
+    """MixGRPO: 25 RL steps per window, the start moves by `prog_overlap_step=1` = size - overlap."""
+    published = Window(4, order="progressive", hold=25, overlap=3)
+    assert [published.start(0, step, 25) for step in range(300)] == [step // 25 for step in range(300)]
     window = Window(4, order="progressive", hold=25, overlap=1)
     starts = [window.start(0, step, 25) for step in range(0, 25 * 9, 25)]
     assert starts == [0, 3, 6, 9, 12, 15, 18, 20, 0]

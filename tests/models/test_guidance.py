@@ -10,6 +10,7 @@ from torch import Tensor
 
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.sigmas import step_sigmas
+from digenrl.models.digits import DigitsPolicy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import NEGATIVE, Policy
 from digenrl.types import Prompt
@@ -85,20 +86,46 @@ def test_qwen_guidance_keeps_the_norm_of_every_token() -> None:
 
 
 def test_a_detached_unconditional_branch_changes_the_gradient_and_no_log_prob() -> None:
-    """Check 18: Flow-GRPO's SD3 snapshot detaches it (train_sd3.py:189); here, as elsewhere, both branches train."""
+    """Check 18: Flow-GRPO's SD3 script detaches it (train_sd3.py:190), others train both; here it is an option."""
     policy, kernel = policy_of("sd3"), FlowSDE(0.7)
-    latents, sigmas, _, conditional, unconditional = branches(policy)
+    latents, sigmas, condition, conditional, unconditional = branches(policy)
     sigma, following, guard = step_sigmas(policy.sigma_grid(4), torch.tensor([1, 2]))
     assert torch.equal(sigma, sigmas)
     drawn = torch.randn(latents.shape, generator=torch.Generator().manual_seed(4))
-    found = []
-    for other in (unconditional, unconditional.detach()):
-        velocity = policy.guide(conditional, other)
+    parameters = list(policy.trained_parameters().values())
+
+    def of(velocity: Tensor) -> tuple[Tensor, Tensor]:
         out = kernel.transition(latents, velocity, sigma, following, guard, next_latents=drawn)
         assert out.log_prob is not None
-        parameters = list(policy.trained_parameters().values())
         gradients = torch.autograd.grad(out.log_prob.sum(), parameters, retain_graph=True)
-        found.append((out.log_prob.detach(), torch.cat([gradient.flatten() for gradient in gradients])))
-    (both, both_gradient), (one, one_gradient) = found
+        return out.log_prob.detach(), torch.cat([gradient.flatten() for gradient in gradients])
+
+    both, both_gradient = of(policy.velocity(latents, sigmas, condition))
+    policy.detach_unconditional = True
+    one, one_gradient = of(policy.velocity(latents, sigmas, condition))
     assert torch.equal(both, one)
     assert float((both_gradient - one_gradient).norm() / both_gradient.norm()) > 0.1
+    _, by_hand = of(policy.guide(conditional, unconditional.detach()))
+    torch.testing.assert_close(one_gradient, by_hand, atol=1e-5, rtol=1e-3)
+
+
+def test_evaluation_may_be_guided_otherwise() -> None:
+    """Trained without guidance, evaluated with it: one forward becomes two, and the conditioning comes along."""
+    plain, guided = make("sd3", guidance_scale=1.0).eval(), policy_of("sd3")
+    randomise_lora(plain)
+    latents, sigmas, condition, *_ = branches(guided)
+    with plain.guided(4.0):
+        asked = plain.encode([Prompt("a red circle"), Prompt("a sign")])
+        torch.testing.assert_close(
+            plain.velocity(latents, sigmas, asked), guided.velocity(latents, sigmas, condition), atol=1e-5, rtol=0
+        )
+    assert not plain.two_forwards
+    assert plain.guidance_scale == 1.0
+    with plain.guided(None):
+        assert not plain.two_forwards
+    flux = make("flux", guidance_scale=3.5)
+    with flux.guided(1.0):
+        assert (flux.guidance_scale, flux.two_forwards) == (1.0, False)
+    unguided = pytest.raises(ValueError, match=r"sampling\.eval\.guidance_scale = 2\.0: digits has no unconditional")
+    with unguided, DigitsPolicy().guided(2.0):
+        pass

@@ -46,7 +46,7 @@ JOINT_CLIP_SPAN = (1e-2, 5e3)
 
 
 class GRPO(PolicyModule):
-    """Policy gradient over stored transitions: loss = w * surrogate(ratio, A) + kl_weight * KL(new || base), per cell."""
+    """Policy gradient over stored transitions: loss = w * surrogate(r, A) + kl_weight * KL(new || base), per cell."""
 
     def __init__(
         self,

@@ -1,0 +1,153 @@
+"""A recipe is a contract: docs/recipes.csv says what each experiment sets, what its source set, and why they differ.
+
+python -m tests.test_recipe_contract     writes docs/recipes.md from it
+"""
+
+from __future__ import annotations
+
+import csv
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.conftest import ROOT
+
+TABLE, PAGE = ROOT / "docs" / "recipes.csv", ROOT / "docs" / "recipes.md"
+LEVELS = (
+    "formula checked",
+    "tiny run",
+    "learns on the embedded tasks",
+    "real-size random weights on a GPU",
+    "real weights",
+)
+EVIDENCE = "(evidence)"
+"""The row whose `ours` holds the levels that the experiment has reached, and whose `reason` says where to look."""
+NO_RECIPE = ("ablation_schedule", "sweep_allocation")
+"""Experiments that train nothing of their own."""
+PUBLISHED = sorted({row["experiment"] for row in csv.DictReader(TABLE.open(encoding="utf-8")) if row["repository"]})
+DECIDES = (
+    "sampling.steps",
+    "sampling.guidance_scale",
+    "sampling.height",
+    "sampling.width",
+    "data.prompts",
+    "data.prompts_per_batch",
+    "data.group_size",
+    "algorithm.updates_per_batch",
+    "algorithm.kl_weight",
+    "algorithm.max_grad_norm",
+    "algorithm.optimizer.lr",
+    "algorithm.optimizer.weight_decay",
+    "algorithm.advantage.std",
+    "algorithm.advantage.eps",
+    "algorithm.advantage.unbiased",
+    "reward.rewards",
+)
+"""Keys that no published recipe may leave out."""
+HEAD = """# Recipes
+
+What each experiment in `configs/experiment/` takes over from its source, where it differs and why, and how far it has
+been tried. Written from [recipes.csv](recipes.csv) by `python -m tests.test_recipe_contract`; that test fails where a
+YAML, the table and this page disagree. The table names repository, commit, file and line of every value (the function
+or key, where the line is not known); a key in parentheses is no key of ours.
+"""
+
+
+@cache
+def rows() -> list[dict[str, str]]:
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def value(text: str) -> Any:
+    """A cell as YAML reads it; what is no YAML value is text."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def same(row: dict[str, str]) -> bool:
+    return bool(value(row["ours"]) == value(row["published"]))
+
+
+@cache
+def composed(experiment: str) -> Any:
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return compose("train", overrides=[f"experiment={experiment}", "hardware=node_8xh100"])
+
+
+def at(experiment: str, key: str) -> Any:
+    """The experiment's value; of a mixture of rewards the weights."""
+    found = OmegaConf.select(composed(experiment), key, throw_on_missing=True)
+    plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+    return {name: entry["weight"] for name, entry in plain.items()} if key == "reward.rewards" else plain
+
+
+def page() -> str:
+    """docs/recipes.md."""
+    text = [HEAD, "## How far each has been tried\n", f"Levels: {'; '.join(LEVELS)}.\n"]
+    text += ["| experiment | reached | see |", "|---|---|---|"]
+    for row in rows():
+        if row["key"] == EVIDENCE:
+            text.append(f"| `{row['experiment']}` | {row['ours']} | {row['reason']} |")
+    text += ["\n## What differs from the source\n"]
+    for experiment, group in groupby((row for row in rows() if row["repository"]), lambda row: row["experiment"]):
+        listed = list(group)
+        sources = sorted({f"{row['repository']} at {row['commit']}" for row in listed})
+        equal = sum(same(row) for row in listed)
+        text += [f"### {experiment}\n", f"{', '.join(sources)}. {equal} of {len(listed)} values are theirs.\n"]
+        text += ["| key | ours | published | why |", "|---|---|---|---|"]
+        text += [f"| {r['key']} | {r['ours']} | {r['published']} | {r['reason']} |" for r in listed if not same(r)]
+        text.append("")
+    return "\n".join(text)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("experiment", PUBLISHED)
+def test_an_experiment_is_what_the_table_says(experiment: str) -> None:
+    drifted = [
+        f"{row['key']}: {at(experiment, row['key'])!r}, the table says {row['ours']}"
+        for row in rows()
+        if row["experiment"] == experiment and not row["key"].startswith("(")
+        if at(experiment, row["key"]) != value(row["ours"])
+    ]
+    assert not drifted
+
+
+def test_every_difference_has_a_reason_and_every_value_a_source() -> None:
+    for row in rows():
+        if row["key"] == EVIDENCE:
+            assert set(row["ours"].split("; ")) <= set(LEVELS), row
+            continue
+        assert bool(row["reason"]) != same(row), f"a reason where, and only where, the source differs: {row}"
+        assert all(row[column] for column in ("published", "repository", "commit", "file", "line")), row
+    named = [(row["experiment"], row["key"]) for row in rows()]
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize("experiment", PUBLISHED)
+def test_nothing_that_decides_is_left_out(experiment: str) -> None:
+    listed = {row["key"] for row in rows() if row["experiment"] == experiment}
+    assert not [key for key in DECIDES if key not in listed]
+
+
+def test_every_experiment_says_how_far_it_has_been_tried() -> None:
+    stems = {path.stem for path in (ROOT / "configs" / "experiment").glob("[a-z]*.yaml")}
+    evident = {row["experiment"] for row in rows() if row["key"] == EVIDENCE}
+    assert stems - evident == set(NO_RECIPE)
+    assert not evident - stems
+
+
+def test_the_page_shows_the_table() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.test_recipe_contract`"
+
+
+if __name__ == "__main__":
+    Path(PAGE).write_text(page(), encoding="utf-8")
