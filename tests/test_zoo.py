@@ -164,6 +164,7 @@ def check_weights(finished: Run) -> None:
     assert initial.keys() == final.keys()
     assert all(value.isfinite().all() for value in final.values())
     same = [name for name, value in initial.items() if torch.equal(value, final[name])]
+    same = [name for name in same if not name.endswith("to_k.bias")]  # softmax is blind to it: its gradient is rounding
     assert not same, f"{len(same)} of {len(initial)} trained parameters did not change: {same[:9]}"
 
 

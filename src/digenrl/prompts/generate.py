@@ -1,16 +1,18 @@
 """Writes the project's own prompt sets, the same bytes every time: `python -m digenrl.prompts.generate [DIRECTORY]`.
+With a number, training sets of so many prompts instead: `python -m digenrl.prompts.generate DIRECTORY 20000`.
 
 A set and its held-out split come from one stream, so that they have the same distribution and share no prompt; no
 held-out sign has the text of a training sign. A candidate whose words overlap too much with an accepted prompt is
-skipped.
+skipped; in a large set, one whose words overlap too much with a held-out prompt.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,11 +110,10 @@ def distinct(candidates: Iterator[Record], count: int) -> list[Record]:
     word_sets: list[frozenset[str]] = []
     texts: set[str] = set()
     for record in candidates:
-        words = frozenset(record["prompt"].lower().replace(",", "").replace('"', "").split())
-        key = record.get("target", record["prompt"])
-        if key in texts or any(len(words & other) > MAX_OVERLAP * len(words | other) for other in word_sets):
+        words = _words(record)
+        if _text(record) in texts or _overlaps(words, word_sets):
             continue
-        texts.add(key)
+        texts.add(_text(record))
         word_sets.append(words)
         accepted.append(record)
         if len(accepted) == count:
@@ -120,22 +121,63 @@ def distinct(candidates: Iterator[Record], count: int) -> list[Record]:
     return accepted
 
 
+def apart(candidates: Iterator[Record], count: int, heldout: Sequence[Record]) -> list[Record]:
+    """The first `count` different candidates that neither have a held-out one's target nor overlap too much with it.
+
+    Raises ValueError when a hundred times as many candidates do not hold so many.
+    """
+    texts, word_sets = {_text(record) for record in heldout}, [_words(record) for record in heldout]
+    accepted: dict[str, Record] = {}
+    for record in itertools.islice(candidates, 100 * count):
+        if record["prompt"] in accepted or _text(record) in texts or _overlaps(_words(record), word_sets):
+            continue
+        accepted[record["prompt"]] = record
+        if len(accepted) == count:
+            return list(accepted.values())
+    raise ValueError(f"the vocabulary gives {len(accepted)} prompts, {count} were asked for: ask for fewer")
+
+
+def _text(record: Record) -> str:
+    return record.get("target", record["prompt"])
+
+
+def _words(record: Record) -> frozenset[str]:
+    return frozenset(record["prompt"].lower().replace(",", "").replace('"', "").split())
+
+
+def _overlaps(words: frozenset[str], others: Collection[frozenset[str]]) -> bool:
+    return any(len(words & other) > MAX_OVERLAP * len(words | other) for other in others)
+
+
+def split(name: str) -> tuple[list[Record], list[Record]]:
+    """The project's own training and held-out records of one set."""
+    train, heldout = SETS[name]
+    records = distinct(_CANDIDATES[name](), train + heldout)
+    # Every (train + heldout) / heldout-th record is held out, so that both halves have the same mix of kinds.
+    stride = len(records) // heldout
+    kept = [record for index, record in enumerate(records) if index % stride != stride - 1]
+    return kept, [record for index, record in enumerate(records) if index % stride == stride - 1]
+
+
 def contents() -> dict[str, str]:
     """File name -> content of every generated prompt file."""
     digits = [{"prompt": f"number {word}", "target": str(value)} for value, word in enumerate(v.digits)]
     files = {"digits.jsonl": _json_lines(digits)}
-    for name, (train, heldout) in SETS.items():
-        records = distinct(_CANDIDATES[name](), train + heldout)
-        # Every (train + heldout) / heldout-th record is held out, so that both halves have the same mix of kinds.
-        stride = len(records) // heldout
-        kept = [record for index, record in enumerate(records) if index % stride != stride - 1]
-        held = [record for index, record in enumerate(records) if index % stride == stride - 1]
-        for part, chosen in ((name, kept), (f"{name}_heldout", held)):
-            if name == "signs":
-                files[f"{part}.jsonl"] = _json_lines(chosen)
-            else:
-                files[f"{part}.txt"] = "".join(record["prompt"] + "\n" for record in chosen)
+    for name in SETS:
+        kept, held = split(name)
+        files |= dict([_file(name, kept), _file(f"{name}_heldout", held)])
     return files
+
+
+def large(count: int) -> dict[str, str]:
+    """File name -> content of training sets of `count` prompts, for the held-out sets of `contents`."""
+    return dict(_file(f"{name}_{count}", apart(_CANDIDATES[name](), count, split(name)[1])) for name in SETS)
+
+
+def _file(name: str, records: list[Record]) -> tuple[str, str]:
+    if "target" in records[0]:
+        return f"{name}.jsonl", _json_lines(records)
+    return f"{name}.txt", "".join(record["prompt"] + "\n" for record in records)
 
 
 def _json_lines(records: list[Record]) -> str:
@@ -145,7 +187,7 @@ def _json_lines(records: list[Record]) -> str:
 def main() -> None:
     """Write every file into the directory given, or beside this module."""
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else DIRECTORY
-    for name, content in contents().items():
+    for name, content in (large(int(sys.argv[2])) if len(sys.argv) > 2 else contents()).items():
         (directory / name).write_text(content, encoding="utf-8", newline="\n")
         print(f"{directory / name}: {content.count(chr(10))} prompts")
 
