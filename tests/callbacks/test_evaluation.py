@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,17 @@ def test_ranks_share_the_prompts_equally_and_together_give_one_ranks_pictures(pr
     assert len({len(part.prompts) for part in parts}) == 1
     joined = torch.cat([part.media for part in parts])[: len(whole.prompts)]
     assert torch.equal(joined, whole.media)
+
+
+def test_sampling_eval_decides_steps_and_solver(prompt_file: Path) -> None:
+    """One noise, another way to the picture; a callback's own steps come before the group's."""
+    engine, found = engine_of(DigitsPolicy()), []
+    for changes in ({"eval_steps": 5}, {"eval_solver": "dpm2"}, {"eval_steps": 6}):
+        engine.sampling = replace(engine.sampling, **changes)
+        found.append(Evaluation(prompt_file, samples_per_prompt=2).sample(engine).media)
+    found.append(Evaluation(prompt_file, samples_per_prompt=2, steps=5).sample(engine).media)
+    assert not any(torch.equal(found[0], other) for other in found[1:3])
+    assert torch.equal(found[3], found[1])
 
 
 def test_heldout_prompts_take_the_place_of_the_training_prompts(tmp_path: Path, prompt_file: Path) -> None:

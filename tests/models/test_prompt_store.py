@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from digenrl.cli import encode as encode_command
+from digenrl.data import PromptData
 from digenrl.models.prompt_store import Condition, PromptStore, files_digest
+from digenrl.run import fill_prompt_store
 from digenrl.types import Prompt
 from tests.models.tiny_policies import NEGATIVE, make
 from tests.training import commands
@@ -181,6 +184,24 @@ def test_encoders_move_once_for_all_prompts_and_never_again(family: str, tmp_pat
     assert torch.equal(second.encode(unforeseen)["text"], plain.encode(unforeseen)["text"])
     wide = make(family, dtype="float64", **guided)
     assert wide.fill_store(tmp_path, prompts[:1], CPU) == (1 if family == "flux" else 2,) * 2
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("scale", "texts"), [(None, 2), (4.0, 3)])
+def test_the_store_holds_what_the_evaluations_guidance_needs(scale: float | None, texts: int, tmp_path: Path) -> None:
+    """Trained without guidance and evaluated with it: the negative prompt is encoded too."""
+    (tmp_path / "two.txt").write_text("a red cube\na green cone\n")
+    data = {
+        "prompts": str(tmp_path / "two.txt"),
+        "heldout": None,
+        "prompts_per_batch": 2,
+        "prompt_store": str(tmp_path),
+    }
+    config = OmegaConf.create({"max_rl_steps": 1, "data": data, "sampling": {"eval": {"guidance_scale": scale}}})
+    policy = make("wan", guidance_scale=1.0)
+    filled = fill_prompt_store(config, policy, PromptData(config.data, 0))
+    assert filled is not None
+    assert (filled.texts, filled.encoded, policy.two_forwards) == (texts, texts, False)
 
 
 @pytest.fixture
