@@ -330,16 +330,18 @@ def test_sigterm_of_a_scheduler_ends_in_a_checkpoint(tmp_path: Path, processes: 
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable; skipped where they cannot be made."""
+    """Two network namespaces, joined by two cables: front0 (10.77.0.1 and 10.77.0.2) and data0 (fd77::1 and fd77::2);
+    skipped where they cannot be made."""
     if shutil.which("ip") is None:
         pytest.skip("needs the command ip (Debian package iproute2)")
     one, two = f"dgrl{os.getpid()}a", f"dgrl{os.getpid()}b"
     steps = [
         f"netns add {one}",
         f"netns add {two}",
-        f"link add {one} netns {one} type veth peer name {two} netns {two}",
-        *(f"-n {ns} addr add 10.77.0.{i}/24 dev {ns}" for i, ns in ((1, one), (2, two))),
-        *(f"-n {ns} link set {dev} up" for ns in (one, two) for dev in (ns, "lo")),
+        *(f"link add {cable} netns {one} type veth peer name {cable} netns {two}" for cable in ("front0", "data0")),
+        *(f"-n {ns} addr add 10.77.0.{i}/24 dev front0" for i, ns in ((1, one), (2, two))),
+        *(f"-n {ns} addr add fd77::{i}/64 dev data0 nodad" for i, ns in ((1, one), (2, two))),
+        *(f"-n {ns} link set {dev} up" for ns in (one, two) for dev in ("front0", "data0", "lo")),
     ]
     try:
         for step in steps:
@@ -357,10 +359,29 @@ def namespaces() -> Iterator[tuple[str, str]]:
 def test_two_agents_in_two_network_namespaces(
     tmp_path: Path, processes: Processes, namespaces: tuple[str, str]
 ) -> None:
-    """Store, gloo and data links over an interface that is not the loopback one."""
+    """The agents meet on one interface; store, gloo and data links take the configured one, in IPv6."""
     for number, ns in enumerate(namespaces):
-        settings = {"HEAD": "10.77.0.1", "ADDRESS": f"10.77.0.{number + 1}", "GLOO_SOCKET_IFNAME": ns}
-        agent(tmp_path, processes, "ip", "netns", "exec", ns, **settings)
+        settings = {"HEAD": "10.77.0.1", "ADDRESS": f"10.77.0.{number + 1}"}
+        more = ("parallel.sharding=fsdp", "network.interface=data0", "network.ports=[29610,29619]")
+        agent(tmp_path, processes, "ip", "netns", "exec", ns, more=more, **settings)
+    deadline, access = time.monotonic() + 400, {}
+    while time.monotonic() < deadline and not access:
+        access = {path: json.loads(path.read_text() or "{}") for path in tmp_path.glob("outputs/*/*/access.json")}
+        time.sleep(0.1)
+    (found,) = access.values()
+    assert (found["host"], found["port"]) == ("fd77::1", 29610)
+    sent = {}
+    while any(process.poll() is None for process in processes._started):
+        sent = {name: bytes_sent(namespaces[0], name) or sent[name] for name in ("front0", "data0")}
+        time.sleep(0.2)
     assert processes.codes() == [0, 0], processes.tails()
-    found = summary(processes)
-    assert (found["status"], found["rl_steps"]) == ("completed", 2)
+    done = summary(processes)
+    assert (done["status"], done["rl_steps"]) == ("completed", 2)
+    assert sent["data0"] > 4 * sent["front0"], f"the agents talk on front0, the ranks on data0: {sent}"
+
+
+def bytes_sent(namespace: str, interface: str) -> int:
+    """By this interface of a namespace, since it was made."""
+    command = ["ip", "-n", namespace, "-s", "-j", "link", "show", interface]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
