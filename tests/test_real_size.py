@@ -171,7 +171,11 @@ def test_what_cannot_be_measured_is_refused(word: str, part: str, tmp_path: Path
 
 # ---- a GPU that does not exist
 
-CONDITIONS = {"wan21_14b": {"text": (512, 4096)}, "qwen_image": {"text": (256, 3584), "mask": (256,)}}
+CONDITIONS = {
+    "wan21_14b": {"text": (512, 4096)},
+    "qwen_image": {"text": (256, 3584), "mask": (256,)},
+    "hunyuan_video": {"text": (256, 4096), "pooled": (768,)},
+}
 """What encoders give whose work depends on values (they count tokens), which fake tensors have not."""
 
 
