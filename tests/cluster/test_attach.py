@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from digenrl.cluster.attach import Place, check_allocation, find_place, first_ho
 from digenrl.simulate.hardware import numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.conftest import ROOT
+from tests.namespaces import bytes_sent, two_machines
 from tests.strategy.processes import TINY
 from tests.training import fault
 
@@ -330,28 +330,8 @@ def test_sigterm_of_a_scheduler_ends_in_a_checkpoint(tmp_path: Path, processes: 
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces, joined by two cables: front0 (10.77.0.1 and 10.77.0.2) and data0 (fd77::1 and fd77::2);
-    skipped where they cannot be made."""
-    if shutil.which("ip") is None:
-        pytest.skip("needs the command ip (Debian package iproute2)")
-    one, two = f"dgrl{os.getpid()}a", f"dgrl{os.getpid()}b"
-    steps = [
-        f"netns add {one}",
-        f"netns add {two}",
-        *(f"link add {cable} netns {one} type veth peer name {cable} netns {two}" for cable in ("front0", "data0")),
-        *(f"-n {ns} addr add 10.77.0.{i}/24 dev front0" for i, ns in ((1, one), (2, two))),
-        *(f"-n {ns} addr add fd77::{i}/64 dev data0 nodad" for i, ns in ((1, one), (2, two))),
-        *(f"-n {ns} link set {dev} up" for ns in (one, two) for dev in ("front0", "data0", "lo")),
-    ]
-    try:
-        for step in steps:
-            made = subprocess.run(["ip", *step.split()], capture_output=True, text=True, check=False)
-            if made.returncode:
-                pytest.skip(f"ip {step}: {made.stderr.strip()}")
-        yield one, two
-    finally:
-        for ns in (one, two):
-            subprocess.run(["ip", "netns", "del", ns], capture_output=True, check=False)
+    with two_machines() as names:
+        yield names
 
 
 @pytest.mark.slow
@@ -378,10 +358,3 @@ def test_two_agents_in_two_network_namespaces(
     done = summary(processes)
     assert (done["status"], done["rl_steps"]) == ("completed", 2)
     assert sent["data0"] > 4 * sent["front0"], f"the agents talk on front0, the ranks on data0: {sent}"
-
-
-def bytes_sent(namespace: str, interface: str) -> int:
-    """By this interface of a namespace, since it was made."""
-    command = ["ip", "-n", namespace, "-s", "-j", "link", "show", interface]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
