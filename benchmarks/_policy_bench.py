@@ -15,6 +15,7 @@ from unittest import mock
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from benchmarks import _device
 from benchmarks._random_builds import FAMILY, TINY, random_weights
@@ -26,6 +27,7 @@ from digenrl.data import PromptData
 from digenrl.diffusion import denoise
 from digenrl.diffusion.steps import StepPlan
 from digenrl.models import tiny_builds
+from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.preflight import workload
 from digenrl.recompute import parse_recompute
@@ -309,19 +311,22 @@ def publication(bench: Bench, unit: Unit) -> Row:
 
 
 def mask(bench: Bench, unit: Unit) -> Row:
-    """Seconds of a denoising step with the prompt padded and masked, and with it cut to its real length."""
-    state, condition = bench.start(unit.samples), bench.condition
-    masks = {key: value for key, value in condition.items() if key.endswith("mask")}
-    if not masks:
+    """Seconds of a denoising step with the prompt cut to its real length, as runs have it, and padded and masked."""
+    policy, state = bench.policy, bench.start(unit.samples)
+    if not isinstance(policy, DiffusersPolicy) or policy.family not in ("hunyuan_video", "qwen_image"):
         return {"skipped": "the family passes no mask"}
-    longest = max(int(value.sum(-1).max()) for value in masks.values())
-    cut = {key: value[:, :longest] if key.endswith(("mask", "text")) else value for key, value in condition.items()}
-    trimmed = replace(bench, condition=cut)
-    return {
-        "seconds": _device.seconds(lambda: bench.advance(state), bench.device),
-        "trimmed_seconds": _device.seconds(lambda: trimmed.advance(state), bench.device),
-        "text_tokens": longest,
-    }
+    length = bench.condition["text"].shape[1]
+    padding = policy.max_sequence_length - length
+    texts = [key for key in bench.condition if key.endswith("text")]
+    padded = dict(bench.condition)
+    for text, mask in ((key, key.removesuffix("text") + "mask") for key in texts):
+        counts = padded.get(mask, torch.ones(1, length, dtype=torch.bool, device=bench.device))
+        padded |= {text: pad(padded[text], (0, 0, 0, padding)), mask: pad(counts, (0, padding))}
+    trimmed = _device.seconds(lambda: bench.advance(state), bench.device)
+    policy.keep_padding(True)
+    seconds = _device.seconds(lambda: replace(bench, condition=padded).advance(state), bench.device)
+    policy.keep_padding(False)
+    return {"seconds": seconds, "trimmed_seconds": trimmed, "text_tokens": length}
 
 
 def rl_step(bench: Bench, unit: Unit) -> Row:

@@ -6,7 +6,7 @@
 # first). Any rank's death ends the job on all machines; continue with resume=RUN.
 # ADDRESS: this machine's address (and HEAD the first one's), where names do not resolve to them.
 # A signal to torchrun (SIGTERM, Ctrl-C) ends the run after the RL step in progress, which is saved: GRACE seconds for it.
-# GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface to use.
+# network.interface=ib0 network.ports=[29600,29650]: where the ranks listen and connect (the agents use HEAD and PORT).
 set -euo pipefail
 own=()
 if [[ -n "${ADDRESS:-}" ]]; then

@@ -4,7 +4,6 @@ forward path at real size on a CUDA device that does not exist (fake tensors: mi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from digenrl.preflight import costing_of
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import parse_hardware
 from digenrl.simulate.measured import same_gpu, with_measured
+from tests.models.real_policies import plainly
 
 pytestmark = pytest.mark.heavy
 
@@ -171,18 +171,12 @@ def test_what_cannot_be_measured_is_refused(word: str, part: str, tmp_path: Path
 
 # ---- a GPU that does not exist
 
-CONDITIONS = {"wan21_14b": {"text": (512, 4096)}, "qwen_image": {"text": (256, 3584), "mask": (256,)}}
+CONDITIONS = {
+    "wan21_14b": {"text": (512, 4096)},
+    "qwen_image": {"text": (256, 3584), "mask": (256,)},
+    "hunyuan_video": {"text": (256, 4096), "pooled": (768,)},
+}
 """What encoders give whose work depends on values (they count tokens), which fake tensors have not."""
-
-
-def plainly(module: nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` without swapping tensors in place, which fake ones refuse."""
-    for owner in module.modules():
-        for name, value in owner._parameters.items():
-            if value is not None:
-                owner._parameters[name] = nn.Parameter(change(value.detach()), value.requires_grad)
-        owner._buffers.update({n: change(value) for n, value in owner._buffers.items() if value is not None})
-    return module
 
 
 @pytest.mark.parametrize(

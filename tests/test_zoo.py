@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,12 +160,16 @@ def check_gradients(finished: Run) -> None:
     assert not without, f"{len(without)} of {len(gradients[0])} trained parameters never had a gradient: {without[:9]}"
 
 
+SHIFT = r"token_refiner\.refiner_blocks\.\d+\.attn\.to_k\.bias$"
+"""HunyuanVideo's refiner normalises no keys: their bias moves all scores of a query alike, and softmax sees nothing."""
+
+
 def check_weights(finished: Run) -> None:
     initial, final = finished.initial, finished.final
     assert initial.keys() == final.keys()
     assert all(value.isfinite().all() for value in final.values())
     same = [name for name, value in initial.items() if torch.equal(value, final[name])]
-    same = [name for name in same if not name.endswith("to_k.bias")]  # softmax is blind to it: its gradient is rounding
+    same = [name for name in same if not re.search(SHIFT, name)]
     assert not same, f"{len(same)} of {len(initial)} trained parameters did not change: {same[:9]}"
 
 

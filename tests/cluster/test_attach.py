@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from digenrl.cluster.attach import Place, check_allocation, find_place, first_ho
 from digenrl.simulate.hardware import numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.conftest import ROOT
+from tests.namespaces import bytes_sent, two_machines
 from tests.strategy.processes import TINY
 from tests.training import fault
 
@@ -330,26 +330,8 @@ def test_sigterm_of_a_scheduler_ends_in_a_checkpoint(tmp_path: Path, processes: 
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable; skipped where they cannot be made."""
-    if shutil.which("ip") is None:
-        pytest.skip("needs the command ip (Debian package iproute2)")
-    one, two = f"dgrl{os.getpid()}a", f"dgrl{os.getpid()}b"
-    steps = [
-        f"netns add {one}",
-        f"netns add {two}",
-        f"link add {one} netns {one} type veth peer name {two} netns {two}",
-        *(f"-n {ns} addr add 10.77.0.{i}/24 dev {ns}" for i, ns in ((1, one), (2, two))),
-        *(f"-n {ns} link set {dev} up" for ns in (one, two) for dev in (ns, "lo")),
-    ]
-    try:
-        for step in steps:
-            made = subprocess.run(["ip", *step.split()], capture_output=True, text=True, check=False)
-            if made.returncode:
-                pytest.skip(f"ip {step}: {made.stderr.strip()}")
-        yield one, two
-    finally:
-        for ns in (one, two):
-            subprocess.run(["ip", "netns", "del", ns], capture_output=True, check=False)
+    with two_machines() as names:
+        yield names
 
 
 @pytest.mark.slow
@@ -357,10 +339,22 @@ def namespaces() -> Iterator[tuple[str, str]]:
 def test_two_agents_in_two_network_namespaces(
     tmp_path: Path, processes: Processes, namespaces: tuple[str, str]
 ) -> None:
-    """Store, gloo and data links over an interface that is not the loopback one."""
+    """The agents meet on one interface; store, gloo and data links take the configured one, in IPv6."""
     for number, ns in enumerate(namespaces):
-        settings = {"HEAD": "10.77.0.1", "ADDRESS": f"10.77.0.{number + 1}", "GLOO_SOCKET_IFNAME": ns}
-        agent(tmp_path, processes, "ip", "netns", "exec", ns, **settings)
+        settings = {"HEAD": "10.77.0.1", "ADDRESS": f"10.77.0.{number + 1}"}
+        more = ("parallel.sharding=fsdp", "network.interface=data0", "network.ports=[29610,29619]")
+        agent(tmp_path, processes, "ip", "netns", "exec", ns, more=more, **settings)
+    deadline, access = time.monotonic() + 400, {}
+    while time.monotonic() < deadline and not access:
+        access = {path: json.loads(path.read_text() or "{}") for path in tmp_path.glob("outputs/*/*/access.json")}
+        time.sleep(0.1)
+    (found,) = access.values()
+    assert (found["host"], found["port"]) == ("fd77::1", 29610)
+    sent = {}
+    while any(process.poll() is None for process in processes._started):
+        sent = {name: bytes_sent(namespaces[0], name) or sent[name] for name in ("front0", "data0")}
+        time.sleep(0.2)
     assert processes.codes() == [0, 0], processes.tails()
-    found = summary(processes)
-    assert (found["status"], found["rl_steps"]) == ("completed", 2)
+    done = summary(processes)
+    assert (done["status"], done["rl_steps"]) == ("completed", 2)
+    assert sent["data0"] > 4 * sent["front0"], f"the agents talk on front0, the ranks on data0: {sent}"

@@ -66,14 +66,14 @@ def test_compiled_and_captured_sampling_is_replayed_within_the_bound(engine: str
 @pytest.mark.parametrize("family", ["qwen_image", "hunyuan_video"])
 def test_a_prompt_without_its_padding_gives_the_same_velocity(family: str) -> None:
     policy = make(family, dtype="bfloat16").to(DEVICE)
-    condition = policy.encode([PROMPT])
-    length = int(condition["mask"].sum())
-    assert length < condition["mask"].shape[1], "the prompt fills the text length: nothing is padded"
-    cut = {key: value[:, :length] if key in ("text", "mask") else value for key, value in condition.items()}
+    cut = policy.encode([PROMPT])
+    assert cut["text"].shape[1] < policy.max_sequence_length, "the prompt fills the text length: nothing is padded"
     latents, sigmas = torch.randn(1, *policy.latent_shape, device=DEVICE), torch.full((1,), 0.5, device=DEVICE)
     with torch.no_grad():
-        padded = policy.velocity(latents, sigmas, condition)
-        torch.testing.assert_close(policy.velocity(latents, sigmas, cut), padded, rtol=3e-2, atol=3e-2)
+        trimmed = policy.velocity(latents, sigmas, cut)
+        policy.keep_padding(True)
+        padded = policy.velocity(latents, sigmas, policy.encode([PROMPT]))
+        torch.testing.assert_close(trimmed, padded, rtol=3e-2, atol=3e-2)
 
 
 def test_encoders_leave_the_gpu_and_a_known_prompt_does_not_bring_them_back() -> None:

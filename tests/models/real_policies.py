@@ -5,6 +5,7 @@ Fake tensors have shapes, dtypes and devices, and no values; a backward pass ove
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,3 +75,13 @@ def place(module: nn.Module, device: torch.device) -> None:
                 part._parameters[name] = nn.Parameter(empty(parameter), requires_grad=parameter.requires_grad)
         for store in (part._buffers, part.__dict__):
             store |= {name: empty(value) for name, value in store.items() if isinstance(value, Tensor)}
+
+
+def plainly(module: nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` without swapping tensors in place, which fake ones refuse."""
+    for owner in module.modules():
+        for name, value in owner._parameters.items():
+            if value is not None:
+                owner._parameters[name] = nn.Parameter(change(value.detach()), value.requires_grad)
+        owner._buffers.update({n: change(value) for n, value in owner._buffers.items() if value is not None})
+    return module

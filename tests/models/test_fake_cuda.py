@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
-from torch import Tensor
+import transformers
+from accelerate import init_empty_weights
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks._policy_bench import Build, composed
+from benchmarks._random_builds import FAMILY, REAL, fill, random_weights
+from digenrl import config as configuration
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.models.policy import NEGATIVE
 from digenrl.models.tiny_builds import ensure
+from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.transport.weights import Version, adopt
-from digenrl.types import CellBlock
-from tests.models.real_policies import place, real
+from digenrl.types import CellBlock, Prompt
+from reward_models.clip_score import ClipScore
+from tests.models.real_policies import place, plainly, real
 from tests.models.tiny_policies import FAMILIES
 
 pytestmark = pytest.mark.heavy
@@ -30,51 +41,83 @@ TEXT: dict[str, dict[str, tuple[int, ...]]] = {
 """Conditioning of one prompt."""
 
 
-def conditioning(family: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def conditioning(family: str, dtype: torch.dtype, device: torch.device = CUDA) -> dict[str, Tensor]:
     """Of one prompt and of the negative one, as `Policy.encode` gives them."""
     made = {
-        key: torch.ones(1, *shape, device=CUDA, dtype=torch.bool if key == "mask" else dtype)
+        key: torch.ones(1, *shape, device=device, dtype=torch.bool if key == "mask" else dtype)
         for key, shape in TEXT[family].items()
     }
     return made | {NEGATIVE + key: value for key, value in made.items()}
 
 
-@pytest.mark.parametrize(
+CLIP_L = transformers.CLIPConfig(
+    text_config={"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "projection_dim": 768},
+    vision_config={
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "patch_size": 14,
+        "projection_dim": 768,
+    },
+    projection_dim=768,
+)
+"""openai/clip-vit-large-patch14."""
+PROMPT = Prompt("a red circle on a blue background", negative="")
+CHEAPEST = pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name == "sd3" else pytest.mark.slow) for name in FAMILIES]
 )
-def test_denoise_replay_decode_and_adopt_stay_on_the_device(family: str) -> None:
+
+
+def guidance(family: str) -> dict[str, Any]:
+    """Two branches."""
+    return {"true_cfg_scale": 3.0} if FAMILIES[family].embedded_guidance else {"guidance_scale": 4.0}
+
+
+def block(samples: denoise.Samples, grid: Tensor, condition: dict[str, Tensor], device: torch.device) -> CellBlock:
+    """The cells of `samples`, as a trainer replays them."""
+    return CellBlock(
+        step=0,
+        group=0,
+        uid=1,
+        first_sample=0,
+        version=0,
+        steps=samples.steps.to(device),
+        sigmas=grid.to(device),
+        latents=samples.latents,
+        next_latents=samples.next_latents,
+        log_probs=samples.log_probs,
+        condition=condition,
+        means=samples.means,
+    )
+
+
+@CHEAPEST
+def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(family: str) -> None:
     """With classifier-free guidance; first as a trainer holds the weights, then as a rank that only generates. With an
-    adapter: where all weights are trained, autocast asks for a driver."""
-    guidance = {"true_cfg_scale": 3.0} if FAMILIES[family].embedded_guidance else {"guidance_scale": 4.0}
+    adapter: where all weights are trained, autocast asks for a driver. A reward suite asks for values, so the scorer is
+    called without one."""
     ensure(family)  # what is not there yet is built outside of the fake device
-    policy = real(family, True, offload_encoders=False, **guidance)
+    policy = real(family, True, offload_encoders=False, **guidance(family))
+    scorer = ClipScore(build="tiny", device="cpu")
     grid, kernel, steps = policy.sigma_grid(3), FlowSDE(0.7), 3
     plan = AllButLast().plan(0, 0, steps)
+    policy.sigma_grid = lambda count: grid[-count - 1 :]  # diffusers' scheduler asks for values
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         place(policy, CUDA)
         place(policy._decoder, CUDA)
         policy._decoder.to = lambda device: policy._decoder  # fake modules cannot be moved, not even to where they are
+        policy.keep_padding(True)  # what is padding depends on values
+        with init_empty_weights(include_buffers=False):
+            clip = transformers.CLIPModel(CLIP_L)
+        scorer.clip.model, scorer.clip.device = fill(clip, CUDA, torch.float32).eval(), CUDA
         assert policy.two_forwards
         assert policy.device == CUDA
         condition, key = conditioning(family, policy.dtype), denoise.SampleKey(0, 0, 1, (0, 1))
         samples = denoise.sample(policy, condition, key, grid, kernel, plan, torch.bfloat16, CUDA, keep_means=True)
         assert samples.final.device == samples.log_probs.device == CUDA
         assert samples.latents.shape == (2, 2, *policy.latent_shape)
-        block = CellBlock(
-            step=0,
-            group=0,
-            uid=1,
-            first_sample=0,
-            version=0,
-            steps=samples.steps.to(CUDA),
-            sigmas=grid.to(CUDA),
-            latents=samples.latents,
-            next_latents=samples.next_latents,
-            log_probs=samples.log_probs,
-            condition=condition,
-            means=samples.means,
-        )
-        again = denoise.replay(policy, block, kernel)
+        again = denoise.replay(policy, block(samples, grid, condition, CUDA), kernel)
         assert again.log_prob.shape == samples.log_probs.shape
         assert (again.log_prob.dtype, again.log_prob.device) == (torch.float32, CUDA)
 
@@ -82,8 +125,62 @@ def test_denoise_replay_decode_and_adopt_stay_on_the_device(family: str) -> None
         own = policy.trained_parameters()
         adopt(own, Version(1, "", {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in own.items()}))
         assert {value.device for value in own.values()} == {CUDA}
-        noise = torch.zeros(1, *policy.latent_shape, device=CUDA)
-        media = policy.decode(denoise.ode_sample(policy, condition, noise, grid))
+
+        positive = {name: value.cpu() for name, value in condition.items() if not name.startswith(NEGATIVE)}
+        policy._embeddings |= dict.fromkeys((PROMPT.text, PROMPT.negative), positive)
+        scores: list[Tensor] = []
+
+        def score(media: Tensor, prompts: list[Prompt], heldout: bool) -> dict[str, Tensor]:
+            scores.append(scorer(media.to(CUDA), prompts))
+            return {"clip": scores[-1].cpu()}
+
+        rewards: Any = SimpleNamespace(score=score, placement="inline", pending=1)
+        sampling = SamplingSpec(steps, torch.bfloat16, same_noise=False, eval_steps=None)
+        engine = RolloutEngine(policy, rewards, kernel, AllButLast(), sampling, seed=0)
+        found = engine.evaluate([PROMPT], 2, seed=1, steps=1)
         frames = () if policy.temporal_stride is None else (5,)
-        assert tuple(media.shape) == (1, *frames, 3, 256, 256)
-        assert (media.device, media.dtype) == (CUDA, torch.float32)
+        assert tuple(found.media.shape) == (2, *frames, 3, 256, 256)
+        assert (scores[0].device, tuple(scores[0].shape), scores[0].dtype) == (CUDA, (2,), torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILY)
+def test_text_encoders_stay_on_the_device(model: str) -> None:
+    """The whole pipeline where it counts no tokens; otherwise the networks in it."""
+    settings = composed(model, REAL, *Build().words, "model.offload_encoders=false").config.model
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with mock.patch.object(nn.Module, "_apply", plainly), fake, random_weights(model, REAL, CUDA), torch.no_grad():
+        policy = configuration.instantiate(settings)
+        if FAMILY[model] not in ("wan", "qwen_image"):
+            encoded = policy.encode_prompts([PROMPT.text])
+            expected = {name: (1, *shape) for name, shape in TEXT[FAMILY[model]].items()}
+            assert {name: tuple(value.shape) for name, value in encoded.items()} == expected
+        else:
+            tokens = torch.ones(1, 300, dtype=torch.int64, device=CUDA)
+            states = policy._pipeline.text_encoder(tokens, attention_mask=tokens, output_hidden_states=True)
+            encoded = {"text": states.hidden_states[-1]}
+            assert encoded["text"].shape == (1, 300, TEXT[FAMILY[model]]["text"][1])
+        assert {value.device for value in encoded.values()} == {CUDA}
+        assert {value.dtype for value in encoded.values() if value.is_floating_point()} == {torch.bfloat16}
+
+
+@CHEAPEST
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["adapter", "all"])
+def test_every_trained_weight_gets_a_gradient_of_its_shape_and_dtype(family: str, lora: bool) -> None:
+    """A replayed block of two samples and two steps; where all weights are trained, layers are computed again in the
+    backward pass. On a processor that does not exist either, because autograd asks CUDA for its driver."""
+    ensure(family)
+    processor, grid = torch.device("cpu"), torch.linspace(1.0, 0.0, 4)
+    policy = real(family, lora, gradient_checkpointing=not lora, **guidance(family)).train()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        place(policy, processor)
+        latents = torch.empty(2, 2, *policy.latent_shape, dtype=torch.bfloat16)
+        samples = denoise.Samples(torch.arange(2), latents, latents, torch.empty(2, 2), latents[:, 0])
+        condition = conditioning(family, policy.dtype, processor)
+        replayed = denoise.replay(policy, block(samples, grid, condition, processor), FlowSDE(0.7))
+        assert (replayed.log_prob.shape, replayed.log_prob.dtype) == ((2, 2), torch.float32)
+        replayed.log_prob.sum().backward()
+    assert policy.parameters_without_gradient() == []
+    for name, parameter in policy.trained_parameters().items():
+        assert parameter.grad is not None
+        assert (parameter.grad.shape, parameter.grad.dtype) == (parameter.shape, torch.float32), name

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from importlib import resources
 
 import pytest
 
 from benchmarks.calibration import main, predicted
 from benchmarks.schedule import bench_of
-from digenrl.simulate.costs import Costs
-from digenrl.simulate.hardware import Hardware, Pool, parse_hardware
+from digenrl.simulate.candidate import Costing
+from digenrl.simulate.costs import CONNECTION_GB_S, Costs
+from digenrl.simulate.hardware import Hardware, Pool, assign, parse_hardware
 from digenrl.simulate.workload import Workload
 
 WORK = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64)
@@ -58,3 +60,14 @@ def test_a_figure_says_where_it_comes_from() -> None:
     assert Costs(WORK, own).source("generate", own.pools[0]) == "assumed"
     assert own.pools[0].reaches.generate == 0.3
     assert own.pools[0].reaches.attention == POOL.reaches.attention
+
+
+def test_publication_is_charged_as_it_is_sent() -> None:
+    """A copy in 16 bit for each other node with rollouts; inside a node the network has nothing to do."""
+    hardware = Hardware((replace(POOL, count=24),))
+    costing, gigabytes = Costing(WORK, hardware), 2 * WORK.trained_parameters / 1e9
+    for rollouts, others in ((4, 0), (8, 1), (20, 2)):
+        assert costing.other_nodes(assign(hardware, 4, rollouts)) == others
+    costs, link = Costs(WORK, hardware), POOL.inter_gb_s * POOL.reaches.network
+    assert costs.publish_seconds([POOL], 0) == pytest.approx(gigabytes / CONNECTION_GB_S + 5e-3)
+    assert costs.publish_seconds([POOL], 100) == pytest.approx(100 * gigabytes / link + 5e-3)

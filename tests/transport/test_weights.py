@@ -6,8 +6,11 @@ import resource
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +18,15 @@ from torch import Tensor
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.network import Network
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.strategy.gradients import assert_equal_digests
+from digenrl.transport import link as sockets
 from digenrl.transport.link import SocketLink
 from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, attest, buckets, publish, table
 from digenrl.transport.wire import Kind, Message, decode, encode
+from tests.models.tiny_policies import make, randomise_lora
+from tests.namespaces import bytes_sent, inside, two_machines
 from tests.transport.test_wire import reader
 
 HOST = "127.0.0.1"
@@ -278,9 +285,16 @@ def test_the_weights_that_a_run_begins_with_are_not_sent() -> None:
         delivered(Arrivals(weights(0.2)), [message])
 
 
-def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside() -> None:
-    """Four nodes by their addresses: the trainer with rollout 1, rollouts 2 and 3, rollout 4. A rank passes on without
-    being asked to receive."""
+def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three nodes by their addresses: the trainer with rollout 1, rollouts 2 and 3, rollout 4. A rank passes on without
+    being asked to receive. Each connection carries one version, and headers."""
+    written, write = Counter[str](), sockets._write
+
+    def counted(sock: socket.socket, buffers: Any) -> None:
+        written[threading.current_thread().name] += sum(len(buffer) for buffer in buffers)
+        write(sock, buffers)
+
+    monkeypatch.setattr(sockets, "_write", counted)
     hosts = ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2", "127.0.0.3"]
     ours = Handshake()
     store = StoreServer(socket.create_server((HOST, 0)), ours)
@@ -298,7 +312,49 @@ def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside() -> None:
                 version = arrivals.add(message)
             assert all(torch.equal(version.tensors[name], value) for name, value in sent.items())
         assert sorted(links[2]._outboxes) == [3]
+        size = sum(bucket.size for bucket in buckets(sent))
+        assert set(written) == {f"link-to-{rank}" for rank in (1, 2, 3, 4)}
+        assert all(size <= count <= size + 2000 for count in written.values()), (size, written)
     finally:
         for link in links:
             link.close()
         store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [{"rank": 64, "alpha": 64, "targets": "attention_ff"}, "full"], ids=["lora", "all"])
+def test_a_version_goes_over_the_cable_once_in_the_dtype_of_the_rollouts(lora: Any) -> None:
+    """The trainer and rollout 1 on one machine, rollouts 2 and 3 on the other; the kernel counts the bytes. Beside the
+    version they are headers, and answers of the store."""
+    trainer, rollout = (make("flux", lora, dtype="bfloat16") for _ in range(2))
+    randomise_lora(trainer)
+    rollout.only_generate()
+    source, like = trainer.trained_parameters(), trainer.generating_parameters()
+    size = sum(bucket.size for bucket in buckets(like))
+    assert size < 0.6 * sum(4 * value.numel() for value in source.values())
+    with two_machines() as (here, there):
+        places, ours = [(here, "fd77::1"), (here, "fd77::1"), (there, "fd77::2"), (there, "fd77::2")], Handshake()
+        store = inside(here, lambda: StoreServer(Network().listen("fd77::1"), ours))
+
+        def join(rank: int, host: str) -> SocketLink:
+            control = Control(StoreClient(store.host, store.port, ours), rank, patience=10.0)
+            return SocketLink(control, rank, host, ours)
+
+        links = [inside(machine, partial(join, rank, host)) for rank, (machine, host) in enumerate(places)]
+        try:
+            before = bytes_sent(here, "data0")
+            to: dict[int, list[int]] = {1: [], 2: [3]}
+            made = inside(here, lambda: publish(1, source, links[0], to, lambda digest: None, like))
+            for link in links[1:]:
+                arrivals, version = Arrivals(rollout.trained_parameters()), None
+                while version is None:
+                    message = link.receive(20.0)
+                    assert message is not None
+                    version = arrivals.add(message)
+                assert version.digest == made.digest
+            sent = bytes_sent(here, "data0") - before
+            assert size <= sent <= 1.05 * size + 20_000, f"{sent} bytes for a version of {size}"
+        finally:
+            for link in links:
+                link.close()
+            store.close()

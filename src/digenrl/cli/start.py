@@ -16,6 +16,7 @@ from digenrl.cluster.attach import Place, attach, check_allocation, scheduler_li
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Outcome, launch
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.world import Session, World
 from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
@@ -55,6 +56,19 @@ def check_devices(composed: Composed, place: Place | None) -> None:
         check_allocation(place, trainers, rollouts)
         rank = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)[place.rank]
         devices.check(composed.config, {rank: place.local_rank}, place.local_size, devices.found())
+
+
+def check_network(composed: Composed, place: Place | None) -> None:
+    """Refuse an interface or a range of ports that the ranks of this machine cannot have.
+
+    Raises:
+        ValueError: as `Network.check`.
+    """
+    _network(composed).check(1 + (ranks(composed) if place is None else place.local_size))
+
+
+def _network(composed: Composed) -> Network:
+    return Network(**composed.config.network)
 
 
 def checkpoint_of(composed: Composed) -> Path | None:
@@ -135,6 +149,7 @@ def fork(
         max_lost=None if most == "auto" else most,
         handshake=Handshake(**settings.handshake),
         limits=Limits(**settings.limits),
+        network=_network(composed),
         stop_grace=partial(_stop_grace, settings, run_dir),
         stop_save_s=settings.allocation.stop_save_s,
         signals=signals,
@@ -178,7 +193,9 @@ def join(
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)
     handshake, limits = Handshake(**composed.config.handshake), Limits(**composed.config.limits)
     end, grace = partial(_end_alone, attempt), partial(_stop_grace, composed.config)
-    return attach(place, numbers, trainers, prepare, rank_main, handshake, limits, end, grace, signals)
+    return attach(
+        place, numbers, trainers, prepare, rank_main, handshake, limits, _network(composed), end, grace, signals
+    )
 
 
 def report(run_dir: Path, outcome: Outcome, attempt: ResumeAttempt | None) -> None:

@@ -66,10 +66,11 @@ def _run(words: list[str], signals: StopSignals) -> int:
         composed = allocated(composed, None if place is None else place.size)  # settle: `auto` becomes numbers
         run.check(composed.config)
         start.check_devices(composed, place)
+        start.check_network(composed, place)
         check_open_files(start.ranks(composed))
         # Be one of the ranks, where a scheduler started this process; else start them and watch them.
         joined = None if place is None else start.join(composed, place, checkpoint, attempt, signals)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: no port, or no store, for a rank of a scheduler
         print(error, file=sys.stderr)
         return configuration.EXIT_CODE
     run_dir, outcome = joined or start.fork(composed, checkpoint, attempt, signals)

@@ -33,6 +33,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, Outcome
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals, obeyed
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import judge_heartbeats, start_heartbeat
@@ -77,8 +78,9 @@ class Place:
 
 def _source(address: str) -> str:
     """This machine's address on the route to `address`; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))
+    family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
         return str(probe.getsockname()[0])
 
 
@@ -205,6 +207,7 @@ def attach(
     rank_main: Callable[[World, Session], None],
     handshake: Handshake,
     limits: Limits,
+    network: Network,
     on_hang: Callable[[Path, str], None],
     stop_grace: Callable[[Path], float],
     signals: StopSignals,
@@ -216,18 +219,21 @@ def attach(
         prepare: makes the run directory; called by process 0 alone, the others learn its path from the store.
         handshake: the limits of this process, and the token where it is process 0.
         limits: how long ranks are waited for.
+        network: where this machine's ranks listen.
         on_hang: called with the run directory and the cause where process 0 hangs and can report nothing itself.
         rank_main, stop_grace, signals: as in `launcher.Launch`; the grace is told the run directory.
     """
+    host = network.address(place.host)
+    network.announce(host)
     notices = _notices(place, handshake.connect_s)
     server: StoreServer | None = None
     if place.rank == 0:
         run_dir = prepare().absolute()
-        server = StoreServer(socket.create_server((place.host, 0), backlog=4096), handshake)
+        server = StoreServer(network.listen(host), handshake)
         _leave_access(run_dir, place, server, handshake)
         notices.set("run_dir", str(run_dir))
     run_dir = _learn_run_dir(notices, place, limits.start_s)
-    session = replace(_take_access(run_dir, place, handshake), limits=limits)
+    session = replace(_take_access(run_dir, place, handshake), host=host, network=network, limits=limits)
     world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
     if place.rank == 0:
         names = {rank: f"rank {rank} ({'trainer' if rank < trainers else 'rollout'})" for rank in ranks}
@@ -326,7 +332,6 @@ def _take_access(run_dir: Path, place: Place, handshake: Handshake) -> Session:
         handshake=replace(handshake, token=access["token"]),
         run_dir=run_dir,
         epoch=access["epoch"],
-        host=place.host,
         watched=False,
     )
 

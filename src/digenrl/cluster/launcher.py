@@ -32,6 +32,7 @@ from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals, held_back
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, oom_kills, start_heartbeat
@@ -78,7 +79,8 @@ class Launch:
     """Seconds for that, before ranks are killed."""
     signals: StopSignals = field(default_factory=StopSignals)
     """What has been asked of this process so far counts too."""
-    host: str = "127.0.0.1"
+    network: Network = field(default_factory=Network)
+    """Where the store and the ranks listen; all of them are on this machine."""
     handshake: Handshake = field(default_factory=Handshake)
     """With a token of its own for each run."""
     limits: Limits = field(default_factory=Limits)
@@ -119,7 +121,8 @@ def launch(spec: Launch) -> Outcome:
     # and die of it.
     gc.collect()
     gc.freeze()
-    listener = socket.create_server((spec.host, 0), backlog=4096)
+    host = spec.network.address("127.0.0.1")
+    listener = spec.network.listen(host)
     monitor, port = LauncherMonitor(spec.on_orphaned, spec.limits.suspended_s), listener.getsockname()[1]
     epoch = time.time()
     logs = spec.run_dir / "logs"
@@ -129,7 +132,7 @@ def launch(spec: Launch) -> Outcome:
         try:
             for rank in range(spec.trainers + spec.rollouts):
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
-                session = Session(spec.host, port, spec.handshake, spec.run_dir, epoch, spec.host, spec.limits)
+                session = Session(host, port, spec.handshake, spec.run_dir, epoch, host, spec.network, spec.limits)
                 log = logs / f"rank-{rank:03d}.log"
                 process = multiprocessing.get_context("fork").Process(
                     target=_child, args=(spec.rank_main, world, session, log, os.getpid(), monitor, listener)
@@ -139,7 +142,7 @@ def launch(spec: Launch) -> Outcome:
                 ranks[rank] = process
             # Only now, because a fork beside the store's busy threads may inherit a lock that nobody releases.
             ended.callback(StoreServer(listener, spec.handshake).close)
-            control = Control(StoreClient(spec.host, port, spec.handshake), rank=-1)
+            control = Control(StoreClient(host, port, spec.handshake), rank=-1)
             for rank in ranks:
                 control.set(heartbeat_key(rank), "0")
             outcome = _Watch(spec, ranks, control).run()
@@ -179,7 +182,7 @@ def _child(
     monitor.close_in_rank()
     listener.close()
     keep_memory()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all trainers are on this machine
+    session.network.announce(session.host)
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.network import Network
 from digenrl.record.progress import Progress
 
 
@@ -67,7 +68,9 @@ class Session:
     epoch: float
     """Wall-clock second that spans call zero."""
     host: str = "127.0.0.1"
-    """Address that this rank's data link listens on."""
+    """Address that this rank's data link listens on ..."""
+    network: Network = field(default_factory=Network)
+    """... in its range of ports."""
     limits: Limits = field(default_factory=Limits)
     progress: Progress = field(default_factory=Progress)
     """What this rank does at the moment; its heartbeat carries it."""

@@ -40,12 +40,25 @@ def _at_most_all(shares: dict[str, float]) -> dict[str, float]:
     return shares
 
 
+def _ordered(ports: list[int]) -> list[int]:
+    if ports[0] > ports[-1]:
+        raise ValueError(f"{ports} begins after its end, expected [first, last]")
+    return ports
+
+
 AtLeast0 = Annotated[int, Field(ge=0)]
 AtLeast1 = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Steps = Annotated[int, Field(ge=1, le=1000)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Ports = Annotated[
+    list[Port],
+    Field(min_length=2, max_length=2),
+    AfterValidator(_ordered),
+    WithJsonSchema({"phrase": "[first, last], each from 1 to 65535"}),
+]
 Auto = Literal["auto"]
 ABSENT: Any = None
 """Default of a key that a configuration need not have; it is never read."""
@@ -103,6 +116,18 @@ class Handshake(Closed):
     seconds: Positive = Field(description="in which a connection to a rank must prove that it belongs to the run")
     waiting: AtLeast1 = Field(description="connections of a rank that have not done so yet; one more ends the oldest")
     connect_s: Positive = Field(description="in which a connecting rank must be answered; others may still start")
+
+
+class Network(Closed):
+    """network.*"""
+
+    interface: Text | None = Field(
+        description="whose address ranks listen on, for gloo and NCCL too (eth0, ib0); null: loopback on one machine, "
+        "else that of the route to MASTER_ADDR"
+    )
+    ports: Ports | None = Field(
+        description="of the control store and of every rank's link, on each machine: ranks + 1; null: any free ones"
+    )
 
 
 class Parallel(Closed):
@@ -343,6 +368,7 @@ class Train(Closed):
     )
     allocation: Allocation
     handshake: Handshake
+    network: Network
     parallel: Parallel
     limits: Patience
     record: Record
@@ -428,6 +454,7 @@ RESUMABLE: tuple[str, ...] = (
     "max_rl_steps",
     "allocation",
     "handshake",
+    "network",
     "limits",
     "parallel.shard_group",
     "record",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import Tensor
 
 from digenrl.models.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
@@ -15,10 +16,26 @@ TEMPLATE_TOKENS = 95
 """Tokens of the prompt template before the prompt, which the pipeline crops from the hidden states."""
 
 
+class _Unmasked(HunyuanVideoAttnProcessor2_0):
+    """Attention among tokens that all count. The network makes a mask of them all the same, under which PyTorch's fast
+    kernels are out of the question."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        return super().__call__(attn, hidden_states, encoder_hidden_states, None, image_rotary_emb)
+
+
 class HunyuanVideoPolicy(DiffusersPolicy):
     """HunyuanVideo text-to-video; arguments in `DiffusersPolicy`.
 
-    LoRA leaves the token refiner frozen, whose layer names end like those of the blocks.
+    Without a second branch of guidance the rows of a forward have one text length, and its blocks no mask. LoRA leaves
+    the token refiner frozen, whose layer names end like those of the blocks.
     """
 
     family = "hunyuan_video"
@@ -33,17 +50,39 @@ class HunyuanVideoPolicy(DiffusersPolicy):
     single_attention = SINGLE_ATTENTION
     single_feed_forward = ("proj_mlp",)
 
+    def keep_padding(self, on: bool) -> None:
+        super().keep_padding(on)
+        self._unmasked = not on and not self.two_forwards
+        processor = _Unmasked if self._unmasked else HunyuanVideoAttnProcessor2_0
+        for block in self.wrap_units():
+            attention: Any = block.attn
+            backend = attention.processor._attention_backend
+            attention.set_processor(processor())
+            attention.processor._attention_backend = backend
+
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        text, mask = condition["text"], condition.get("mask")
+        if self._unmasked and mask is not None:  # several prompts
+            return self._by_length(latents, sigmas, condition, mask.sum(dim=1))
         guidance = torch.full_like(sigmas, self.guidance_scale).to(self.dtype) * 1000.0
         return self.network(
             hidden_states=latents,
             timestep=sigmas * 1000,
-            encoder_hidden_states=condition["text"],
-            encoder_attention_mask=condition["mask"],
+            encoder_hidden_states=text,
+            encoder_attention_mask=torch.ones_like(text[..., 0], dtype=torch.bool) if mask is None else mask,
             pooled_projections=condition["pooled"],
             guidance=guidance,  # the caller multiplies, unlike FLUX
             return_dict=False,
         )[0]
+
+    def _by_length(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor], lengths: Tensor) -> Tensor:
+        """`predict`, with one forward for each text length among the rows."""
+        velocity = torch.empty_like(latents)
+        for length in lengths.unique().tolist():
+            rows = lengths == length
+            texts = {"text": condition["text"][rows, :length], "pooled": condition["pooled"][rows]}
+            velocity[rows] = self.predict(latents[rows], sigmas[rows], texts)
+        return velocity
 
     def pipeline_components(self) -> dict[str, Any]:
         """The tokenizer comes from AutoTokenizer: the LlamaTokenizerFast that the published model_index names makes

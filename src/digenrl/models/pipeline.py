@@ -47,11 +47,12 @@ class DiffusersPolicy(Policy):
         shift: overrides the checkpoint's sigma shift by this constant one; None = the checkpoint's own.
         grid: "explicit" starts from linspace(1, 1/T, T), "scheduler" from the scheduler's default range, which ends
             lower (what diffusers' SD3 pipeline does).
-        max_sequence_length: text tokens of the main encoder; every prompt is padded to it, so that prompts can share
-            a batch.
+        max_sequence_length: text tokens of the main encoder; every prompt is padded to it. A family whose attention
+            masks the padding does without it, see `trimmed`.
         negative_prompt: the unconditional branch's text where a prompt brings none; None = there is no default.
         attention_backend: one name of diffusers' attention dispatcher for rollout and replay alike; None = its default.
-        compile: compile the repeated blocks (regional compilation); slow to start, fast afterwards.
+        compile: compile the repeated blocks (regional compilation); slow to start, fast afterwards. Padding stays, so
+            that all prompts have one shape.
         offload_encoders: move encoders and VAE back to the CPU after each use.
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
         empty: the transformer has no values until `fill`; a run sets it where weights are sharded before.
@@ -153,6 +154,7 @@ class DiffusersPolicy(Policy):
         if compile:
             for block in self.wrap_units():
                 block.compile(fullgraph=True)
+        self.keep_padding(compile)
         self._empty = empty
         self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
@@ -252,6 +254,23 @@ class DiffusersPolicy(Policy):
         """From the checkpoint, and an adapter from its seed; see `digenrl.models.deferred`."""
         for network in self.networks() if self._empty else ():
             deferred.fill(network, self.path, "transformer", self.lora, device)
+
+    def keep_padding(self, on: bool) -> None:
+        """Whether `encode` keeps the padding of prompts, with a mask for it."""
+        self._trims = not on
+
+    def trimmed(self, condition: Condition) -> Condition:
+        """Of one prompt: cut after the last token that either branch of guidance reads, and without the mask where
+        nothing is left to be masked, so that attention can take the kernels that know none. Masked tokens are read by
+        nobody: velocities are the same up to rounding, here and wherever the trajectory is replayed. Of several
+        prompts: as it is, because a row must not depend on the others."""
+        masks = {key: value for key, value in condition.items() if key.endswith("mask")}
+        if not self._trims or not masks or any(len(mask) > 1 for mask in masks.values()):
+            return condition
+        length = int(torch.cat([*masks.values()]).any(dim=0).nonzero().max()) + 1
+        cut = {key: value[:, :length] if key.endswith(("text", "mask")) else value for key, value in condition.items()}
+        read = all(bool(cut[key].all()) for key in masks)
+        return {key: value for key, value in cut.items() if not (read and key in masks)}
 
     def default_negative(self) -> str | None:
         """`negative_prompt` of the model config."""

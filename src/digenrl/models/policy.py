@@ -212,7 +212,12 @@ class Policy(nn.Module, ABC):
             self.say_once("negative", message)
         while len(self._embeddings) > CACHED_TEXTS:
             self._embeddings.popitem(last=False)
-        return move(condition, self.device)
+        return move(self.trimmed(condition), self.device)
+
+    def trimmed(self, condition: Condition) -> Condition:
+        """What `encode` gives of the conditioning that is kept, on the CPU: a family may leave out what no row reads.
+        It must not depend on which prompts were asked for together."""
+        return condition
 
     def fill_store(
         self, root: Path, prompts: Iterable[Prompt], device: torch.device, progress: Callable[[], None] = lambda: None

@@ -36,7 +36,7 @@ class QwenImagePolicy(DiffusersPolicy):
             hidden_states=latents,
             timestep=sigmas,  # the network multiplies by 1000
             encoder_hidden_states=condition["text"],
-            encoder_hidden_states_mask=condition["mask"],
+            encoder_hidden_states_mask=condition.get("mask"),
             img_shapes=[[(1, self.height // 16, self.width // 16)]] * latents.shape[0],
             return_dict=False,
         )[0]

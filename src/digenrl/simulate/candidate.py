@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -242,7 +244,7 @@ class Costing:
             reduce_seconds=costs.reduce_seconds(trainer_pools, candidate.trainers // shards, shards),
             optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),
             snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
-            publish_seconds=costs.publish_seconds(everyone, candidate.rollouts),
+            publish_seconds=costs.publish_seconds(everyone, self.other_nodes(placed)) if candidate.rollouts else 0.0,
             deliver_seconds=costs.deliver_seconds(everyone, b),
             move_seconds=costs.move_seconds(everyone, b),
             switch_seconds=costs.switch_seconds(),
@@ -250,6 +252,16 @@ class Costing:
             lends_between_updates=work.lora_rank is not None,
             static_claims=candidate.static_claims,
         )
+
+    def other_nodes(self, placed: Sequence[tuple[str, str]]) -> int:
+        """Nodes with rollouts besides that of trainer 0; a pool's ranks fill its nodes in their order."""
+        seats = Counter[str]()
+        nodes = []
+        for name, _ in placed:
+            nodes.append((name, seats[name] // self.hardware.pool(name).per_node))
+            seats[name] += 1
+        rollouts = {node for node, (_, role) in zip(nodes, placed, strict=True) if role == "rollout"}
+        return len(rollouts - {nodes[0]})
 
     @staticmethod
     def _together(ranks: list[Rank], shards: int) -> list[Rank]:

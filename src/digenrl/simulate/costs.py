@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from digenrl.recompute import Recompute
 from digenrl.simulate.gpus import ENGINES, Engine, kind_of
 from digenrl.simulate.hardware import Hardware, Pool
-from digenrl.simulate.memory import encoder_bytes
+from digenrl.simulate.memory import encoder_bytes, sent_bytes, version_bytes
 from digenrl.simulate.workload import ENCODERS, Workload, facts
 
 SELECTION_SECONDS = 6e-3
@@ -24,6 +24,8 @@ COLLECTIVE_SECONDS = 40e-6
 """Latency of a collective (an assumption)."""
 ADOPT_GB_S = 3.3
 """fp32 weights into bf16 ones on a GPU, as one processor core casts them."""
+CONNECTION_GB_S = 1.2
+"""Of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on two processor cores)."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
 
@@ -176,9 +178,11 @@ class Costs:
         """AdamW reads and writes weights, gradients and moments: 28 bytes per parameter."""
         return 28 * self.work.trained_parameters / shards / (pool.hbm_tb_s * 1e12) + 1e-3
 
-    def publish_seconds(self, pools: list[Pool], rollouts: int) -> float:
-        """Trained weights in fp32 from one trainer to every rollout rank, a copy each over its node's link."""
-        return rollouts * 4 * self.work.trained_parameters / self._slowest_link(pools) + 5e-3 * (rollouts > 0)
+    def publish_seconds(self, pools: list[Pool], other_nodes: int) -> float:
+        """A version in the rollouts' dtype, to all at once: over trainer 0's link a copy for each other node with
+        rollouts, and no connection is faster than the processors at its ends."""
+        network = sent_bytes(self.work, other_nodes) / self._slowest_link(pools)
+        return max(network, version_bytes(self.work) / (CONNECTION_GB_S * 1e9)) + 5e-3
 
     def snapshot_seconds(self, pools: list[Pool]) -> float:
         """The trained weights in fp32 into the host memory of every trainer."""

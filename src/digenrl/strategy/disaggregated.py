@@ -160,6 +160,7 @@ class DisaggregatedStrategy(DDPStrategy):
             world.rank,
             session.host,
             session.handshake,
+            network=session.network,
             watched=session.watched,
             limits=limits,
             stage=progress.stage,

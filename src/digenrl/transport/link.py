@@ -31,6 +31,7 @@ from typing import Protocol
 from digenrl.cluster.control import Aborted, Control, PeerLost
 from digenrl.cluster.handshake import Gate, Handshake
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.network import ANYWHERE, Network
 from digenrl.cluster.store import StoreLost
 from digenrl.transport.wire import Buffers, Message, WireError, decode, encode
 
@@ -62,6 +63,7 @@ class SocketLink:
     """`Link` over TCP with one sender thread per peer and one reader thread per inbound connection.
 
     Args:
+        network: in whose range of ports it listens, on `host`.
         watched: a launcher judges every death. Otherwise a connection that ends before the run does is an error.
         limits: how long `close` waits for what is still queued, and how long the launcher may take to judge a death.
         stage: entered with "send" while a message is written.
@@ -74,6 +76,7 @@ class SocketLink:
         host: str,
         handshake: Handshake,
         queue_depth: int = 64,
+        network: Network = ANYWHERE,
         watched: bool = True,
         limits: Limits = _DEFAULT,
         stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
@@ -83,7 +86,7 @@ class SocketLink:
         self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
         self._outboxes: dict[int, tuple[queue.Queue[Buffers | None], threading.Thread]] = {}
         self._opening, self._closing = threading.Lock(), threading.Event()
-        listener = socket.create_server((host, 0), backlog=256)
+        listener = network.listen(host)
         self._gate = Gate(listener, handshake, _purpose(rank), self._reader)
         control.set(f"address/{rank}", f"{host}:{listener.getsockname()[1]}")
         if not watched and rank > 0:

@@ -1,0 +1,94 @@
+"""Prompts without their padding: the same velocities, whoever else was encoded, and attention without a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.policy import NEGATIVE
+from digenrl.types import Prompt
+from tests.models.tiny_policies import make, randomise_lora
+
+SHORT, LONG = Prompt("a sign"), Prompt("a red circle on a blue background, and a green square beside it")
+MASKED = ("qwen_image", "hunyuan_video")
+
+
+def velocity(policy: DiffusersPolicy, condition: dict[str, Tensor]) -> Tensor:
+    rows = len(condition["text"])
+    latents = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(3)).expand(
+        rows, *policy.latent_shape
+    )
+    return policy.velocity(latents, torch.full((rows,), 0.5), condition)
+
+
+def padded(policy: DiffusersPolicy, prompt: Prompt) -> dict[str, Tensor]:
+    policy.keep_padding(True)
+    condition = policy.encode([prompt])
+    assert condition["text"].shape[1] == condition["mask"].shape[1] == policy.max_sequence_length
+    return condition
+
+
+@pytest.mark.parametrize("guided", [False, True], ids=["one-branch", "two-branches"])
+@pytest.mark.parametrize("family", MASKED)
+def test_velocities_and_gradients_are_those_of_the_padded_prompt(family: str, guided: bool) -> None:
+    scale: dict[str, float] = {
+        "true_cfg_scale" if family == "hunyuan_video" else "guidance_scale": 4.0 if guided else 1.0
+    }
+    policy = make(family, dtype="float64", **scale)
+    randomise_lora(policy)
+    cut = policy.encode([LONG])
+    assert cut["text"].shape[1] < policy.max_sequence_length
+    assert ("mask" in cut, NEGATIVE + "mask" in cut) == (guided, guided)
+    found = velocity(policy, cut)
+    found.square().sum().backward()
+    gradients = {
+        name: value.grad.clone() for name, value in policy.trained_parameters().items() if value.grad is not None
+    }
+    policy.zero_grad()
+    expected = velocity(policy, padded(policy, LONG))
+    expected.square().sum().backward()
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    for name, value in policy.trained_parameters().items():
+        torch.testing.assert_close(gradients[name], value.grad, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("family", MASKED)
+def test_a_row_does_not_depend_on_the_other_prompts(family: str) -> None:
+    """Each of two prompts of a batch has its velocity; and a prompt alone has its bits, whatever was encoded before."""
+    policy, other = (make(family, guidance_scale=1.0).eval() for _ in range(2))
+    first = policy.encode([SHORT])
+    policy.encode([LONG, SHORT])
+    other.encode([LONG])
+    for again in (policy.encode([SHORT]), other.encode([SHORT])):
+        assert all(torch.equal(first[key], again[key]) for key in first)
+    both = policy.encode([LONG, SHORT])
+    with torch.no_grad():
+        together = velocity(policy, both)
+        swapped = velocity(policy, {key: value.flip(0) for key, value in both.items()})
+        for row, prompt in enumerate((LONG, SHORT)):
+            torch.testing.assert_close(together[row], velocity(policy, policy.encode([prompt]))[0], atol=1e-6, rtol=0)
+    assert torch.equal(together, swapped.flip(0))
+
+
+@pytest.mark.parametrize("family", MASKED)
+def test_attention_gets_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[Any] = []
+    plain = functional.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        masks.append(kwargs.get("attn_mask"))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    policy = make(family, guidance_scale=1.0)
+    blocks = len(policy.wrap_units())
+    with torch.no_grad():
+        velocity(policy, policy.encode([LONG]))
+        assert masks[-blocks:] == [None] * blocks
+        velocity(policy, padded(policy, LONG))
+        assert all(mask is not None for mask in masks[-blocks:])
