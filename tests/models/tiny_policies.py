@@ -1,4 +1,4 @@
-"""Tiny policies of all five families, and the plain diffusers pipelines to compare them with."""
+"""Tiny policies of all families, and the plain diffusers pipelines to compare them with."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.qwen_image import QwenImagePolicy
 from digenrl.models.sd3 import SD3Policy
 from digenrl.models.wan import WanPolicy
+from digenrl.models.z_image import ZImagePolicy
 
 FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "wan": WanPolicy,
@@ -25,10 +26,11 @@ FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "flux": FluxPolicy,
     "qwen_image": QwenImagePolicy,
     "sd3": SD3Policy,
+    "z_image": ZImagePolicy,
 }
 VIDEO = {"wan", "hunyuan_video"}
 LORA = {"rank": 4, "alpha": 8, "targets": "attention_ff"}
-TEXT_LENGTH = {"wan": 64, "hunyuan_video": 64, "flux": 64, "qwen_image": 48, "sd3": 48}
+TEXT_LENGTH = {"wan": 64, "hunyuan_video": 64, "flux": 64, "qwen_image": 48, "sd3": 48, "z_image": 64}
 NEGATIVE = "a blue ring"
 
 
@@ -90,6 +92,8 @@ def diffusers_latents(
         call |= {"guidance_scale": guidance, "true_cfg_scale": true_cfg, "negative_prompt": negative}
     else:
         call |= {"guidance_scale": guidance, "negative_prompt": [NEGATIVE] * len(prompts) if guidance > 1 else None}
+    if family == "z_image":
+        call["guidance_scale"] -= 1.0  # added to the conditional velocity; 0 = none
     if family == "wan":
         pipeline.scheduler = ExplicitEuler(shift=3.0)
     if family == "sd3":

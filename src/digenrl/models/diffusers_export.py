@@ -21,6 +21,7 @@ PIPELINES = {
     "FluxTransformer2DModel": "FluxPipeline",
     "QwenImageTransformer2DModel": "QwenImagePipeline",
     "SD3Transformer2DModel": "StableDiffusion3Pipeline",
+    "ZImageTransformer2DModel": "ZImagePipeline",
 }
 """Transformer class -> the pipeline whose `load_lora_weights` reads the file."""
 

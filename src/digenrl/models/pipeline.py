@@ -1,4 +1,4 @@
-"""What the five diffusers families share: loading, geometry, encoders, decoder, sigma grid and LoRA presets.
+"""What the diffusers families share: loading, geometry, encoders, decoder, sigma grid and LoRA presets.
 
 The transformer is loaded at construction, because every rank needs it; text encoders and the VAE on first use, because
 a trainer rank never does. Neither is a submodule, so no sharding, optimizer or checkpoint ever sees them.
@@ -76,6 +76,8 @@ class DiffusersPolicy(Policy):
     single_attention: ClassVar[tuple[str, ...]] = ()
     """Likewise of the second list (single-stream blocks)."""
     single_feed_forward: ClassVar[tuple[str, ...]] = ()
+    depths: ClassVar[tuple[str, ...]] = ("num_layers", "num_single_layers")
+    """Names of the lists' lengths in the transformer's configuration."""
     unread: ClassVar[frozenset[str]] = frozenset()
     """Modules of the last block (of the first list) that only its unread text output depends on, or that are absent.
 
@@ -287,7 +289,7 @@ class DiffusersPolicy(Policy):
             cls.attention + cls.feed_forward * full,
             cls.single_attention + cls.single_feed_forward * full,
         )
-        counts = (config.num_layers, getattr(config, "num_single_layers", 0))
+        counts = [getattr(config, name, 0) for name in cls.depths]
         return [
             f"{blocks}.{i}.{layer}"
             for blocks, chosen, count in zip(cls.block_lists, layers, counts, strict=False)
