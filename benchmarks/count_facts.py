@@ -20,6 +20,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLWan,
+    Flux2Transformer2DModel,
     FluxTransformer2DModel,
     HunyuanVideoTransformer3DModel,
     QwenImageTransformer2DModel,
@@ -36,8 +37,8 @@ from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, MODES, parse_recompute
 
-ATTENTION = r"(attn[12]?|attention)\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
-FEED_FORWARD = r"((ff|ff_context|ffn|img_mlp|txt_mlp)\.net\.(0\.proj|2)|feed_forward\.w[123])"
+ATTENTION = r"(attn[12]?|attention)\.(to_[qkv]|to_qkv_mlp_proj|to_out(\.0)?|add_[qkv]_proj|to_add_out)"
+FEED_FORWARD = r"((ff|ff_context|ffn|img_mlp|txt_mlp)\.(net\.(0\.proj|2)|linear_(in|out))|feed_forward\.w[123])"
 CASES = ((1, 16, 64), (1, 32, 64), (1, 16, 256), (2, 16, 64))
 """(rows, latent side, text tokens) whose bytes give the four coefficients."""
 MANY_TOKENS = (1, 64, 64)
@@ -122,6 +123,27 @@ def z_image(blocks: int | None) -> nn.Module:
     return ZImageTransformer2DModel(n_layers=blocks or 30)
 
 
+def flux2_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.zeros(b, h * w // 4, 128),
+        "timestep": torch.full((b,), 0.5),
+        "guidance": None,
+        "encoder_hidden_states": torch.zeros(b, text, 7680),
+        "img_ids": torch.zeros(h * w // 4, 4),
+        "txt_ids": torch.zeros(text, 4),
+    }
+
+
+def flux2_klein(blocks: int | None) -> nn.Module:
+    return Flux2Transformer2DModel(
+        num_layers=blocks or 5,
+        num_single_layers=4 * blocks if blocks else 20,
+        num_attention_heads=24,
+        joint_attention_dim=7680,
+        guidance_embeds=False,
+    )
+
+
 def flux(blocks: int | None) -> nn.Module:
     singles = 2 * blocks if blocks else 38
     return FluxTransformer2DModel(
@@ -167,6 +189,8 @@ MODELS: dict[str, dict[str, Any]] = {
                    "attention_blocks": 60, "text": 128, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "sd35_medium": {"build": sd35_medium, "inputs": sd3_inputs, "blocks": 24, "hidden": 1536,
                     "attention_blocks": 37, "text": 205, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
+    "flux2_klein_4b": {"build": flux2_klein, "inputs": flux2_inputs, "blocks": 5, "hidden": 3072,
+                       "attention_blocks": 25, "text": 512, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "z_image": {"build": z_image, "inputs": z_image_inputs, "blocks": 34, "hidden": 3840,
                 "attention_blocks": 34, "text": 128, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
 }  # fmt: skip

@@ -42,6 +42,7 @@ EXPERIMENTS = (
     "flux1_dancegrpo",
     "flux1_mixgrpo",
     "zimage_flowgrpo",
+    "flux2_klein_flowgrpo",
     "qwen_image_flowgrpo",
     "qwen_image_nft",
     "sd35_flowgrpo",

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLQwenImage, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+)
 from torch import Tensor, nn
 
 from benchmarks.count_facts import MODELS
@@ -25,6 +31,7 @@ MODEL = {
     "qwen_image": "qwen_image",
     "sd3": "sd35_medium",
     "z_image": "z_image",
+    "flux2_klein": "flux2_klein_4b",
 }
 """Family -> entry of `benchmarks.count_facts.MODELS`."""
 LORA = {"rank": 64, "alpha": 128, "targets": "attention_ff"}
@@ -46,6 +53,7 @@ VAES: dict[str, Any] = {
     "flux": lambda: AutoencoderKL(**KL),
     "sd3": lambda: AutoencoderKL(**KL),
     "z_image": lambda: AutoencoderKL(**KL),
+    "flux2_klein": AutoencoderKLFlux2,
 }
 
 

@@ -20,6 +20,7 @@ PUBLISHED = {
     "flux1_mixgrpo": (32, 12, 25, 3.5, 1e-5, 1e-4, 0.0, None),
     "qwen_image_flowgrpo": (32, 16, 10, 4.0, 3e-4, 1e-4, 0.0, 64),
     "qwen_image_nft": (24, 16, 10, 1.0, 3e-4, None, 1e-4, 64),
+    "flux2_klein_flowgrpo": (48, 16, 8, 4.0, 3e-4, 1e-4, 0.0, 64),
     "zimage_flowgrpo": (48, 16, 10, 5.0, 3e-4, 1e-4, 0.0, 64),
     "wan21_flowgrpo": (32, 4, 20, 4.5, 1e-4, 1e-3, 4e-3, 32),
     "wan21_dancegrpo": (16, 12, 20, 5.0, 1e-5, 1e-4, 0.0, None),

@@ -40,6 +40,8 @@ CASES = [
     ("hunyuan_video", 6.018, 2.0),
     ("z_image", 1.0, 1.0),
     ("z_image", 4.0, 1.0),
+    ("flux2_klein", 1.0, 1.0),
+    ("flux2_klein", 4.0, 1.0),
 ]
 
 

@@ -21,6 +21,7 @@ REAL = {
     "qwen_image": ("qwen_image", 20.43, 189, 425),
     "sd35_medium": ("sd3", 2.24, 37, 83),
     "z_image": ("z_image", 6.15, 59, 140),
+    "flux2_klein_4b": ("flux2_klein", 3.88, 75, 96),
 }
 
 

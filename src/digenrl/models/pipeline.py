@@ -66,6 +66,8 @@ class DiffusersPolicy(Policy):
     """Pixels per token: 8 of the VAE times 2 of the patch."""
     temporal_stride: ClassVar[int | None] = None
     """Frames per latent frame after the first; None = images."""
+    channels: ClassVar[int] = latents.CHANNELS
+    """Of the VAE's latents."""
     packed: ClassVar[bool] = False
     """Whether latents are tokens [N, 4C] of 2x2 patches."""
     embedded_guidance: ClassVar[bool] = False
@@ -246,7 +248,7 @@ class DiffusersPolicy(Policy):
             config |= {"shift": config["flow_shift"], "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
         sigmas = np.linspace(1.0, 1 / steps, steps) if self.grid == EXPLICIT else None
-        mu = self._dynamic_shift(config) if scheduler.config.use_dynamic_shifting else None
+        mu = self._dynamic_shift(config, steps) if scheduler.config.use_dynamic_shifting else None
         scheduler.set_timesteps(steps if sigmas is None else None, sigmas=sigmas, mu=mu)
         grid: Tensor = scheduler.sigmas.float().cpu()
         if not grid.isfinite().all():
@@ -374,7 +376,7 @@ class DiffusersPolicy(Policy):
         names = self.lora_names(config, spec.targets[0])
         return replace(spec, targets=tuple(re.escape(name) for name in names), expected=len(names))
 
-    def _dynamic_shift(self, config: Mapping[str, Any]) -> float:
+    def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
         """mu, linear in the number of packed image tokens (black-forest-labs/flux)."""
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
@@ -406,6 +408,6 @@ class DiffusersPolicy(Policy):
     def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
         """[C, h, w], [C, f, h, w] of videos, or [N, 4C] of packed latents."""
         if cls.packed:
-            return ((height // 16) * (width // 16), latents.CHANNELS * 4)
+            return ((height // 16) * (width // 16), cls.channels * 4)
         video = () if cls.temporal_stride is None else ((frames - 1) // cls.temporal_stride + 1,)
-        return (latents.CHANNELS, *video, height // 8, width // 8)
+        return (cls.channels, *video, height // 8, width // 8)

@@ -12,6 +12,13 @@ from torch.nn.functional import pad
 from digenrl.models.pipeline import DiffusersPolicy
 
 
+def template_tokens(tokenizer: Any, **how: Any) -> int:
+    """Tokens of the chat template around a prompt."""
+    empty = [{"role": "user", "content": ""}]
+    text = tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True, **how)
+    return len(tokenizer(text).input_ids)
+
+
 class ZImagePolicy(DiffusersPolicy):
     """Z-Image, the model before its distillation to few steps; arguments in `DiffusersPolicy`.
 
@@ -37,11 +44,7 @@ class ZImagePolicy(DiffusersPolicy):
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Qwen3 states [1, max_sequence_length, d], zero-padded, and the mask [1, max_sequence_length]."""
-        empty = [{"role": "user", "content": ""}]
-        around = pipeline.tokenizer.apply_chat_template(
-            empty, tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
-        template = len(pipeline.tokenizer(around).input_ids)
+        template = template_tokens(pipeline.tokenizer, enable_thinking=True)
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length - template)
         (states,), _ = pipeline.encode_prompt(
             text,
