@@ -20,11 +20,13 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLWan,
+    Flux2Transformer2DModel,
     FluxTransformer2DModel,
     HunyuanVideoTransformer3DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     WanTransformer3DModel,
+    ZImageTransformer2DModel,
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,15 +37,16 @@ from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, MODES, parse_recompute
 
-ATTENTION = r"(attn[12]?\.)(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
-FEED_FORWARD = r"(ff|ff_context|ffn|img_mlp|txt_mlp)\.net\.(0\.proj|2)"
+ATTENTION = r"(attn[12]?|attention)\.(to_[qkv]|to_qkv_mlp_proj|to_out(\.0)?|add_[qkv]_proj|to_add_out)"
+FEED_FORWARD = r"((ff|ff_context|ffn|img_mlp|txt_mlp)\.(net\.(0\.proj|2)|linear_(in|out))|feed_forward\.w[123])"
 CASES = ((1, 16, 64), (1, 32, 64), (1, 16, 256), (2, 16, 64))
 """(rows, latent side, text tokens) whose bytes give the four coefficients."""
 MANY_TOKENS = (1, 64, 64)
 """The case whose FLOPs are counted: in earnest there are far more latent tokens than text tokens."""
 RANK = 64
 """Of the adapters whose activations are counted."""
-TARGETS = {"attn": rf".*blocks\.\d+\.{ATTENTION}", "attn_ff": rf".*blocks\.\d+\.({ATTENTION}|{FEED_FORWARD})"}
+LISTS = r"(.*blocks|layers)\.\d+\."
+TARGETS = {"attn": f"{LISTS}{ATTENTION}", "attn_ff": f"{LISTS}({ATTENTION}|{FEED_FORWARD})"}
 
 
 def wan(hidden: int, ffn: int, layers: int) -> Callable[..., nn.Module]:
@@ -108,6 +111,39 @@ def qwen_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> 
     }
 
 
+def z_image_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Any]:
+    return {
+        "x": list(torch.zeros(b, 16, 1, h, w)),
+        "t": torch.full((b,), 0.5),
+        "cap_feats": list(torch.zeros(b, text, 2560)),
+    }
+
+
+def z_image(blocks: int | None) -> nn.Module:
+    return ZImageTransformer2DModel(n_layers=blocks or 30)
+
+
+def flux2_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.zeros(b, h * w // 4, 128),
+        "timestep": torch.full((b,), 0.5),
+        "guidance": None,
+        "encoder_hidden_states": torch.zeros(b, text, 7680),
+        "img_ids": torch.zeros(h * w // 4, 4),
+        "txt_ids": torch.zeros(text, 4),
+    }
+
+
+def flux2_klein(blocks: int | None) -> nn.Module:
+    return Flux2Transformer2DModel(
+        num_layers=blocks or 5,
+        num_single_layers=4 * blocks if blocks else 20,
+        num_attention_heads=24,
+        joint_attention_dim=7680,
+        guidance_embeds=False,
+    )
+
+
 def flux(blocks: int | None) -> nn.Module:
     singles = 2 * blocks if blocks else 38
     return FluxTransformer2DModel(
@@ -153,6 +189,10 @@ MODELS: dict[str, dict[str, Any]] = {
                    "attention_blocks": 60, "text": 128, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "sd35_medium": {"build": sd35_medium, "inputs": sd3_inputs, "blocks": 24, "hidden": 1536,
                     "attention_blocks": 37, "text": 205, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
+    "flux2_klein_4b": {"build": flux2_klein, "inputs": flux2_inputs, "blocks": 5, "hidden": 3072,
+                       "attention_blocks": 25, "text": 512, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
+    "z_image": {"build": z_image, "inputs": z_image_inputs, "blocks": 34, "hidden": 3840,
+                "attention_blocks": 34, "text": 128, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
 }  # fmt: skip
 
 
@@ -194,8 +234,16 @@ def trainable(entry: dict[str, Any], blocks: int, trained: str) -> nn.Module:
     for name, parameter in model.named_parameters():
         if not any(part in name for part in exact):
             parameter.data = parameter.data.bfloat16()
-    inject_lora(model, LoraSpec(RANK, RANK, (TARGETS[trained].replace(r".*blocks\.\d+\.", ""),)))
+    inject_lora(model, LoraSpec(RANK, RANK, (TARGETS[trained].replace(LISTS, ""),)))
     return model.eval()
+
+
+def halved(value: Any) -> Any:
+    """Latents and text in bfloat16, in a list too; one number per row stays as it is."""
+    if isinstance(value, list):
+        return [halved(item) for item in value]
+    wide = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+    return value.bfloat16() if wide else value
 
 
 def activations(entry: dict[str, Any], trained: str) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
@@ -214,11 +262,10 @@ def activations(entry: dict[str, Any], trained: str) -> tuple[dict[str, Any], di
         def forward(model: nn.Module, rows: int, side: int, text: int) -> Tensor:
             inputs = entry["inputs"](rows, 1, side, side, text, model)
             if trained != "full":
-                floats = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
-                inputs |= {name: inputs[name].bfloat16() for name in floats if inputs[name].dim() > 1}
+                inputs = {name: halved(value) for name, value in inputs.items()}
             with torch.autocast("cpu", torch.bfloat16, trained == "full", cache_enabled=False):
-                output: Tensor = model(**inputs, return_dict=False)[0].float()
-            return output
+                output = model(**inputs, return_dict=False)[0]
+            return torch.stack(output).float() if isinstance(output, list) else output.float()
 
         def measure(model: nn.Module, *case: int) -> Bytes:
             return count_bytes(model, lambda: forward(model, *case))[1]

@@ -41,6 +41,8 @@ EXPERIMENTS = (
     "flux1_flowgrpo",
     "flux1_dancegrpo",
     "flux1_mixgrpo",
+    "zimage_flowgrpo",
+    "flux2_klein_flowgrpo",
     "qwen_image_flowgrpo",
     "qwen_image_nft",
     "sd35_flowgrpo",

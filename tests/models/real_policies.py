@@ -1,4 +1,4 @@
-"""Policies of all five families at published size: on the meta device, or as fake tensors on a GPU that does not exist.
+"""Policies of all families at published size: on the meta device, or as fake tensors on a GPU that does not exist.
 
 Fake tensors have shapes, dtypes and devices, and no values; a backward pass over them would ask for a driver.
 """
@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLQwenImage, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+)
 from torch import Tensor, nn
 
 from benchmarks.count_facts import MODELS
@@ -24,6 +30,8 @@ MODEL = {
     "flux": "flux1_dev",
     "qwen_image": "qwen_image",
     "sd3": "sd35_medium",
+    "z_image": "z_image",
+    "flux2_klein": "flux2_klein_4b",
 }
 """Family -> entry of `benchmarks.count_facts.MODELS`."""
 LORA = {"rank": 64, "alpha": 128, "targets": "attention_ff"}
@@ -44,6 +52,8 @@ VAES: dict[str, Any] = {
     "qwen_image": AutoencoderKLQwenImage,
     "flux": lambda: AutoencoderKL(**KL),
     "sd3": lambda: AutoencoderKL(**KL),
+    "z_image": lambda: AutoencoderKL(**KL),
+    "flux2_klein": AutoencoderKLFlux2,
 }
 
 

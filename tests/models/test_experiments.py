@@ -19,6 +19,8 @@ EXPERIMENTS = (
     "flux1_mixgrpo",
     "qwen_image_flowgrpo",
     "qwen_image_nft",
+    "flux2_klein_flowgrpo",
+    "zimage_flowgrpo",
     "wan21_flowgrpo",
     "wan21_dancegrpo",
     "hunyuanvideo_dancegrpo",

@@ -38,6 +38,10 @@ CASES = [
     ("flux", 3.5, 2.0),
     ("hunyuan_video", 6.018, 1.0),
     ("hunyuan_video", 6.018, 2.0),
+    ("z_image", 1.0, 1.0),
+    ("z_image", 4.0, 1.0),
+    ("flux2_klein", 1.0, 1.0),
+    ("flux2_klein", 4.0, 1.0),
 ]
 
 

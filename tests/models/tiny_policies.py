@@ -1,4 +1,4 @@
-"""Tiny policies of all five families, and the plain diffusers pipelines to compare them with."""
+"""Tiny policies of all families, and the plain diffusers pipelines to compare them with."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import diffusers
 import numpy as np
 import torch
 
-from digenrl.models import tiny_builds
+from digenrl.models import latents, tiny_builds
 from digenrl.models.flux import FluxPolicy
+from digenrl.models.flux2 import Flux2KleinPolicy
 from digenrl.models.hunyuan_video import HunyuanVideoPolicy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.qwen_image import QwenImagePolicy
 from digenrl.models.sd3 import SD3Policy
 from digenrl.models.wan import WanPolicy
+from digenrl.models.z_image import ZImagePolicy
 
 FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "wan": WanPolicy,
@@ -25,10 +27,20 @@ FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "flux": FluxPolicy,
     "qwen_image": QwenImagePolicy,
     "sd3": SD3Policy,
+    "z_image": ZImagePolicy,
+    "flux2_klein": Flux2KleinPolicy,
 }
 VIDEO = {"wan", "hunyuan_video"}
 LORA = {"rank": 4, "alpha": 8, "targets": "attention_ff"}
-TEXT_LENGTH = {"wan": 64, "hunyuan_video": 64, "flux": 64, "qwen_image": 48, "sd3": 48}
+TEXT_LENGTH = {
+    "wan": 64,
+    "hunyuan_video": 64,
+    "flux": 64,
+    "qwen_image": 48,
+    "sd3": 48,
+    "z_image": 64,
+    "flux2_klein": 48,
+}
 NEGATIVE = "a blue ring"
 
 
@@ -72,7 +84,7 @@ def diffusers_latents(
     pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_builds.ensure(family), local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     call: dict[str, Any] = {
-        "prompt": prompts,
+        "prompt": [*prompts],  # ZImagePipeline writes into the list
         "latents": noise,
         "num_inference_steps": steps,
         "output_type": "latent",
@@ -90,6 +102,14 @@ def diffusers_latents(
         call |= {"guidance_scale": guidance, "true_cfg_scale": true_cfg, "negative_prompt": negative}
     else:
         call |= {"guidance_scale": guidance, "negative_prompt": [NEGATIVE] * len(prompts) if guidance > 1 else None}
+    if family == "z_image":
+        call["guidance_scale"] -= 1.0  # added to the conditional velocity; 0 = none
+    if family == "flux2_klein":  # takes latents [B, 128, h, w], and gives those of the autoencoder
+        call["latents"] = noise.transpose(1, 2).unflatten(2, (4, 4))
+        del call["negative_prompt"]
+        call["negative_prompt_embeds"] = pipeline.encode_prompt(
+            [NEGATIVE] * len(prompts), max_sequence_length=TEXT_LENGTH[family]
+        )[0]
     if family == "wan":
         pipeline.scheduler = ExplicitEuler(shift=3.0)
     if family == "sd3":
@@ -97,4 +117,8 @@ def diffusers_latents(
     if family == "hunyuan_video":
         del call["max_sequence_length"]
         call |= {"max_sequence_length": TEXT_LENGTH[family]}
-    return pipeline(**call)[0]
+    found = pipeline(**call)[0]
+    if family == "flux2_klein":
+        bn, eps = pipeline.vae.bn, pipeline.vae.config.batch_norm_eps
+        found = (latents.pack(found) - bn.running_mean) / torch.sqrt(bn.running_var + eps)
+    return found

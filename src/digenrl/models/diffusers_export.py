@@ -21,6 +21,8 @@ PIPELINES = {
     "FluxTransformer2DModel": "FluxPipeline",
     "QwenImageTransformer2DModel": "QwenImagePipeline",
     "SD3Transformer2DModel": "StableDiffusion3Pipeline",
+    "ZImageTransformer2DModel": "ZImagePipeline",
+    "Flux2Transformer2DModel": "Flux2KleinPipeline",
 }
 """Transformer class -> the pipeline whose `load_lora_weights` reads the file."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 CHANNELS = 16
-"""Latent channels of every family here."""
+"""Latent channels of most families."""
 
 
 def require_multiple(name: str, value: int, stride: int, offset: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""What the five diffusers families share: loading, geometry, encoders, decoder, sigma grid and LoRA presets.
+"""What the diffusers families share: loading, geometry, encoders, decoder, sigma grid and LoRA presets.
 
 The transformer is loaded at construction, because every rank needs it; text encoders and the VAE on first use, because
 a trainer rank never does. Neither is a submodule, so no sharding, optimizer or checkpoint ever sees them.
@@ -66,6 +66,8 @@ class DiffusersPolicy(Policy):
     """Pixels per token: 8 of the VAE times 2 of the patch."""
     temporal_stride: ClassVar[int | None] = None
     """Frames per latent frame after the first; None = images."""
+    channels: ClassVar[int] = latents.CHANNELS
+    """Of the VAE's latents."""
     packed: ClassVar[bool] = False
     """Whether latents are tokens [N, 4C] of 2x2 patches."""
     attention: ClassVar[tuple[str, ...]]
@@ -75,6 +77,8 @@ class DiffusersPolicy(Policy):
     single_attention: ClassVar[tuple[str, ...]] = ()
     """Likewise of the second list (single-stream blocks)."""
     single_feed_forward: ClassVar[tuple[str, ...]] = ()
+    depths: ClassVar[tuple[str, ...]] = ("num_layers", "num_single_layers")
+    """Names of the lists' lengths in the transformer's configuration."""
     unread: ClassVar[frozenset[str]] = frozenset()
     """Modules of the last block (of the first list) that only its unread text output depends on, or that are absent.
 
@@ -243,7 +247,7 @@ class DiffusersPolicy(Policy):
             config |= {"shift": config["flow_shift"], "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
         sigmas = np.linspace(1.0, 1 / steps, steps) if self.grid == EXPLICIT else None
-        mu = self._dynamic_shift(config) if scheduler.config.use_dynamic_shifting else None
+        mu = self._dynamic_shift(config, steps) if scheduler.config.use_dynamic_shifting else None
         scheduler.set_timesteps(steps if sigmas is None else None, sigmas=sigmas, mu=mu)
         grid: Tensor = scheduler.sigmas.float().cpu()
         if not grid.isfinite().all():
@@ -286,7 +290,7 @@ class DiffusersPolicy(Policy):
             cls.attention + cls.feed_forward * full,
             cls.single_attention + cls.single_feed_forward * full,
         )
-        counts = (config.num_layers, getattr(config, "num_single_layers", 0))
+        counts = [getattr(config, name, 0) for name in cls.depths]
         return [
             f"{blocks}.{i}.{layer}"
             for blocks, chosen, count in zip(cls.block_lists, layers, counts, strict=False)
@@ -371,7 +375,7 @@ class DiffusersPolicy(Policy):
         names = self.lora_names(config, spec.targets[0])
         return replace(spec, targets=tuple(re.escape(name) for name in names), expected=len(names))
 
-    def _dynamic_shift(self, config: Mapping[str, Any]) -> float:
+    def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
         """mu, linear in the number of packed image tokens (black-forest-labs/flux)."""
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
@@ -403,6 +407,6 @@ class DiffusersPolicy(Policy):
     def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
         """[C, h, w], [C, f, h, w] of videos, or [N, 4C] of packed latents."""
         if cls.packed:
-            return ((height // 16) * (width // 16), latents.CHANNELS * 4)
+            return ((height // 16) * (width // 16), cls.channels * 4)
         video = () if cls.temporal_stride is None else ((frames - 1) // cls.temporal_stride + 1,)
-        return (latents.CHANNELS, *video, height // 8, width // 8)
+        return (cls.channels, *video, height // 8, width // 8)

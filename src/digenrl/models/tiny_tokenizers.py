@@ -76,6 +76,13 @@ def qwen() -> Any:
     return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special[1:], model_max_length=2048)
 
 
+def qwen3() -> Any:
+    """The same with a chat template of Qwen3's shape: each turn between <|im_start|> and <|im_end|>."""
+    tokenizer = qwen()
+    tokenizer.chat_template = _DATA["qwen_chat"]
+    return tokenizer
+
+
 def llama3() -> Any:
     """A byte-level BPE tokenizer with LLaMA 3's special tokens; every text starts with <|begin_of_text|>."""
     from transformers import PreTrainedTokenizerFast

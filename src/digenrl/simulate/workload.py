@@ -20,6 +20,8 @@ ENCODERS = {
     "flux1_dev": (4_762_310_656 + 123_060_480, 512, "flux"),
     "qwen_image": (8_292_166_656, 162, "wan_image"),
     "sd35_medium": (4_762_310_656 + 123_650_304 + 694_659_840, 256, "flux"),
+    "flux2_klein_4b": (4_022_468_096, 512, "flux"),
+    "z_image": (4_022_468_096, 512, "flux"),
 }
 """Model -> (parameters, tokens, VAE)."""
 

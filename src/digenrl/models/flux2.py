@@ -1,0 +1,65 @@
+"""FLUX.2 klein (black-forest-labs/flux2): states of three Qwen3 layers as text, latents packed into tokens [N, 128]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from torch import Tensor
+from torch.nn.functional import pad
+
+from digenrl.models.flux import ATTENTION
+from digenrl.models.latents import token_positions, unpack
+from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.z_image import template_tokens
+
+
+class Flux2KleinPolicy(DiffusersPolicy):
+    """FLUX.2 klein base, before its distillation to four steps; arguments in `DiffusersPolicy`.
+
+    Padding of prompts is read like text: the model was trained so, and no mask goes with it.
+    """
+
+    family = "flux2_klein"
+    pipelines = ("Flux2KleinPipeline",)
+    transformer_class = Flux2Transformer2DModel
+    vae_class = AutoencoderKLFlux2
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    packed = True
+    channels = 32
+    attention = ATTENTION
+    feed_forward = ("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out")
+    single_attention = ("attn.to_qkv_mlp_proj", "attn.to_out")  # one product for attention and feed-forward
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        text = condition["text"]
+        words = torch.arange(text.shape[1], device=text.device).unsqueeze(1)
+        return self.network(
+            hidden_states=latents,
+            timestep=sigmas,  # the network multiplies by 1000
+            guidance=None,
+            encoder_hidden_states=text,
+            txt_ids=pad(words, (3, 0)),  # (0, 0, 0, word), and of tokens (0, row, column, 0)
+            img_ids=pad(token_positions(self.height // 16, self.width // 16, text.device), (0, 1)),
+            return_dict=False,
+        )[0]
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """Qwen3 states of three layers side by side [1, max_sequence_length, 3 d]."""
+        template = template_tokens(pipeline.tokenizer, enable_thinking=False)
+        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length - template)
+        states, _ = pipeline.encode_prompt(text, device=pipeline.device, max_sequence_length=self.max_sequence_length)
+        return {"text": states}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        """The tokens were normalised channel by channel with the running statistics of the autoencoder."""
+        std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+        tokens = latents * std.to(latents) + vae.bn.running_mean.to(latents)
+        return vae.decode(unpack(tokens, *self.image_grid()), return_dict=False)[0]
+
+    def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
+        """mu by tokens and steps (black-forest-labs/flux2)."""
+        return float(compute_empirical_mu(self.latent_shape[0], steps))

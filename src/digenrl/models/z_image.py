@@ -1,0 +1,61 @@
+"""Z-Image (arXiv:2511.22699): Qwen3 text, one stream of image and text tokens, latents [16, h, w]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, ZImageTransformer2DModel
+from torch import Tensor
+from torch.nn.functional import pad
+
+from digenrl.models.pipeline import DiffusersPolicy
+
+
+def template_tokens(tokenizer: Any, **how: Any) -> int:
+    """Tokens of the chat template around a prompt."""
+    empty = [{"role": "user", "content": ""}]
+    text = tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True, **how)
+    return len(tokenizer(text).input_ids)
+
+
+class ZImagePolicy(DiffusersPolicy):
+    """Z-Image, the model before its distillation to few steps; arguments in `DiffusersPolicy`.
+
+    diffusers' ZImagePipeline counts guidance from the conditional velocity on: its scale is one less than here. LoRA
+    leaves the refiners of image and text tokens frozen.
+    """
+
+    family = "z_image"
+    pipelines = ("ZImagePipeline",)
+    transformer_class = ZImageTransformer2DModel
+    vae_class = AutoencoderKL
+    block_lists = ("layers", "noise_refiner", "context_refiner")
+    depths = ("n_layers",)
+    attention = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
+    feed_forward = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        texts, mask = condition["text"], condition.get("mask")
+        rows = list(texts) if mask is None else [text[kept] for text, kept in zip(texts, mask, strict=True)]
+        # The network's clock runs from noise at 0 to the image at 1, and so does its velocity.
+        velocities = self.network(list(latents.unsqueeze(2)), 1.0 - sigmas, rows, return_dict=False)[0]
+        return -torch.stack(velocities).squeeze(2)
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """Qwen3 states [1, max_sequence_length, d], zero-padded, and the mask [1, max_sequence_length]."""
+        template = template_tokens(pipeline.tokenizer, enable_thinking=True)
+        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length - template)
+        (states,), _ = pipeline.encode_prompt(
+            text,
+            device=pipeline.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        padding = self.max_sequence_length - len(states)
+        mask = torch.ones(len(states), dtype=torch.bool, device=states.device)
+        return {"text": pad(states, (0, 0, 0, padding)).unsqueeze(0), "mask": pad(mask, (0, padding)).unsqueeze(0)}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        images = latents / vae.config.scaling_factor + vae.config.shift_factor
+        return vae.decode(images, return_dict=False)[0]
