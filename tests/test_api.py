@@ -67,6 +67,15 @@ def test_a_run_without_a_checkpoint_has_only_its_base_model(trained: Path, tmp_p
 
 
 @pytest.mark.heavy
+def test_an_average_that_has_not_moved_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ema = "+algorithm.ema={_target_: digenrl.algorithms.copies.Ema, decay: 0.5, every: 8}"
+    make_run(tmp_path / "run", "experiment=digits_flowgrpo", ema)
+    last, base = (digenrl.sample(tmp_path / "run", DIGITS, samples=1, weights=name) for name in ("last", "base"))
+    assert np.array_equal(last.media, base.media)
+    assert "still the base model: it follows every 8 optimizer steps" in capsys.readouterr().err
+
+
+@pytest.mark.heavy
 def test_bytes_and_fractions_score_alike() -> None:
     media = np.random.default_rng(0).integers(0, 256, (2, 3, 16, 16), dtype=np.uint8)
     scored = digenrl.score("jpeg", media, ["a", "b"])

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from digenrl import prompts
-from digenrl.cli.main import COMMANDS
+from digenrl import config, prompts
+from digenrl.cli.main import COMMANDS, main
+from digenrl.cli.score import reward_config
 from digenrl.config.reference import page
 from digenrl.record.spans import WAIT_CAUSES
 from digenrl.simulate.plan_text import table
@@ -63,6 +64,27 @@ def test_the_glossary_knows_the_waits() -> None:
 def test_every_digenrl_command_exists(document: Path) -> None:
     words = re.findall(r"(?:`|^|\| )digenrl ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(words) <= {*COMMANDS, "--help"}
+
+
+@pytest.mark.heavy
+def test_the_commands_of_the_quickstart_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skeletons are written; whatever composes a configuration composes it; of a run its keys are checked."""
+    make_run(tmp_path / "RUN", "experiment=digits_flowgrpo")
+    monkeypatch.chdir(tmp_path)
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", QUICKSTART, re.DOTALL))
+    lines = [line.split()[1:] for line in blocks.splitlines() if line.startswith("digenrl ")]
+    assert len(lines) > 10
+    for command, *words in sorted(lines, key=lambda line: line[0] != "new"):
+        if command == "new":
+            assert main([command, *words]) == 0
+        elif command in ("train", "plan"):
+            assert config.load(words, command).config is not None
+        elif command == "score":
+            assert reward_config([word.lower() for word in words], "score").reward is not None
+        elif command == "resume":
+            assert config.load([f"resume={words[0]}", *words[1:]]).resumed
+        else:
+            assert command in COMMANDS or command == "--help"
 
 
 def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:

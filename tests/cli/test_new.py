@@ -27,9 +27,8 @@ def test_what_cannot_be_made_is_refused(words: list[str], message: str, tmp_path
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "experiment" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_its_own_test_passes_and_nothing_is_overwritten(kind: str, tmp_path: Path, capsys: object) -> None:
     assert main([kind, "my_own", f"out={tmp_path}"]) == 0
     assert "digenrl " in capsys.readouterr().out  # type: ignore[attr-defined]

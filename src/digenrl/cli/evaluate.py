@@ -139,9 +139,16 @@ def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
 
 
 def restore(module: Any, checkpoint: dict[str, Any]) -> None:
-    """Give an algorithm's module the weights, averages and counters of a checkpoint."""
+    """Give an algorithm's module the weights, averages and counters of a checkpoint; says so where the average, which
+    is what evaluations use, has not moved yet."""
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     module.on_load_checkpoint(checkpoint)
+    if module.ema is not None and module.ema.steps < module.ema.every:
+        print(
+            f"the moving average is still the base model: it follows every {module.ema.every} optimizer steps "
+            f"(algorithm.ema.every), and there were {module.ema.steps}",
+            file=sys.stderr,
+        )
 
 
 def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:

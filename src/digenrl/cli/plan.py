@@ -23,6 +23,7 @@ from typing import Any
 
 from digenrl import config as configuration
 from digenrl.config import Composed
+from digenrl.config.compose import own_directories
 from digenrl.config.multirun import is_multirun, sweep
 from digenrl.preflight import allocation, candidate_of, costing_of, planned_split
 from digenrl.record.run_dir import TRACE, write_trace
@@ -80,7 +81,8 @@ def main(words: list[str]) -> int:
     if (target := composed.config.strategy["_target_"]) != STOCK_STRATEGY:
         print(f"The plan simulates the stock hooks: what {target} overrides is not in these figures.")
     choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
-    kept = [word for word in composed.overrides if word.startswith(("hydra.searchpath=", "allow_targets="))]
+    kept = [word for path in own_directories(composed.overrides) for word in ("--config-dir", str(path))]
+    kept += [word for word in composed.overrides if word.startswith("allow_targets=")]
     print(f"\npython -m digenrl.cli.train {choices} {shlex.join([*kept, *overrides(winner)])}")
     print(path)
     return 0

@@ -84,7 +84,7 @@ def _run(words: list[str], signals: StopSignals) -> int:
 def _complete(run_dir: Path, step: int) -> str:
     return (
         f"{run_dir} is complete at RL step {step}; nothing was started or written. To go on, raise max_rl_steps: "
-        f'make resume RUN={run_dir} ARGS="max_rl_steps={2 * step}"'
+        f'make resume RUN={run_dir} ARGS="max_rl_steps={2 * step}", or digenrl resume with these.'
     )
 
 
