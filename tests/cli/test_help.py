@@ -23,7 +23,7 @@ COMMANDS = {
     "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),
     "serve_reward": ("port = 8700", "whole number >= 0 and <= 65535", "limits.max_pending = 4"),
     "main": ("serve-reward", "lists its keys"),
-    "new": ("kind = required", "experiment | hardware | reward", "where to write"),
+    "new": ("kind = required", "experiment | hardware | model | reward", "where to write"),
     "tiny": ("[FAMILY ...]",),
     "setup": ("self-check",),
     "pretrain": ("lr = 0.002", "number > 0", "learning rate"),

@@ -21,7 +21,7 @@ COMMANDS = {
     "export": ("export", "write a run's trained weights as diffusers reads them: export RUN"),
     "score": ("score", "score a folder of pictures or videos with any reward"),
     "serve-reward": ("serve_reward", "serve a reward over HTTP"),
-    "new": ("new", "write a working skeleton with its test: new reward|hardware|experiment|model NAME"),
+    "new": ("new", "write a working skeleton with its test: new reward|model|hardware|experiment NAME"),
     "tiny": ("tiny", "build the tiny model of every family (made on first use otherwise)"),
     "check": ("setup", "check this machine: versions, devices, memory, disk"),
 }

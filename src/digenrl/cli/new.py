@@ -1,10 +1,11 @@
-"""`digenrl new KIND NAME`: a reward, a hardware profile or an experiment of your own, with its test.
+"""`digenrl new KIND NAME`: a reward, model, hardware profile or experiment of your own, with its test.
 
     digenrl new reward brightness
     digenrl new hardware my_node out=somewhere
 
-Writes into the working directory (or `out`): configs/KIND/NAME.yaml, test_NAME.py and, for a reward, NAME.py. All of it
-runs as it stands; nothing that exists is overwritten. The last line on standard output is a command that uses it.
+Writes into the working directory (or `out`): configs/KIND/NAME.yaml, test_NAME.py and, of rewards and models, NAME.py.
+All of it runs as it stands; nothing that exists is overwritten. The last line on standard output is a command that uses
+it, from the directory that it was written into.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ SKELETONS = Path(__file__).with_name("skeletons")
 KINDS = {
     "experiment": "digenrl train --config-dir {configs} experiment={name}",
     "hardware": "digenrl plan --config-dir {configs} experiment=sd35_flowgrpo hardware={name}",
+    "model": (
+        "digenrl train --config-dir {configs} experiment=sd35_flowgrpo hardware=cpu_tiny model={name} "
+        "allow_targets=[{name}] max_rl_steps=1"
+    ),
     "reward": "digenrl train --config-dir {configs} reward={name} allow_targets=[{name}] max_rl_steps=2",
 }
 """Kind -> the command that uses one, from the directory that it was written into."""
