@@ -22,7 +22,7 @@ WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train encode resume sweep plan bench test test-fast test-all coverage report eval export score serve-reward tiny \
-        pretrain profile lint format types notebooks clean gpu gpu-wheels
+        pretrain profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
 @test -n "$($(1))" || { echo "make $@ needs $(1)=..., for example: make $@ $(2)" >&2; exit 2; }
@@ -135,6 +135,9 @@ gpu-wheels:  ## Collect in .whl/ what a GPU machine without a network lacks (und
 
 coverage: $(STAMP)  ## The default tests with the lines that no test reached
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS)" --cov --cov-report=term-missing:skip-covered $(ARGS)
+
+docs: $(STAMP)  ## Write docs/configuration.md again, from the schema
+	@$(PY) -m digenrl.config.reference docs/configuration.md
 
 notebooks: $(STAMP)  ## Execute the notebooks
 	@$(PY) -m pytest -q -m "not cluster" tests/notebooks $(ARGS)

@@ -1,3 +1,20 @@
 """digenrl: reinforcement-learning post-training of visual diffusion and flow models on unequal GPUs."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from digenrl.api import load_run, plan, sample, score
+
 __version__ = "0.2.0"
+__all__ = ["__version__", "load_run", "plan", "sample", "score"]
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of `digenrl.api`, imported when one is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"digenrl has no attribute {name}; it has {', '.join(__all__)}, and its modules")
+    from digenrl import api
+
+    return getattr(api, name)

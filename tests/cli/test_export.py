@@ -155,7 +155,7 @@ def test_the_digits_policy_draws_the_stored_evaluation_samples(tmp_path: Path, c
 
 def test_videos_are_exported_as_mp4_and_the_average_only_where_there_is_one(tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"
-    make_run(run, "experiment=wan21_flowgrpo", "hardware=cpu_tiny")
+    make_run(run, "experiment=wan21_flowgrpo", "hardware=cpu_tiny", "algorithm.ema.every=1")
     assert main([f"run={run}"]) == 0
     assert "moving average" in capsys.readouterr().err
     assert (run / "export" / "video-00.mp4").stat().st_size > 500

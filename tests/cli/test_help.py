@@ -22,6 +22,8 @@ COMMANDS = {
     "export": ("weights = evaluated", "evaluated | trained | average", "moving average"),
     "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),
     "serve_reward": ("port = 8700", "whole number >= 0 and <= 65535", "limits.max_pending = 4"),
+    "main": ("serve-reward", "lists its keys"),
+    "new": ("kind = required", "experiment | hardware | model | reward", "where to write"),
     "tiny": ("[FAMILY ...]",),
     "setup": ("self-check",),
     "pretrain": ("lr = 0.002", "number > 0", "learning rate"),
@@ -41,5 +43,5 @@ def test_help_lists_the_keys_without_torch(name: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "False\n")
-    for part in (f"digenrl.cli.{name}", *COMMANDS[name]):
+    for part in ("digenrl" if name in ("main", "new") else f"digenrl.cli.{name}", *COMMANDS[name]):
         assert part in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import imageio.v3 as imageio
 import numpy as np
@@ -40,9 +41,9 @@ def run(folder, capsys, *words, images="pictures of (mine), 1", prompts="prompts
 def test_files_by_name_against_lines_in_order(folder, capsys):
     code, output = run(folder, capsys, "reward=ocr")
     assert code == 0
-    last = output.out.splitlines()[-1]
-    assert last == str(folder / "scores.json")
-    scores = json.loads((folder / "scores.json").read_text())["scores"]
+    written = Path(output.out.splitlines()[-1])
+    assert written.parent == folder / "outputs" / "scores"
+    scores = json.loads(written.read_text())["scores"]
     assert [(row["file"], row["prompt"]) for row in scores] == [
         (f"{name}.png", f'a sign "{word}"') for name, word in zip("abc", WORDS, strict=True)
     ]
@@ -64,9 +65,9 @@ def test_videos_and_pictures_of_other_sizes_are_scored_together(folder, capsys):
     imageio.imwrite(pictures / "d.mp4", frames, fps=6, macro_block_size=1)
     Image.fromarray(frames[0]).convert("L").save(pictures / "e.jpg")
     (folder / "prompts.txt").write_text("same\n" * 5)
-    code, _ = run(folder, capsys, "reward=video_quality")
+    code, output = run(folder, capsys, "reward=video_quality")
     assert code == 0
-    scores = json.loads((folder / "scores.json").read_text())["scores"]
+    scores = json.loads(Path(output.out.splitlines()[-1]).read_text())["scores"]
     assert [row["file"] for row in scores] == ["a.png", "b.png", "c.png", "d.mp4", "e.jpg"]
     assert all(0 <= row["score"] <= 1 for row in scores)
 
@@ -104,7 +105,7 @@ def test_a_prompt_without_a_target_is_named_by_line(folder, capsys):
     assert code == 1
     assert "prompts.txt:3: " in output.err
     assert "'no quotes'" in output.err
-    assert not (folder / "scores.json").exists()
+    assert not (folder / "outputs").exists()
 
 
 def test_grey_pictures_keep_their_one_channel(folder, capsys):
@@ -145,7 +146,7 @@ def test_mistakes_are_explained_without_a_traceback(folder, capsys, words, code,
     assert got == code
     assert message in output.err
     assert "Traceback" not in output.err
-    assert not (folder / "scores.json").exists()
+    assert not (folder / "outputs").exists()
 
 
 def test_a_missing_path_is_asked_for(capsys):

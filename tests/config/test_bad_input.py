@@ -55,6 +55,7 @@ KEYS: dict[str, Case] = {
     "added constructor argument": (["+model.pth=x"], ["model.pth", "takes no such argument", "nearest: model.path"]),
     "added trainer argument": (["+trainer.max_epoch=3"], ["trainer.max_epoch", "Trainer takes no such argument"]),
     "argument of an optimizer's parent": (["+algorithm.lr=1e-3"], ["algorithm.lr", "GRPO takes no such argument"]),
+    "a precision of trainers alone": (["trainer.precision=bf16"], ["trainer.precision = bf16", "set model.dtype"]),
     "derived length": (["trainer.max_steps=9"], ["trainer.max_steps = 9", "derived", "max_rl_steps"]),
     "a part of an RL step": (
         ["+trainer.limit_train_batches=2"],

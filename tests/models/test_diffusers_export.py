@@ -116,10 +116,12 @@ def test_card_shows_numbers_pictures_and_how_to_load(tmp_path):
         reward={},
         seed=0,
     )
-    text = write_card(out, run, vars(config), "FluxTransformer2DModel", "trained", []).read_text()
+    text = write_card(out, run, vars(config), "flux", "FluxTransformer2DModel", "trained", []).read_text()
     assert "| reward_last | 0.75 |" in text
     assert "heldout_first" not in text
     assert "tiny random build" in text
+    assert 'FluxPipeline.from_pretrained(ensure("flux")' in text
+    assert "base_model" not in text
     assert "load_lora_weights" in text
     assert (out / "reward.png").exists()
     assert "![before_after](before_after.png)" in text
@@ -166,9 +168,13 @@ def test_command_exports_a_run(tmp_path, capsys):
     checkpoint = {
         "epoch": 1,
         "state_dict": {PREFIX + name: value for name, value in trained.items()},
-        "algorithm": {"ema": average},
+        "algorithm": {"ema": average, "ema_steps": 2},
     }
     DirectoryCheckpointIO().save_checkpoint(checkpoint, run / "checkpoints" / "step-000001")
+    assert command.main([f"run={run}"]) == 1
+    assert "still the base model, because it follows every 8 optimizer steps" in capsys.readouterr().err
+    checkpoint["algorithm"]["ema_steps"] = 8
+    DirectoryCheckpointIO().save_checkpoint(checkpoint, run / "checkpoints" / "step-000002")
     (run / "samples").mkdir(exist_ok=True)
     np.savez(run / "samples" / "eval-0.npz", media=np.zeros((2, 3, 8, 8), dtype=np.uint8))
 

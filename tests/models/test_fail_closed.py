@@ -41,6 +41,14 @@ def test_weights_that_are_not_here_name_file_licence_and_command():
     assert "hf download black-forest-labs/FLUX.1-dev" in message
 
 
+def test_a_family_without_a_tiny_build_is_refused_before_any_rank_starts():
+    class OtherPolicy(FAMILIES["wan"]):
+        family = "other"
+
+    with pytest.raises(ValueError, match=r"no tiny build of family 'other'; known: wan, .* hardware.build=real"):
+        OtherPolicy.check({"height": 64, "width": 64, "build": "tiny"})
+
+
 def test_half_a_checkpoint(tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -108,6 +108,8 @@ def test_alarms_are_silent_for_a_good_run_and_name_reward_hacking(tmp_path: Path
     assert alarms(build_summary(read_run(finished))) == []
     path = write_run(tmp_path / "run", steps=8)
     append_jsonl(path / "metrics.jsonl", {"kind": "eval", "rl_step": 8, "heldout": 0.4, "diversity_ratio": 0.5})
+    append_jsonl(path / "metrics.jsonl", {"kind": "step", "rl_step": 9, "staleness_max": 1})
     told = " ".join(alarms(build_summary(read_run(path))))
+    assert "1 versions old were trained on; schedule.async_steps allows 0" in told
     assert "gamed" in told
     assert "mode collapse" in told

@@ -80,7 +80,8 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
     config = composed.config
     scoring = config.reward
     if request.reward is not None:
-        scoring = configuration.load([f"reward={request.reward}"]).config.reward
+        own = [word for word in words if word.startswith(("hydra.searchpath=", "allow_targets="))]
+        scoring = configuration.load([f"reward={request.reward}", *own]).config.reward
     if "evaluation" not in (config.callbacks or {}):
         raise ValueError(f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; add one")
 
@@ -91,14 +92,13 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
     from digenrl.record.run_dir import write_json
     from digenrl.rollout.engine import RolloutEngine
     from digenrl.run import sampling_spec
-    from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, newest_valid
 
     checkpoint: dict[str, Any] | None = None
+    rl_step = 0
     if request.step == "last":
         try:
-            folder = newest_valid(composed.run_dir / "checkpoints", say=partial(print, file=sys.stderr))
-            checkpoint = DirectoryCheckpointIO().load_checkpoint(folder)
-        except CheckpointError as error:
+            checkpoint, rl_step = last_checkpoint(composed.run_dir)
+        except NoCheckpoint as error:
             raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error
     evaluation: Evaluation = configuration.instantiate(config.callbacks.evaluation)
     policy = configuration.instantiate(config.model)
@@ -115,17 +115,40 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
     }
     pictures: dict[str, Pictures] = {"base": evaluation.sample(engine)}
     if checkpoint is not None:
-        result["rl_step"] = int(folder.resolve().name.removeprefix("step-"))
-        module.load_state_dict(checkpoint["state_dict"], strict=False)
-        module.on_load_checkpoint(checkpoint)
+        result["rl_step"] = rl_step
+        restore(module, checkpoint)
         with module.averaged():
             pictures["last"] = evaluation.sample(engine)
     engine.close()
     result |= {name: evaluation.measure(engine, shown) for name, shown in pictures.items()}
     after = pictures.get("last", pictures["base"])
-    draw(composed.run_dir / PICTURE, pictures["base"], after, result.get("rl_step", 0))
+    draw(composed.run_dir / PICTURE, pictures["base"], after, rl_step)
     write_json(composed.run_dir / RESULT, result)
     return result
+
+
+def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
+    """The newest checkpoint that verifies, and its RL step. Raises NoCheckpoint."""
+    from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, newest_valid, step_of
+
+    try:
+        folder = newest_valid(run_dir / "checkpoints", say=partial(print, file=sys.stderr))
+        return DirectoryCheckpointIO().load_checkpoint(folder), step_of(folder)
+    except CheckpointError as error:
+        raise NoCheckpoint(str(error)) from error
+
+
+def restore(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Give an algorithm's module the weights, averages and counters of a checkpoint; says so where the average, which
+    is what evaluations use, has not moved yet."""
+    module.load_state_dict(checkpoint["state_dict"], strict=False)
+    module.on_load_checkpoint(checkpoint)
+    if module.ema is not None and module.ema.steps < module.ema.every:
+        print(
+            f"the moving average is still the base model: it follows every {module.ema.every} optimizer steps "
+            f"(algorithm.ema.every), and there were {module.ema.steps}",
+            file=sys.stderr,
+        )
 
 
 def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:

@@ -49,7 +49,7 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
 
     Raises:
         ConfigError: no such run.
-        NoWeights: no whole checkpoint, or no moving average in it.
+        NoWeights: no whole checkpoint, no moving average in it, or one that is still the base model.
         digenrl.models.diffusers_export.ExportError: what was written could not be read back.
     """
     composed = configuration.load(words, stored=request.run)
@@ -63,7 +63,9 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
     from digenrl.models.diffusers_export import export_policy
     from digenrl.models.sample_files import write_samples
 
-    tensors, weights = read_weights(composed.run_dir / "checkpoints", request.weights)
+    ema = composed.config.algorithm.get("ema")
+    every = 1 if ema is None else configuration.instantiate(ema).every
+    tensors, weights = read_weights(composed.run_dir / "checkpoints", request.weights, every)
     print(f"export: {NOTES[weights]}", file=sys.stderr)
     policy = configuration.instantiate(composed.config.model)
     policy.load_trained_parameters(tensors)
@@ -74,15 +76,19 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
         with np.load(evaluations[-1], allow_pickle=False) as stored:
             samples = write_samples(out, stored["media"])
     plain: Any = OmegaConf.to_container(composed.config, resolve=True)
-    write_card(out, composed.run_dir, plain, type(policy.transformer).__name__, weights, samples)
+    write_card(out, composed.run_dir, plain, policy.family, type(policy.transformer).__name__, weights, samples)
     return out
 
 
-def read_weights(checkpoints: Path, weights: str) -> tuple[dict[str, Any], str]:
+def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[str, Any], str]:
     """(tensors by the names of `policy.trained_parameters()`, which weights they are: trained | average), of the newest
     checkpoint that verifies.
 
-    Raises NoWeights.
+    Args:
+        every: optimizer steps between two of the moving average.
+
+    Raises:
+        NoWeights: no whole checkpoint, no moving average in it, or one that has not moved.
     """
     import torch
     from safetensors.torch import load_file
@@ -97,6 +103,11 @@ def read_weights(checkpoints: Path, weights: str) -> tuple[dict[str, Any], str]:
         return load_file(checkpoint / POLICY), "trained"
     state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
     average: dict[str, Any] = state["algorithm"]["ema"]
+    if average and state["algorithm"]["ema_steps"] < every:
+        raise NoWeights(
+            f"{checkpoint}: the moving average is still the base model, because it follows every {every} optimizer "
+            f"steps (algorithm.ema.every) and there were {state['algorithm']['ema_steps']}; use weights=trained"
+        )
     if not average and weights == "evaluated":
         return load_file(checkpoint / POLICY), "trained"
     if not average:

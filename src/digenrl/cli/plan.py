@@ -2,9 +2,10 @@
 
     python -m digenrl.cli.plan experiment=wan21_flowgrpo hardware=testbed_ac [plan.async=true] [key=value ...]
 
-    -m          sweep: key=a,b plans every combination
-    --cfg       print the composed configuration and stop
-    --json      print plan.json and nothing else, for machines
+    -m                sweep: key=a,b plans every combination
+    --config-dir DIR  further options of groups, in DIR/experiment/, DIR/hardware/ and so on
+    --cfg             print the composed configuration and stop
+    --json            print plan.json and nothing else, for machines
 
 What to book and what it costs, why, and the table; the last line on standard output is the path of plan.json. Exit
 codes: 2 for a wrong configuration, 3 when nothing fits (the message says what would).
@@ -13,13 +14,16 @@ codes: 2 for a wrong configuration, 3 when nothing fits (the message says what w
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from digenrl import config as configuration
 from digenrl.config import Composed
+from digenrl.config.compose import own_directories
 from digenrl.config.multirun import is_multirun, sweep
 from digenrl.preflight import allocation, candidate_of, costing_of, planned_split
 from digenrl.record.run_dir import TRACE, write_trace
@@ -42,13 +46,8 @@ def main(words: list[str]) -> int:
     machine = "--json" in words
     composed = configuration.load_or_exit([word for word in words if word != "--json"], "plan", __doc__)
     settings: Any = composed.config
-    asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
     try:
-        costing = costing_of(composed)
-        idle = idle_gpus(costing, settings.allocation)
-        plan = make_plan(costing, settings.plan.simulated_steps)
-        if not chosen(plan, asynchronous):
-            raise PlanError("no on-policy candidate fits; try plan.async=true")
+        made = planned(composed)
     except PlanError as error:
         print(f"cannot plan: {error}", file=sys.stderr)
         return NOTHING_FITS
@@ -56,8 +55,9 @@ def main(words: list[str]) -> int:
         print(f"cannot plan: {error}", file=sys.stderr)
         return 2
     run_dir = configuration.prepare_run_dir_or_exit(composed)
-    winner, asked, booking = chosen(plan, asynchronous)[0], as_configured(composed, costing), booking_of(settings)
-    path = write(plan, winner, asked, asynchronous, booking, settings, run_dir)
+    plan, winner, asked, asynchronous, booking = made.plan, made.winner, made.asked, made.asynchronous, made.booking
+    costing = plan.costing
+    path = write(made, settings.plan.plot, run_dir)
     if machine:
         print(path.read_text(encoding="utf-8"), end="")
         return 0
@@ -66,10 +66,10 @@ def main(words: list[str]) -> int:
     print("\n".join(explanation(plan, asynchronous)))
     print()
     print("\n".join(table(plan, asynchronous, booking, settings.plan.show, asked)))
-    if idle:
+    if made.idle:
         better = winner.candidate
         print(
-            f"warning: allocation {settings.allocation.trainers}+{settings.allocation.rollouts} leaves {idle} of "
+            f"warning: allocation {settings.allocation.trainers}+{settings.allocation.rollouts} leaves {made.idle} of "
             f"{costing.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
             f"allocation.rollouts={better.rollouts}, as planned above.",
             file=sys.stderr,
@@ -81,9 +81,48 @@ def main(words: list[str]) -> int:
     if (target := composed.config.strategy["_target_"]) != STOCK_STRATEGY:
         print(f"The plan simulates the stock hooks: what {target} overrides is not in these figures.")
     choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
-    print(f"\npython -m digenrl.cli.train {choices} {' '.join(overrides(winner))}")
+    kept = [word for path in own_directories(composed.overrides) for word in ("--config-dir", str(path))]
+    kept += [word for word in composed.overrides if word.startswith("allow_targets=")]
+    print(f"\npython -m digenrl.cli.train {choices} {shlex.join([*kept, *overrides(winner)])}")
     print(path)
     return 0
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan, and what it answers."""
+
+    plan: Plan
+    winner: Outcome
+    asked: Outcome | None
+    """See `as_configured`."""
+    idle: int
+    """See `idle_gpus`."""
+    asynchronous: bool
+    """Whether the winner may use weights one version old."""
+    booking: Booking
+
+    def json(self) -> dict[str, Any]:
+        """What plan.json holds."""
+        return as_json(self.plan, self.asked, self.asynchronous, self.booking)
+
+
+def planned(composed: Composed) -> Made:
+    """The plan of a configuration (configs/plan.yaml).
+
+    Raises:
+        PlanError: nothing fits.
+        ValueError: the configuration cannot be placed on its hardware.
+    """
+    settings: Any = composed.config
+    asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
+    costing = costing_of(composed)
+    idle = idle_gpus(costing, settings.allocation)
+    plan = make_plan(costing, settings.plan.simulated_steps)
+    if not chosen(plan, asynchronous):
+        raise PlanError("no on-policy candidate fits; try plan.async=true")
+    winner, asked = chosen(plan, asynchronous)[0], as_configured(composed, costing)
+    return Made(plan, winner, asked, idle, asynchronous, booking_of(settings))
 
 
 def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
@@ -91,8 +130,8 @@ def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
     choose for its schedule. None where that does not exist."""
     config: Any = composed.config
     if not isinstance(config.allocation.trainers, int):
-        planned = planned_split(composed)
-        return planned and evaluate(costing, planned.candidate, planned.bound, exact=True)
+        split = planned_split(composed)
+        return split and evaluate(costing, split.candidate, split.bound, exact=True)
     candidate = candidate_of(config, *allocation(config), costing.work.trained_steps)
     return evaluate(costing, candidate, costing.bound(), exact=True)
 
@@ -116,23 +155,14 @@ def idle_gpus(costing: Costing, allocation: Any) -> int:
     return costing.hardware.gpus - trainers - rollouts
 
 
-def write(
-    plan: Plan,
-    winner: Outcome,
-    asked: Outcome | None,
-    asynchronous: bool,
-    booking: Booking,
-    settings: Any,
-    run_dir: Path,
-) -> Path:
-    """plan.json, trace.json and the Gantt chart of the winner; returns the path of plan.json."""
-    traced = evaluate(plan.costing, winner.candidate, plan.bound, exact=True, trace=True)
+def write(made: Made, plot: bool, run_dir: Path) -> Path:
+    """plan.json, trace.json and, where `plot`, the Gantt chart of the winner; returns the path of plan.json."""
+    traced = evaluate(made.plan.costing, made.winner.candidate, made.plan.bound, exact=True, trace=True)
     write_trace(run_dir / TRACE, perfetto(traced.result.spans))
-    if settings.plan.plot:
+    if plot:
         gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
     path = run_dir / "plan.json"
-    text = json.dumps(as_json(plan, asked, asynchronous, booking), indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(json.dumps(made.json(), indent=1) + "\n", encoding="utf-8")
     return path.absolute()
 
 

@@ -3,9 +3,9 @@
     python -m digenrl.cli.score reward=ocr images=DIR prompts=FILE
 
 File i of the folder (in order of name; other files are ignored) is scored against prompt i of the file (one a line).
-Prints a table and writes scores.json: `scores` is a list of {file, prompt, score, rewards}, `score` the mixture's
-weighted sum (null = missing). Every key of configs/score.yaml may follow as key=value. The last line of standard output
-is the path of scores.json.
+Prints a table and writes outputs/scores/<time>.json (output=FILE: elsewhere): `scores` is a list of {file, prompt,
+score, rewards}, `score` the mixture's weighted sum (null = missing). Every key of configs/score.yaml may follow as
+key=value. The last line of standard output is that file's path.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from digenrl import prompts
 from digenrl.config import ConfigError, config_directory, group_options, instantiate, problems_of
-from digenrl.config.compose import KnownKeys, compose_words
+from digenrl.config.compose import KnownKeys, compose_words, own_directories, quoted, with_search_path
 from digenrl.config.help import configuration_help, show, wants_help
+from digenrl.config.loading import command_line_list
 from digenrl.rewards.needs import require_weights, unscorable
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def reward_command(name: str, doc: str | None, argv: Sequence[str], work: Callab
     """`work` with the checked configs/<name>.yaml. Exit code: 0 = done, 1 = it could not be done, 2 = the command line
     is wrong."""
     if wants_help(argv):
-        show(configuration_help(name, doc))
+        show(configuration_help(name, doc, with_search_path(argv)))
         return 0
     try:
         config = reward_config(argv, name)
@@ -67,14 +69,17 @@ def reward_config(argv: Sequence[str], name: str) -> DictConfig:
 
     Raises ConfigError with every problem that was found.
     """
-    if odd := [word for word in argv if word.startswith("-") or "=" not in word]:
+    words = with_search_path(argv)
+    if odd := [word for word in words if word.startswith("-") or "=" not in word]:
         raise ConfigError([f"{word}: settings are key=value (see --help)." for word in odd])
-    if not any(word.startswith("reward=") for word in argv):
-        known = ", ".join(group_options(config_directory())["reward"])
+    if not any(word.startswith("reward=") for word in words):
+        known = ", ".join(group_options(config_directory(), *own_directories(words))["reward"])
         raise ConfigError([f"reward=... is missing; known: {known}."])
-    tree, problems = compose_words([_quoted(word) for word in argv], name)
+    tree, problems = compose_words([_literal(word) for word in words], name)
     config = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
-    problems += problems_of(config, name, KnownKeys(config, name), ())
+    OmegaConf.set_struct(config, False)
+    config.allow_targets = command_line_list("allow_targets", words, config)
+    problems += problems_of(config, name, KnownKeys(config, name), config.allow_targets)
     if problems:
         raise ConfigError(problems)
     try:
@@ -119,7 +124,8 @@ def score(config: DictConfig) -> Path:
     _print_table(rows)
     if all(row["score"] is None for row in rows):
         raise RewardUnavailable("no file could be scored; the causes are above.")
-    path = Path(config.output).absolute()
+    path = Path(config.output or f"outputs/scores/{time.strftime('%Y-%m-%d_%H-%M-%S')}.json").absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"reward": dict(suite.weights), "scores": rows}, indent=2, ensure_ascii=False) + "\n")
     return path
 
@@ -137,7 +143,7 @@ def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
 def _rows(
     config: DictConfig, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[dict[str, Any]]:
-    """One entry of scores.json per file."""
+    """One entry of `scores` per file."""
     import torch
 
     from digenrl.rewards.suite import combine
@@ -208,13 +214,11 @@ def _shown(value: float | None) -> str:
     return "missing" if value is None else f"{value:.4f}"
 
 
-def _quoted(word: str) -> str:
-    """A path as Hydra reads it literally: its override grammar gives spaces, brackets and commas a meaning."""
+def _literal(word: str) -> str:
+    """A path as Hydra reads it literally."""
     key, _, value = word.partition("=")
-    if key not in _PATH_KEYS or re.fullmatch(r"[\w./-]+|'.*'|\".*\"", value):
-        return word
-    escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", value)
-    return f"{key}='{escaped}'"
+    plain = key not in _PATH_KEYS or re.fullmatch(r"[\w./-]+|'.*'|\".*\"", value)
+    return word if plain else f"{key}={quoted(value)}"
 
 
 if __name__ == "__main__":

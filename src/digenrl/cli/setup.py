@@ -190,7 +190,7 @@ def main(words: Sequence[str] = ()) -> int:
         table.add_row(f"[{style}]{finding.level}[/{style}]", finding.subject, finding.text)
     Console().print(table)
     broken = any(finding.level == "fix" for finding in findings)
-    print("Fix the lines above first." if broken else "Ready: `make train` starts the first run.")
+    print("Fix the lines above first." if broken else "Ready: `make train`, or `digenrl train`, starts the first run.")
     return 1 if broken else 0
 
 

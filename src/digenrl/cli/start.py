@@ -250,4 +250,8 @@ def _say_end(run_dir: Path, status: str, cause: str | None, undone: bool = False
             f"the checkpoint was not loaded, and the run is as it was; see {run_dir}/logs", file=sys.stderr, flush=True
         )
     elif any((run_dir / "checkpoints").glob("step-*")):
-        print(f"to continue: make resume RUN={run_dir}", file=sys.stderr, flush=True)
+        print(
+            f"to continue: make resume RUN={run_dir} (without a checkout: digenrl resume {run_dir})",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -2,9 +2,10 @@
 
     python -m digenrl.cli.train experiment=digits_flowgrpo [hardware=...] [key=value ...]
 
-    -m          sweep: key=a,b runs every combination, each in a fresh process
-    --cfg       print the composed configuration and stop
-    resume=RUN  continue the run in that directory; of a complete run it says so, with exit code 0
+    -m                sweep: key=a,b runs every combination, each in a fresh process
+    --config-dir DIR  further options of groups, in DIR/experiment/, DIR/reward/ and so on
+    --cfg             print the composed configuration and stop
+    resume=RUN        continue the run in that directory; of a complete run it says so, with exit code 0
 
 The ranks run `digenrl.run.build(...).fit()`. The last line on standard output is the run directory. Under torchrun or
 SLURM this process is one rank already, and starts none.
@@ -84,7 +85,7 @@ def _run(words: list[str], signals: StopSignals) -> int:
 def _complete(run_dir: Path, step: int) -> str:
     return (
         f"{run_dir} is complete at RL step {step}; nothing was started or written. To go on, raise max_rl_steps: "
-        f'make resume RUN={run_dir} ARGS="max_rl_steps={2 * step}"'
+        f'make resume RUN={run_dir} ARGS="max_rl_steps={2 * step}", or digenrl resume with these.'
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from digenrl.record.redact import MASK, is_secret_name, redact_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
+_SEARCH = "hydra.searchpath"
+_SEARCH_FLAGS = ("--config-dir", "-cd")
 
 
 def config_directory() -> Path:
@@ -35,29 +38,54 @@ def config_directory() -> Path:
     return checkout if (checkout / "train.yaml").is_file() else _PACKAGE / "configs"
 
 
-def group_options(directory: Path) -> dict[str, list[str]]:
+def group_options(*directories: Path) -> dict[str, list[str]]:
     """Group -> names of its options; a folder inside a group is a group of its own, such as `algorithm/sde`.
 
     Files whose name begins with an underscore are parts of other files, no options.
     """
     groups: dict[str, list[str]] = {}
-    for file in sorted(directory.rglob("*.yaml")):
-        group = file.parent.relative_to(directory).as_posix()
-        if group != "." and not file.name.startswith("_"):
-            groups.setdefault(group, []).append(file.stem)
+    for directory in directories:
+        for file in sorted(directory.rglob("*.yaml")):
+            group = file.parent.relative_to(directory).as_posix()
+            if group != "." and not file.name.startswith("_"):
+                groups.setdefault(group, []).append(file.stem)
     return groups
 
 
-def parse_words(words: Sequence[str]) -> tuple[list[Override], list[Override], list[str]]:
-    """Parse overrides such as `experiment=x`, `data.group_size=8`, `+a.b=1`.
+def quoted(text: str) -> str:
+    """`text` as a value that Hydra reads literally: its grammar gives spaces, brackets and commas a meaning."""
+    escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", text)
+    return f"'{escaped}'"
 
-    Returns:
-        (choices of group options, Hydra's own groups included; everything else; what is wrong).
-    """
-    options = group_options(config_directory())
-    groups: list[Override] = []
-    values: list[Override] = []
-    problems: list[str] = []
+
+def with_search_path(argv: Sequence[str]) -> list[str]:
+    """`argv` with each `--config-dir DIR` (`--config-dir=DIR`, `-cd DIR`) as the key that Hydra has for it."""
+    words, rest = list[str](), iter(argv)
+    for word in rest:
+        flag, is_pair, value = word.partition("=")
+        directory = (value if is_pair else next(rest, None)) if flag in _SEARCH_FLAGS else None
+        words.append(word if directory is None else f"{_SEARCH}=[{quoted(directory)}]")
+    return words
+
+
+@dataclass(frozen=True)
+class Words:
+    """Overrides such as `experiment=x`, `data.group_size=8`, `+a.b=1`, parsed."""
+
+    groups: list[Override]
+    """Choices of group options, Hydra's own groups included."""
+    values: list[Override]
+    """Everything else."""
+    own: tuple[Path, ...]
+    """Directories with options of the user's own, beside those of `config_directory`."""
+    problems: list[str]
+
+
+def parse_words(words: Sequence[str]) -> Words:
+    """Sort the words of a command line, and say what is wrong with them."""
+    named = list(own_directories(words))
+    parsed = Words([], [], tuple(path for path in named if path.is_dir()), list(_directory_problems(named)))
+    options = group_options(config_directory(), *parsed.own)
     for word in words:
         try:
             override = OverridesParser.create().parse_override(word)
@@ -66,23 +94,47 @@ def parse_words(words: Sequence[str]) -> tuple[list[Override], list[Override], l
             shown, name = redact_text(word), word.partition("=")[0]
             if is_secret_name(name):
                 shown, reason = f"{name}={MASK}", "its value is not shown"
-            problems.append(f"{shown}: cannot be read as key=value ({reason}).")
+            parsed.problems.append(f"{shown}: cannot be read as key=value ({reason}).")
             continue
         key = override.key_or_group
         if override.is_sweep_override():
-            problems.append(f"{redact_text(word)}: several values need a sweep; add -m (make sweep).")
+            parsed.problems.append(f"{redact_text(word)}: several values need a sweep; add -m (make sweep).")
         elif key in options:
             value = override.value()
             chosen = value if isinstance(value, list) else [value]
             wrong = [option for option in chosen if str(option) not in options[key] and not override.is_delete()]
-            problems += [unknown_option(key, "null" if o is None else str(o), options[key]) for o in wrong]
+            parsed.problems.extend(unknown_option(key, "null" if o is None else str(o), options[key]) for o in wrong)
             if not wrong:
-                groups.append(override)
+                parsed.groups.append(override)
         elif key.startswith("hydra/"):
-            groups.append(override)
-        else:
-            values.append(override)
-    return groups, values, problems
+            parsed.groups.append(override)
+        elif key != _SEARCH:
+            parsed.values.append(override)
+    return parsed
+
+
+def own_directories(words: Sequence[str]) -> Iterator[Path]:
+    """The user's own configuration directories among the words of a command line, absolute."""
+    for word in (word for word in words if word.startswith(f"{_SEARCH}=")):
+        try:
+            value = OverridesParser.create().parse_override(word).value()
+        except HydraException:
+            continue  # said when all words are parsed
+        for directory in value if isinstance(value, list) else [value]:
+            yield Path(str(directory).removeprefix("file://")).expanduser().absolute()
+
+
+def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
+    known = group_options(config_directory())
+    for directory in own:
+        if not directory.is_dir():
+            yield f"--config-dir {directory}: is no directory; name one with groups, such as experiment/ or reward/."
+        for group, names in group_options(directory).items():
+            for name in sorted({*names} & {*known.get(group, ())}):
+                yield (
+                    f"--config-dir {directory}: {group}/{name}.yaml has the name of an option that is there already; "
+                    "rename it."
+                )
 
 
 def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
@@ -92,34 +144,38 @@ def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
     return f"{group} = {redact_text(option)}: there is no such {group}; {hint}Available: {listing(options)}."
 
 
-def composed(config_name: str, groups: Sequence[str]) -> DictConfig:
+def composed(config_name: str, groups: Sequence[str], own: Sequence[Path] = ()) -> DictConfig:
     """Hydra's composition of configs/<config_name>.yaml with the chosen group options, `hydra` node included.
+
+    Args:
+        own: further directories with options.
 
     Raises:
         ConfigError: Hydra refused it.
     """
-    config = copy.deepcopy(_composed(config_name, tuple(groups)))
+    config = copy.deepcopy(_composed(config_name, tuple(groups), tuple(own)))
     HydraConfig.instance().set_config(config)
     OmegaConf.set_readonly(config.hydra, False)  # hydra.run.dir is applied with the other values
     return config
 
 
 @functools.lru_cache(maxsize=16)  # a sweep checks many jobs that differ in values alone; YAML does not change meanwhile
-def _composed(config_name: str, groups: tuple[str, ...]) -> DictConfig:
+def _composed(config_name: str, groups: tuple[str, ...], own: tuple[Path, ...]) -> DictConfig:
     GlobalHydra.instance().clear()
+    search = [f"{_SEARCH}=[{','.join(quoted(f'file://{directory}') for directory in own)}]"] if own else []
     try:
         with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE, job_name=config_name):
-            return compose(config_name, overrides=list(groups), return_hydra_config=True)
+            return compose(config_name, overrides=[*search, *groups], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([_composition_message(error)]) from error
+        raise ConfigError([_composition_message(error, own)]) from error
     except yaml.YAMLError as error:
         raise ConfigError([f"no valid YAML: {' '.join(str(error).split())}"]) from error
 
 
-def _composition_message(error: Exception) -> str:
+def _composition_message(error: Exception, own: Sequence[Path]) -> str:
     text = str(error)
     missing = re.search(r"Could not find '([\w/-]+)/([^/']+)'", text)
-    if missing and (options := group_options(config_directory()).get(missing[1])) is not None:
+    if missing and (options := group_options(config_directory(), *own).get(missing[1])) is not None:
         where = re.search(r"In '([^']+)'", text)
         return (f"{where[1]}: " if where else "") + unknown_option(missing[1], missing[2], options)
     kept = [
@@ -206,21 +262,21 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
     Raises:
         ConfigError: nothing can be composed; all problems found so far.
     """
-    groups, values, problems = parse_words(words)
+    parsed = parse_words(words)
     try:
-        config = composed(config_name, [str(word.input_line) for word in groups])
+        config = composed(config_name, [str(word.input_line) for word in parsed.groups], parsed.own)
     except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from error
-    problems += apply_values(config, values, config_name)
+        raise ConfigError([*parsed.problems, *error.problems]) from error
+    problems = [*parsed.problems, *apply_values(config, parsed.values, config_name)]
     HydraConfig.instance().set_config(config)
     return config, problems
 
 
 def merge_words(base: DictConfig, words: Sequence[str], config_name: str) -> list[str]:
     """Apply value overrides to the configuration of a resumed run, in place; returns what is wrong with them."""
-    groups, values, problems = parse_words(words)
-    problems += [
+    parsed = parse_words(words)
+    kept = [
         f"{word.input_line}: a resumed run keeps its {word.key_or_group}; change single keys, or start a new run."
-        for word in groups
+        for word in parsed.groups
     ]
-    return problems + apply_values(base, values, config_name)
+    return [*parsed.problems, *kept, *apply_values(base, parsed.values, config_name)]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
-from digenrl.config.compose import composed, config_directory, group_options
+from digenrl.config.compose import composed, config_directory, group_options, own_directories, with_search_path
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.schema import SCHEMAS, Train, may_change
 from digenrl.config.validation import Key, keys_of, problems_by_key, shown
@@ -74,7 +74,7 @@ def own_command(
         show(command_help(doc, schema))
         return 0
     try:
-        work(*read_arguments(schema, words, others))
+        work(*read_arguments(schema, with_search_path(words), others))
     except (ConfigError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -107,13 +107,13 @@ def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str
     return "\n".join(lines)
 
 
-def configuration_help(config_name: str, text: str | None = None) -> str:
-    """The page of a command that composes configs/<config_name>.yaml: the groups with their options, and the keys with
-    the values that they have when nothing else is said."""
-    directory = config_directory()
-    keys, defaults = keys_of(SCHEMAS[config_name]), _defaults(config_name)
+def configuration_help(config_name: str, text: str | None = None, words: Sequence[str] = ()) -> str:
+    """The page of a command that composes configs/<config_name>.yaml: the groups with their options, also those of
+    directories that `words` name, and the keys with the values that they have when nothing else is said."""
+    options = group_options(config_directory(), *own_directories(words))
+    keys, defaults = keys_of(SCHEMAS[config_name]), defaults_of(config_name)
     whole = issubclass(SCHEMAS[config_name], Train)
-    groups = {name: names for name, names in group_options(directory).items() if whole or name == "reward"}
+    groups = {name: names for name, names in options.items() if whole or name == "reward"}
     return "\n".join(
         [
             (text or f"python -m digenrl.cli.{config_name} [group=option ...] [key=value ...]").strip(),
@@ -135,7 +135,7 @@ def _key_lines(keys: Mapping[str, Key], defaults: Mapping[str, str]) -> list[str
     return lines
 
 
-def _defaults(config_name: str) -> dict[str, str]:
+def defaults_of(config_name: str) -> dict[str, str]:
     """Key -> the value that it has where nothing is said, for the keys that have one."""
     try:
         tree = composed(config_name, [])

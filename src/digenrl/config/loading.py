@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
-from digenrl.config.compose import KnownKeys, compose_words, merge_words
+from digenrl.config.compose import KnownKeys, compose_words, merge_words, with_search_path
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import configuration_help, show
 from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
@@ -44,8 +44,8 @@ class Composed:
 def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = None) -> Composed:
     """Compose configs/<config_name>.yaml with the overrides in `argv` and check the result; nothing is written.
 
-    `resume=RUN` takes RUN/config.yaml as the base instead, and RUN as the run directory; only the keys of
-    `digenrl.config.schema.RESUMABLE` may differ from it.
+    `--config-dir DIR` adds a directory with options of the user's own. `resume=RUN` takes RUN/config.yaml as the base
+    instead, and RUN as the run directory; only the keys of `digenrl.config.schema.RESUMABLE` may differ from it.
 
     Args:
         stored: a run whose config.yaml is the base, to look at what it made: every key may differ.
@@ -53,9 +53,10 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     Raises:
         ConfigError: with every problem that could be found.
     """
-    words = [word for word in argv if not word.startswith("-")]
+    given = with_search_path(argv)
+    words = [word for word in given if not word.startswith("-")]
     problems = [
-        f"{word}: unknown option; settings are key=value (see --help)." for word in argv if word.startswith("-")
+        f"{word}: unknown option; settings are key=value (see --help)." for word in given if word.startswith("-")
     ]
     resumed, words = _resume_word(words)
     run = resumed if stored is None else stored.expanduser().absolute()
@@ -77,7 +78,7 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
         base, _ = resolved(tree)
         found = merge_words(tree, words, config_name)
         run_dir = run
-    allow, confirmed = (_command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts"))
+    allow, confirmed = (command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts"))
     problems += [*found, *problems_of(tree, config_name, KnownKeys(tree, config_name), allow)]
     if OmegaConf.is_list(tree.get("allow_targets")) and list(tree.allow_targets) != allow and run is None:
         problems.append(
@@ -98,7 +99,7 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     plain["resume"] = None if run is None else str(run)
     config = OmegaConf.create(plain)
     OmegaConf.set_readonly(config, True)
-    return Composed(config, choices, tuple(argv), run_dir.absolute(), run is not None, (*completed, *_notes(plain)))
+    return Composed(config, choices, tuple(given), run_dir.absolute(), run is not None, (*completed, *_notes(plain)))
 
 
 def _unwritable(run_dir: Path) -> list[str]:
@@ -126,7 +127,7 @@ def load_or_exit(argv: Sequence[str], config_name: str = "train", doc: str | Non
     printed to stderr, exit code 2."""
     words, asked = without_flags(argv)
     if "--help" in asked:
-        show(configuration_help(config_name, doc))
+        show(configuration_help(config_name, doc, words))
         raise SystemExit(0)
     try:
         composed = load(words, config_name)
@@ -140,11 +141,11 @@ def load_or_exit(argv: Sequence[str], config_name: str = "train", doc: str | Non
 
 
 def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
-    """The overrides of a command line, and which of `--help` and `--cfg` it asks for (`--cfg job`, as Hydra writes it,
-    is the same)."""
+    """The overrides of a command line, `--config-dir` as one of them, and which of `--help` and `--cfg` it asks for
+    (`--cfg job`, as Hydra writes it, is the same)."""
     words, asked = [], set()
     after_cfg = False
-    for word in argv:
+    for word in with_search_path(argv):
         if word in ("-h", "--help"):
             asked.add("--help")
         elif word in ("-c", "--cfg"):
@@ -164,7 +165,7 @@ def _resume_word(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(given[-1]).expanduser().absolute(), others
 
 
-def _command_line_list(key: str, words: Sequence[str], tree: DictConfig) -> list[str]:
+def command_line_list(key: str, words: Sequence[str], tree: DictConfig) -> list[str]:
     """The items of `key` = allow_targets | confirm_hosts, which count only when the command line holds them."""
     if not any(word.lstrip("+").startswith(f"{key}=") for word in words):
         return []

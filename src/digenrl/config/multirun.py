@@ -77,7 +77,7 @@ def sweep(argv: Sequence[str], module: str = "digenrl.cli.train", config_name: s
     """
     words, asked = without_flags(argv)
     if "--help" in asked:
-        print(configuration_help(config_name))
+        print(configuration_help(config_name, words=words))
         return 0
     try:
         sweep_dir, jobs = expand(words, config_name)

@@ -80,6 +80,15 @@ def _same_noise(get: _View) -> Iterator[str]:
         )
 
 
+def _precision(get: _View) -> Iterator[str]:
+    if (precision := get("trainer.precision")) not in ("32-true", "32", 32):
+        yield (
+            f"trainer.precision = {precision}: trainers would compute otherwise than rollouts, and ratios leave 1; set "
+            "model.dtype (bfloat16, float16, float32, float64), in which both compute, and leave "
+            "trainer.precision=32-true."
+        )
+
+
 def _asynchrony(get: _View) -> Iterator[str]:
     steps, rollouts = get("schedule.async_steps"), get("allocation.rollouts")
     if steps and rollouts == 0:
@@ -176,6 +185,7 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _updates,
     _batch_wide_statistics,
     _same_noise,
+    _precision,
     _asynchrony,
     _shares,
     _sharding,

@@ -414,12 +414,15 @@ class Score(Closed):
 
     images: Directory = Field(description="its pictures and videos are taken in order of name")
     prompts: PromptFile = Field(description="one prompt a line, in the order of the files")
-    output: File = Field(description="where the scores are written, as JSON")
+    output: File | None = Field(description="where the scores are written, as JSON; null: outputs/scores/<time>.json")
     heldout: bool = Field(description="also the mixture's held-out rewards")
     batch: AtLeast1 = Field(description="files read and scored together, if of equal size")
     max_frames: AtLeast1 = Field(description="of a video; longer ones are cut")
     max_pixels: AtLeast1 = Field(description="frames x height x width of a file, and about those held at once")
     hardware: Build
+    allow_targets: list[Package] = Field(
+        description="further packages that `_target_` may name; counts on the command line only"
+    )
     reward: dict[str, Any] = Field(description="the scorers: an option of the group")
 
 
@@ -447,6 +450,9 @@ class ServeReward(Closed):
     token_file: File = Field(description="where a new token is written, off loopback without that variable")
     limits: Limits
     hardware: Build
+    allow_targets: list[Package] = Field(
+        description="further packages that `_target_` may name; counts on the command line only"
+    )
     reward: dict[str, Any] = Field(description="the scorers: an option of the group")
 
 

@@ -14,11 +14,18 @@ from digenrl.models.diffusers_export import LORA_FILE, PIPELINES
 
 
 def write_card(
-    folder: Path, run: Path, config: Mapping[str, Any], transformer_class: str, weights: str, samples: Sequence[Path]
+    folder: Path,
+    run: Path,
+    config: Mapping[str, Any],
+    family: str,
+    transformer_class: str,
+    weights: str,
+    samples: Sequence[Path],
 ) -> Path:
     """Write README.md and copy the run's curves and before/after picture beside it.
 
-    config: the run's configuration as plain values. weights: which weights these are. samples: files already in
+    config: the run's configuration as plain values. family: of the model, whose tiny build a tiny run's weights fit.
+    weights: which weights these are. samples: files already in
     `folder`. A picture that the run does not have is left out of the card.
     """
     pictures = [run / "samples" / "before_after.png", *sorted((run / "plots").glob("*.png"))]
@@ -33,6 +40,7 @@ def write_card(
         config=config,
         base=config["model"].get("path"),  # None: an embedded model, whose base weights only digenrl has
         build=config["model"].get("build"),
+        source=f'ensure("{family}")' if config["model"].get("build") == "tiny" else f'"{config["model"].get("path")}"',
         lora=config["model"].get("lora"),
         lora_file=LORA_FILE,
         numbers=numbers,

@@ -174,11 +174,14 @@ class DiffusersPolicy(Policy):
         """Refuse a model config that cannot be built, from small files alone, before any rank starts.
 
         Raises:
-            ValueError: a size that the family's strides do not divide, a checkpoint that is absent or another family's.
+            ValueError: a size that the family's strides do not divide, a checkpoint that is absent or another family's,
+                a tiny build that nobody described.
         """
         cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
         if settings.get("build", "real") == "real":
             pretrained.require_family(str(settings["path"]), cls.pipelines, cls.family)
+        else:
+            tiny_builds.require(cls.family)
 
     # ---- what a family implements
 

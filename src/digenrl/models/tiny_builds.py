@@ -48,8 +48,7 @@ def ensure(family: str, seed: int = 0, root: Path | None = None) -> Path:
 
     Safe to call from several ranks at once: a build appears by one rename, and the first one wins.
     """
-    if family not in BUILDERS:
-        raise ValueError(f"no tiny build of family '{family}'; known: {', '.join(BUILDERS)}")
+    require(family)
     root = cache_root() if root is None else root
     target = root / f"{family}-{seed}-{_digest()}"
     if target.exists():
@@ -65,6 +64,15 @@ def ensure(family: str, seed: int = 0, root: Path | None = None) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def require(family: str) -> None:
+    """Raise ValueError for a family that has no tiny build."""
+    if family not in BUILDERS:
+        raise ValueError(
+            f"no tiny build of family '{family}'; known: {', '.join(BUILDERS)}. Describe one in {_PARTS_FILE.name}, or "
+            "set hardware.build=real."
+        )
 
 
 def build(family: str, folder: Path, seed: int = 0) -> None:

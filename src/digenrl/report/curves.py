@@ -161,7 +161,7 @@ def staleness(run: Run) -> Figure | None:
     figure = Figure(figsize=(WIDTH, 1.9), layout="constrained")
     axes = figure.subplots()
     axes.stairs(values, [steps[0] - 0.5, *(step + 0.5 for step in steps)], fill=True, color=BLUE)
-    draw_level(axes, 1.0, "allowed at most", VERMILION)
+    draw_level(axes, run.staleness_allowed, "allowed at most", VERMILION)
     finish_axes(axes, "Staleness of consumed weights", "versions")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
     axes.set_ylim(0, max(1.35, max(values) * 1.2))

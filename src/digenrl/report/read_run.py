@@ -205,6 +205,12 @@ class Run:
     warnings: tuple[str, ...]
     """What could not be read, in words."""
 
+    @property
+    def staleness_allowed(self) -> int:
+        """Versions by which `schedule.async_steps` lets the weights of a trained sample lag: 0 or 1."""
+        schedule = self.config.get("schedule")
+        return int(isinstance(schedule, Mapping) and schedule.get("async_steps", 0) != 0)
+
     def column(self, key: str, kind: str = "step") -> tuple[list[int], list[float]]:
         """(rl_steps, values) of the lines that carry a number under `key`."""
         rows = self.steps if kind == "step" else self.evals

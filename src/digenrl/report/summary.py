@@ -59,6 +59,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "nn_distance_last": edge("nn_distance", -1, "eval"),
         "first_ratio_max_dev": edge("first_ratio_max_dev", 0),
         "staleness_max": max((int(value) for value in run.column("staleness_max")[1]), default=None),
+        "staleness_allowed": run.staleness_allowed,
         "bubble": bubble(run),
         "predicted_step_s": _median(run, "predicted_step_s"),
         "cells": {name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")},

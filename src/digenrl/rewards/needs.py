@@ -85,7 +85,9 @@ def unscorable(reward: Mapping[str, Any], prompts: Iterable[tuple[str, Prompt]])
         try:
             check = inspect.getattr_static(get_object(node["_target_"]), "check_prompts", None)
         except Exception as error:  # whatever its module raises while it is imported
-            raise ValueError(f"reward {name}: {' '.join(str(error).split())}") from error
+            raise ValueError(
+                f"reward {name}: {' '.join(str(error).split())} If the module is yours: PYTHONPATH=ITS_DIRECTORY."
+            ) from error
         for where, prompt in asked if isinstance(check, staticmethod) else ():
             try:
                 check.__func__([prompt])

@@ -1,0 +1,58 @@
+"""`digenrl`: each command by its name, the run as a plain word, and what is no command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from digenrl.cli import main as command
+
+
+def exit_code(words: list[str]) -> object:
+    """What the process would end with."""
+    try:
+        return command.main(words)
+    except SystemExit as left:
+        return left.code
+
+
+def test_it_is_installed_under_that_name(repository: Path) -> None:
+    scripts = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["digenrl"].partition(":")
+    assert getattr(import_module(module), function) is command.main
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_every_command_is_there_and_has_a_page_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code([name, "--help"]) == 0
+    assert f"digenrl.cli.{command.COMMANDS[name][0]}" in capsys.readouterr().out or name == "new"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "no such command; nearest: train"),
+        (["resume"], "say which run, e.g. digenrl resume outputs/"),
+        (["resume", "max_rl_steps=9"], "say which run"),
+        (["resume", "nowhere"], "resume = "),
+        (["report", "nowhere"], "run=nowhere"),
+        (["eval", "nowhere"], "run = nowhere"),
+        (["export", "nowhere", "weights=trained"], "run = "),
+    ],
+)
+def test_what_does_not_fit_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_working_directory_comes_last_among_the_places_of_modules(tmp_path: Path) -> None:
+    (tmp_path / "yaml.py").write_text("raise SystemExit('a file of the working directory was imported')")
+    code = "import sys; sys.path.remove(''); from digenrl.cli.main import main; sys.exit(main(['train', '--cfg']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "experiment_name: digits_flowgrpo" in done.stdout

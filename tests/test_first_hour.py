@@ -1,0 +1,104 @@
+"""What a newcomer reads: the messages of docs/troubleshooting.md are the code's, the keys of docs/configuration.md the
+schema's, the columns of docs/planner.md the plan's, and the Python of docs/quickstart.md runs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from digenrl import config, prompts
+from digenrl.cli.main import COMMANDS, main
+from digenrl.cli.score import reward_config
+from digenrl.config.reference import page
+from digenrl.record.spans import WAIT_CAUSES
+from digenrl.simulate.plan_text import table
+from tests.cli.test_export import make_run
+from tests.conftest import ROOT
+
+DOCS = ROOT / "docs"
+QUICKSTART = (DOCS / "quickstart.md").read_text(encoding="utf-8")
+
+
+def said() -> Iterator[str]:
+    """Every text of the source, `…` in place of what an f-string fills in."""
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+
+
+def test_every_message_is_one_of_the_codes() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 30
+    patterns = {row: re.compile(".*".join(map(re.escape, row.split("…"))), re.DOTALL) for row in rows}
+    texts = list(said())
+    assert not [row for row, pattern in patterns.items() if not any(map(pattern.search, texts))]
+
+
+def test_the_reference_of_keys_is_fresh() -> None:
+    assert (DOCS / "configuration.md").read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+def test_the_planners_columns_are_explained() -> None:
+    explained = re.findall(r"^\| ([^|]+?) \|", (DOCS / "planner.md").read_text(encoding="utf-8"), re.MULTILINE)[1:]
+    nodes = ast.walk(ast.parse(inspect.getsource(table)))
+    texts = {str(node.value).strip() for node in nodes if isinstance(node, ast.Constant)}
+    assert len(explained) == 14
+    assert set(explained) <= texts
+
+
+def test_the_glossary_knows_the_waits() -> None:
+    named = re.search(r"each has a cause: (.*) \.\.\.", (DOCS / "glossary.md").read_text(encoding="utf-8"))
+    assert named is not None
+    assert set(re.findall(r"`(\w+)`", named[1])) <= set(WAIT_CAUSES)
+
+
+@pytest.mark.parametrize("document", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_every_digenrl_command_exists(document: Path) -> None:
+    words = re.findall(r"(?:`|^|\| )digenrl ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(words) <= {*COMMANDS, "--help"}
+
+
+@pytest.mark.heavy
+def test_the_commands_of_the_quickstart_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skeletons are written; whatever composes a configuration composes it; of a run its keys are checked."""
+    make_run(tmp_path / "RUN", "experiment=digits_flowgrpo")
+    monkeypatch.chdir(tmp_path)
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", QUICKSTART, re.DOTALL))
+    lines = [line.split()[1:] for line in blocks.splitlines() if line.startswith("digenrl ")]
+    assert len(lines) > 10
+    for command, *words in sorted(lines, key=lambda line: line[0] != "new"):
+        if command == "new":
+            assert main([command, *words]) == 0
+        elif command in ("train", "plan"):
+            assert config.load(words, command).config is not None
+        elif command == "score":
+            assert reward_config([word.lower() for word in words], "score").reward is not None
+        elif command == "resume":
+            assert config.load([f"resume={words[0]}", *words[1:]]).resumed
+        else:
+            assert command in COMMANDS or command == "--help"
+
+
+def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:
+    (lines,) = re.findall(r"```json\n(.*?)```", (DOCS / "data.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "prompts.jsonl").write_text(lines)
+    first, second = prompts.read(tmp_path / "prompts.jsonl").records
+    assert (first.target, first.metadata, second.negative) == ("OPEN", {"id": 7, "style": "neon"}, "people")
+
+
+@pytest.mark.heavy
+def test_the_python_of_the_quickstart_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
+    make_run(tmp_path / "run", "experiment=digits_flowgrpo")
+    line = '{"kind": "step", "rl_step": 1, "reward": 0.5}\n'
+    (tmp_path / "run" / "metrics.jsonl").write_text(line + line.replace("step", "eval", 1).replace("reward", "heldout"))
+    exec(compile(code, "quickstart.md", "exec"), {"RUN": tmp_path / "run"})
+    assert "(8, 1, 8, 8)" in capsys.readouterr().out
