@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks._shared import Report, options
 from digenrl import config as configuration
 from digenrl.diffusion.denoise import SampleKey, replay, sample
+from digenrl.preflight import settled
 from digenrl.types import CellBlock, Prompt, TrainBatch
 
 LOOPS = ("sd35_flowgrpo", "flux1_flowgrpo", "wan21_flowgrpo")
@@ -71,7 +72,8 @@ class Loop:
 
     def __init__(self, experiment: str, rows: int) -> None:
         words = [f"experiment={experiment}", "hardware=cpu_tiny", "algorithm.kl_weight=0", "algorithm/advantage=group"]
-        settings = configuration.load([*words, f"sampling.steps={STEPS}", "sampling.guidance_scale=1"]).config
+        composed = configuration.load([*words, f"sampling.steps={STEPS}", "sampling.guidance_scale=1"])
+        settings = settled(composed, 1, 0).config
         self.policy = configuration.instantiate(settings.model)
         self.module = configuration.instantiate(settings.algorithm, policy=self.policy)
         self.clip_range = float(settings.algorithm.clip_range)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -117,6 +118,22 @@ def test_all_weights_are_sharded_without_being_asked() -> None:
     }
     assert chosen["flux1_flowgrpo"] == "ddp"
     assert {chosen["flux1_dancegrpo"], chosen["hunyuanvideo_dancegrpo"]} <= {"hsdp", "fsdp"}
+
+
+@pytest.mark.parametrize(("hardware", "build"), [("cpu_tiny", "tiny"), ("testbed_b", "real"), ("single_gpu", "tiny")])
+def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, build: str) -> None:
+    """A tiny build is short of none; a real one whose sizes nobody has counted repeats every block."""
+    words = ("experiment=sd35_flowgrpo", f"hardware={hardware}", f"hardware.build={build}")
+    words += ("allocation.trainers=1", "allocation.rollouts=0", "model.gradient_checkpointing=auto")
+    composed = loaded(*words)
+    kept: object = False
+    if build == "real":
+        costing = costing_of(composed)
+        candidate = candidate_of(composed.config, 1, 0, costing.work.trained_steps)
+        kept = costing.recompute(candidate, costing.hardware.pools[0]).config
+        uncounted = allocated(replace(composed, choices={**composed.choices, "model": "unknown"}))
+        assert uncounted.config.model.gradient_checkpointing is True
+    assert allocated(composed).config.model.gradient_checkpointing == kept
 
 
 def test_what_is_always_there_is_counted() -> None:

@@ -99,7 +99,8 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     `auto` sharding is the first that fits: replicas, a copy of the weights per node, one over all trainers. `auto`
     steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish first;
     all of them where the model's sizes are not known. `auto` checkpointing becomes what each trainer's GPU needs to
-    repeat least (one value, or a list in the order of the trainers); with both, the fastest combination.
+    repeat least (one value, or a list in the order of the trainers); with both, the fastest combination. A tiny build
+    repeats nothing, a real one of unknown sizes every block.
 
     Raises:
         ValueError: the numbers contradict another key; or a rank would not fit into its GPU's memory (gives the
@@ -129,6 +130,8 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
             names = [name for name, role in costing.placed(candidate) if role == "trainer"]
             values = [costing.recompute(candidate, costing.hardware.pool(name)).config for name in names]
             tree["model"]["gradient_checkpointing"] = values if values != values[:1] * trainers else values[0]
+    elif config.model.get("gradient_checkpointing") == AUTO:  # tiny builds fit; of others nobody knows
+        tree["model"]["gradient_checkpointing"] = config.hardware.build == "real"
     tree["schedule"]["tsp"]["batch"] = batch
     numbers = OmegaConf.create(tree)
     OmegaConf.set_readonly(numbers, True)
