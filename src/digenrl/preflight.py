@@ -141,7 +141,7 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
 def without_effect(config: Any) -> Iterator[str]:
     """A line for each schedule setting that has no effect with the settled allocation and the other settings."""
     schedule, trainers, rollouts = config.schedule, config.allocation.trainers, config.allocation.rollouts
-    groups = config.data.prompts_per_batch // config.algorithm.updates_per_batch
+    groups = (config.data.prompts_per_batch + config.data.oversample) // config.algorithm.updates_per_batch
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
@@ -338,7 +338,8 @@ def workload(composed: Composed) -> Workload:
         frames=sampling.frames,
         steps=sampling.steps,
         trained_steps=trained_steps(config),
-        prompts=config.data.prompts_per_batch,
+        prompts=config.data.prompts_per_batch + config.data.oversample,
+        oversample=config.data.oversample,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,
         guidance=guided,
