@@ -151,5 +151,17 @@ def test_what_is_always_there_is_counted() -> None:
     assert unwatched["trainer"] < whole["trainer"]
     assert unwatched["rollout"] == whole["rollout"]
     assert whole["rollout"] - jpeg["rollout"] == pytest.approx(4 * 0.99e9 / 2**30)
+    alone = memory("data.prompt_store=null")
     costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100"))
-    assert whole["rollout"] > 2 * (costing.work.sizes["parameters"] + 4.7e9) / 2**30, "encoders are used on the GPU"
+    assert alone["rollout"] > 2 * (costing.work.sizes["parameters"] + 4.7e9) / 2**30, "encoders are used on the GPU"
+    assert whole["rollout"] < alone["rollout"] - 3.0, "with a store they have left memory"
+
+
+def test_stored_prompts_cost_no_step_anything() -> None:
+    """Neither time nor, in the bound, work; without a store every step encodes its prompts."""
+    seconds = {}
+    for store in ("auto", "null"):
+        costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100", f"data.prompt_store={store}"))
+        seconds[store] = costing.cluster(costing.candidate(4, 4)).ranks[-1].encode_seconds
+        assert (costing.bound().stage_values["encode"] > 0) == (store == "null")
+    assert seconds["auto"] == 0.0 < seconds["null"]

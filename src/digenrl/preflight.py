@@ -345,6 +345,7 @@ def workload(composed: Composed) -> Workload:
         guidance=guided,
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(config),
+        stored_prompts=config.data.prompt_store is not None,
         whole_batch=algorithm.advantage.std in ("batch", "max_group") or bool(algorithm.advantage.get("renormalise")),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,

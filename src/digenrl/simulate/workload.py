@@ -81,6 +81,8 @@ class Workload:
     """Samples of a group that can have a gradient, where no others are trained; None = all."""
     oversample: int = 0
     """Groups of `prompts` that are not trained."""
+    stored_prompts: bool = False
+    """Prompts were encoded before the first step (`data.prompt_store`): nobody holds or waits for text encoders."""
     whole_batch: bool = False
     """Advantages need every reward of the batch, so nothing is trained before all is generated (gap=0)."""
 
