@@ -180,7 +180,7 @@ def main(words: list[str]) -> int:
         "The peers' columns are theirs, measured on another idle machine of two cores (see PEERS in the script); this "
         "run shares its machine with whatever else ran. Not like for like: Flow-Factory trains LoRA of rank 8 under "
         "bf16 autocast with 512 text tokens and cached text; flow_grpo rank 32, 128 tokens, fp32, a JPEG reward. This "
-        "system: LoRA of rank 32, 64 text tokens, cached text, fp32, a JPEG reward."
+        "system: LoRA of rank 32, 141 text tokens (64 of T5), cached text, fp32, a JPEG reward."
     )
     return report.close(given)
 
