@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks._shared import Report, options
 from digenrl import config as configuration
 from digenrl.diffusion.denoise import SampleKey, replay, sample
+from digenrl.preflight import settled
 from digenrl.types import CellBlock, Prompt, TrainBatch
 
 LOOPS = ("sd35_flowgrpo", "flux1_flowgrpo", "wan21_flowgrpo")
@@ -71,7 +72,8 @@ class Loop:
 
     def __init__(self, experiment: str, rows: int) -> None:
         words = [f"experiment={experiment}", "hardware=cpu_tiny", "algorithm.kl_weight=0", "algorithm/advantage=group"]
-        settings = configuration.load([*words, f"sampling.steps={STEPS}", "sampling.guidance_scale=1"]).config
+        composed = configuration.load([*words, f"sampling.steps={STEPS}", "sampling.guidance_scale=1"])
+        settings = settled(composed, 1, 0).config
         self.policy = configuration.instantiate(settings.model)
         self.module = configuration.instantiate(settings.algorithm, policy=self.policy)
         self.clip_range = float(settings.algorithm.clip_range)
@@ -178,7 +180,7 @@ def main(words: list[str]) -> int:
         "The peers' columns are theirs, measured on another idle machine of two cores (see PEERS in the script); this "
         "run shares its machine with whatever else ran. Not like for like: Flow-Factory trains LoRA of rank 8 under "
         "bf16 autocast with 512 text tokens and cached text; flow_grpo rank 32, 128 tokens, fp32, a JPEG reward. This "
-        "system: LoRA of rank 32, 64 text tokens, cached text, fp32, a JPEG reward."
+        "system: LoRA of rank 32, 141 text tokens (64 of T5), cached text, fp32, a JPEG reward."
     )
     return report.close(given)
 

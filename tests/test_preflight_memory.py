@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -119,6 +120,22 @@ def test_all_weights_are_sharded_without_being_asked() -> None:
     assert {chosen["flux1_dancegrpo"], chosen["hunyuanvideo_dancegrpo"]} <= {"hsdp", "fsdp"}
 
 
+@pytest.mark.parametrize(("hardware", "build"), [("cpu_tiny", "tiny"), ("testbed_b", "real"), ("single_gpu", "tiny")])
+def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, build: str) -> None:
+    """A tiny build is short of none; a real one whose sizes nobody has counted repeats every block."""
+    words = ("experiment=sd35_flowgrpo", f"hardware={hardware}", f"hardware.build={build}")
+    words += ("allocation.trainers=1", "allocation.rollouts=0", "model.gradient_checkpointing=auto")
+    composed = loaded(*words)
+    kept: object = False
+    if build == "real":
+        costing = costing_of(composed)
+        candidate = candidate_of(composed.config, 1, 0, costing.work.trained_steps)
+        kept = costing.recompute(candidate, costing.hardware.pools[0]).config
+        uncounted = allocated(replace(composed, choices={**composed.choices, "model": "unknown"}))
+        assert uncounted.config.model.gradient_checkpointing is True
+    assert allocated(composed).config.model.gradient_checkpointing == kept
+
+
 def test_what_is_always_there_is_counted() -> None:
     """Reward models, evaluation and encoders in use: each makes the rank that has it larger, and no other."""
     base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
@@ -134,5 +151,17 @@ def test_what_is_always_there_is_counted() -> None:
     assert unwatched["trainer"] < whole["trainer"]
     assert unwatched["rollout"] == whole["rollout"]
     assert whole["rollout"] - jpeg["rollout"] == pytest.approx(4 * 0.99e9 / 2**30)
+    alone = memory("data.prompt_store=null")
     costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100"))
-    assert whole["rollout"] > 2 * (costing.work.sizes["parameters"] + 4.7e9) / 2**30, "encoders are used on the GPU"
+    assert alone["rollout"] > 2 * (costing.work.sizes["parameters"] + 4.7e9) / 2**30, "encoders are used on the GPU"
+    assert whole["rollout"] < alone["rollout"] - 3.0, "with a store they have left memory"
+
+
+def test_stored_prompts_cost_no_step_anything() -> None:
+    """Neither time nor, in the bound, work; without a store every step encodes its prompts."""
+    seconds = {}
+    for store in ("auto", "null"):
+        costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100", f"data.prompt_store={store}"))
+        seconds[store] = costing.cluster(costing.candidate(4, 4)).ranks[-1].encode_seconds
+        assert (costing.bound().stage_values["encode"] > 0) == (store == "null")
+    assert seconds["auto"] == 0.0 < seconds["null"]

@@ -118,7 +118,7 @@ class PromptData(pl.LightningDataModule):
         self.prompts = load_prompts(settings.prompts)
         self.heldout = self.prompts if settings.heldout is None else load_prompts(settings.heldout)
         """Evaluation prompts, never trained (the training prompts themselves where the set has no held-out split)."""
-        self.sampler = PromptSampler(self.prompts, settings.prompts_per_batch, seed)
+        self.sampler = PromptSampler(self.prompts, settings.prompts_per_batch + settings.oversample, seed)
 
     def train_dataloader(self) -> range:
         """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to Lightning.)"""

@@ -99,7 +99,8 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     `auto` sharding is the first that fits: replicas, a copy of the weights per node, one over all trainers. `auto`
     steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish first;
     all of them where the model's sizes are not known. `auto` checkpointing becomes what each trainer's GPU needs to
-    repeat least (one value, or a list in the order of the trainers); with both, the fastest combination.
+    repeat least (one value, or a list in the order of the trainers); with both, the fastest combination. A tiny build
+    repeats nothing, a real one of unknown sizes every block.
 
     Raises:
         ValueError: the numbers contradict another key; or a rank would not fit into its GPU's memory (gives the
@@ -129,6 +130,8 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
             names = [name for name, role in costing.placed(candidate) if role == "trainer"]
             values = [costing.recompute(candidate, costing.hardware.pool(name)).config for name in names]
             tree["model"]["gradient_checkpointing"] = values if values != values[:1] * trainers else values[0]
+    elif config.model.get("gradient_checkpointing") == AUTO:  # tiny builds fit; of others nobody knows
+        tree["model"]["gradient_checkpointing"] = config.hardware.build == "real"
     tree["schedule"]["tsp"]["batch"] = batch
     numbers = OmegaConf.create(tree)
     OmegaConf.set_readonly(numbers, True)
@@ -138,7 +141,7 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
 def without_effect(config: Any) -> Iterator[str]:
     """A line for each schedule setting that has no effect with the settled allocation and the other settings."""
     schedule, trainers, rollouts = config.schedule, config.allocation.trainers, config.allocation.rollouts
-    groups = config.data.prompts_per_batch // config.algorithm.updates_per_batch
+    groups = (config.data.prompts_per_batch + config.data.oversample) // config.algorithm.updates_per_batch
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
@@ -335,12 +338,14 @@ def workload(composed: Composed) -> Workload:
         frames=sampling.frames,
         steps=sampling.steps,
         trained_steps=trained_steps(config),
-        prompts=config.data.prompts_per_batch,
+        prompts=config.data.prompts_per_batch + config.data.oversample,
+        oversample=config.data.oversample,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,
         guidance=guided,
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(config),
+        stored_prompts=config.data.prompt_store is not None,
         whole_batch=algorithm.advantage.std in ("batch", "max_group") or bool(algorithm.advantage.get("renormalise")),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,

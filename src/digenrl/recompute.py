@@ -8,7 +8,8 @@
 
 Gradients are the same bits in every case. `model.gradient_checkpointing` is false (all), true (inputs), products,
 attention, a share of the blocks that keep their inputs alone, a mapping {products|attention|inputs: share of the
-blocks}, or auto: the least repetition that fits into the memory of each rank's GPU (`simulate.memory`).
+blocks}, or auto: the least repetition that fits into the memory of each rank's GPU (`simulate.memory`); none where a
+tiny build is short of nothing. A run's config.yaml has what was chosen.
 
 Pure: standard library only. Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198).
 """

@@ -113,8 +113,8 @@ class TrainBatch:
     blocks: tuple[CellBlock, ...]
     """Usually one; more on a rank with a larger share, none on a replica that has nothing to train."""
     rewards: dict[str, Tensor]
-    """name -> [P, G] fp32 of the logical batch; NaN where a group is not complete yet (never for a group in `blocks`)
-    or a reward is missing. Evaluation-only rewards are present too."""
+    """name -> [P, G] fp32 of the logical batch; NaN where a group is not complete yet or surplus (never for a group
+    in `blocks`), or a reward is missing. Evaluation-only rewards are present too."""
     reward_weights: dict[str, float]
     """name -> weight in the optimised sum; a reward absent here is only logged."""
     denominator: float

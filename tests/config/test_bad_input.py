@@ -162,6 +162,14 @@ RELATIONS: dict[str, Case] = {
         ["data.prompts_per_batch=20"],
         ["data.prompts_per_batch = 20", "holds 10 different prompts", "1 .. 10"],
     ),
+    "more groups than the file has prompts": (
+        ["data.oversample=1"],
+        ["data.prompts_per_batch = 10 with data.oversample = 1", "holds 10 different prompts", "1 .. 10 in all"],
+    ),
+    "oversampling that updates do not share": (
+        ["data.prompts_per_batch=4", "algorithm.updates_per_batch=2", "data.oversample=3"],
+        ["data.oversample = 3", "algorithm.updates_per_batch = 2", "0, 2, 4"],
+    ),
     "equal parts and lending": (
         ["schedule.claims=split", "schedule.tag=true"],
         ["schedule.claims = split", "schedule.tag = true", "set schedule.claims=shared or schedule.tag=false"],

@@ -172,8 +172,9 @@ def test_too_few_prompts() -> None:
 
 
 def test_datamodule() -> None:
-    settings_ = OmegaConf.create({"prompts": "digits.jsonl", "heldout": None, "prompts_per_batch": 4, "group_size": 2})
+    settings_ = OmegaConf.create({"prompts": "digits.jsonl", "heldout": None, "prompts_per_batch": 4, "oversample": 2})
     data = PromptData(settings_, seed=0)
+    assert len(data.sampler.batch(0)) == 6
     assert data.heldout is data.prompts
     assert all(prompt in data.prompts for prompt in data.sampler.batch(0))
     settings_.heldout = "videos_heldout.txt"

@@ -199,6 +199,14 @@ class Forgetful(DigitJudge):
 FORGOTTEN = "three"
 
 
+class HalfIndifferent(DigitJudge):
+    """A scorer that likes all samples of about every second prompt as much."""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        constant = torch.tensor([prompt.uid % 2 == 0 for prompt in prompts])
+        return torch.where(constant, 0.5, super().__call__(media, prompts))
+
+
 class Indifferent(DigitJudge):
     """A scorer that likes everything as much."""
 

@@ -26,7 +26,8 @@ class Reference:
 
     Args:
         config: the same configuration that the cluster gets; its `schedule` is not read, except async_steps and
-            stale_fraction. A group with a missing reward is dropped.
+            stale_fraction. A group with a missing reward is dropped; so are those that `data.zero_variance_groups`
+            and `data.oversample` leave out.
         block_steps: trained steps of one forward (K). 1 = the per-step loop.
     """
 
@@ -44,6 +45,7 @@ class Reference:
             list(self.policy.trained_parameters().values())
         )
         self.record = Record()
+        self.groups = config.data.prompts_per_batch + config.data.oversample
 
     def run(self) -> Record:
         """All RL steps."""
@@ -53,12 +55,12 @@ class Reference:
         for step in range(config.max_rl_steps):
             blocks, rewards = dict(stale), dict(stale_rewards)
             stale, stale_rewards = {}, {}
-            for group in range(config.data.prompts_per_batch):
+            for group in range(self.groups):
                 if group not in blocks:
                     assert self._version(step, group) == step
                     blocks[group], rewards[group] = self._generate(step, group, version=step)
             if step + 1 < config.max_rl_steps:
-                for group in range(config.data.prompts_per_batch):
+                for group in range(self.groups):
                     if self._version(step + 1, group) == step:
                         stale[group], stale_rewards[group] = self._generate(step + 1, group, version=step)
             self._learn(blocks, rewards)
@@ -69,7 +71,7 @@ class Reference:
     def _version(self, step: int, group: int) -> int:
         data, schedule = self.config.data, self.config.schedule
         spec = ScheduleSpec(
-            data.prompts_per_batch,
+            self.groups,
             data.group_size,
             self.config.sampling.task_size,
             self.steps,
@@ -125,17 +127,21 @@ class Reference:
     def _learn(self, blocks: dict[int, list[CellBlock]], rewards: dict[int, Tensor]) -> None:
         """The optimizer updates of one logical batch: groups in order, one backward per block."""
         config = self.config
-        per_update = config.data.prompts_per_batch // config.algorithm.updates_per_batch
-        denominator = per_update * config.data.group_size * (self.steps - 1)
+        updates = config.algorithm.updates_per_batch
+        per_update, places = self.groups // updates, config.data.prompts_per_batch // updates
         for update in range(config.algorithm.updates_per_batch):
             self.optimizer.zero_grad(set_to_none=True)
-            for group in range(update * per_update, (update + 1) * per_update):
-                if rewards[group].isnan().any():  # dropped: no gradient, and the denominator stays the batch's own
-                    continue
+            groups = self._selected(rewards, range(update * per_update, (update + 1) * per_update))[:places]
+            denominator = places * config.data.group_size * (self.steps - 1)
+            for group in groups:
                 advantages = _advantages(rewards[group])
                 for block in blocks[group]:
                     rows = slice(block.first_sample, block.first_sample + block.samples)
                     (self._losses(block, advantages[rows]).sum() / denominator).backward()
+            if groups and config.data.zero_variance_groups == "drop":
+                for parameter in self.policy.trained_parameters().values():
+                    if parameter.grad is not None:  # as if they had never been counted; log-probs round to fp32
+                        parameter.grad *= places / len(groups)
             self.record.gradients.append(
                 {n: p.grad.clone() for n, p in self.policy.trained_parameters().items() if p.grad is not None}
             )
@@ -144,6 +150,13 @@ class Reference:
                     self.policy.trained_parameters().values(), config.algorithm.max_grad_norm
                 )
             self.optimizer.step()
+
+    def _selected(self, rewards: dict[int, Tensor], groups: range) -> list[int]:
+        """Those of `groups` that may be trained, in order."""
+        scored = [group for group in groups if not rewards[group].isnan().any()]
+        if not self.config.data.oversample and self.config.data.zero_variance_groups == "keep":
+            return scored
+        return [group for group in scored if rewards[group].min() != rewards[group].max()]
 
     def _losses(self, block: CellBlock, advantages: Tensor) -> Tensor:
         """max(-A r, -A clip(r)) + kl_weight * KL(new || base), [b, K]."""

@@ -141,13 +141,13 @@ def test_I4_an_incomplete_or_unscored_group_never_reaches_the_loss() -> None:
         board.batches((0,))
     board.add(part(second))
     assert board.is_complete((0,))
-    assert board.dropped == [], "a missing reward of weight 0 drops nothing"
+    assert not board.left_out, "a missing reward of weight 0 drops nothing"
     assert {block.weight for batch in board.batches((0,)) for block in batch.blocks} == {1.0}
     assert all(batch.rewards["r"][1].isnan().all() for batch in board.batches((0,))), "group 1 is not there yet"
     third, fourth = group_tasks(SPEC, 0, 1)
     board.add(part(third, torch.tensor([0.5, torch.nan])))
     board.add(part(fourth))
-    assert board.dropped == [1]
+    assert board.left_out == {1: "missing_reward"}
     batches = board.batches((1,))
     assert len(batches) == len(board.batches((0,))), "a dropped group keeps the number of collectives"
     assert not any(batch.blocks for batch in batches), "and a replica trains none of it"

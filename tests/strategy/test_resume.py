@@ -21,10 +21,13 @@ SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.e
         pytest.param(1, 1, ("schedule.gap=1",), marks=pytest.mark.slow),
         (1, 1, ("schedule.async_steps=1", "schedule.gap=1", "schedule.tag=true")),
         (1, 0, ("algorithm.updates_per_batch=2", "+algorithm/ema=default")),
+        pytest.param(
+            2, 1, ("data.oversample=2", "data.zero_variance_groups=drop", "schedule.gap=1"), marks=pytest.mark.slow
+        ),
         pytest.param(2, 1, ("parallel.sharding=fsdp", *FULL, "+algorithm/ema=default"), marks=pytest.mark.slow),
         pytest.param(4, 1, ("parallel.sharding=hsdp", "parallel.shard_group=2"), marks=pytest.mark.slow),
     ],
-    ids=["sync", "async", "colocated-two-updates-ema", "fsdp-all-weights-ema", "hsdp"],
+    ids=["sync", "async", "colocated-two-updates-ema", "oversampled", "fsdp-all-weights-ema", "hsdp"],
 )
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
     tmp_path: Path, trainers: int, rollouts: int, words: tuple[str, ...]

@@ -75,6 +75,13 @@ class Advantage:
         schedule.gap)."""
         return self.std in ("batch", "max_group") or self.renormalise
 
+    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """[P] bool: groups in which something that is normalised differs from sample to sample; each by its own rewards
+        alone. Arguments as of a call."""
+        scored = [weights[name] * rewards[name].double() for name in sorted(weights)]
+        parts = scored if self.combine == "per_reward" else [torch.stack(scored).sum(dim=0)]
+        return ~torch.stack([_constant(part) for part in parts]).all(dim=0)
+
     def __call__(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Advantages:
         """rewards: name -> [P, G], NaN = missing; weights: the optimised ones. Raises ValueError on a
         name in `weights` without rewards."""

@@ -117,6 +117,10 @@ class PolicyModule(pl.LightningModule):
         complete mean nothing."""
         return torch.ones_like(next(iter(rewards.values())), dtype=torch.bool)
 
+    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """[P] bool: groups whose samples do not all score alike; arguments as of `useful`."""
+        return self.advantage.teaches(rewards, weights)
+
     # ---- one micro-batch
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:

@@ -93,13 +93,14 @@ def _announce(composed: Composed, run_dir: Path, checkpoint: Path | None) -> Non
 def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
     """The lines that precede a run: what runs where, with what schedule."""
     data, schedule = config.data, config.schedule
-    samples = data.prompts_per_batch * data.group_size
+    prompts = data.prompts_per_batch + data.oversample
+    samples = prompts * data.group_size
     ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}"
     lines = [
         f"run       {run_dir}",
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
         f"{'GPU' if not config.hardware.emulate and devices.found() else 'CPU'}",
-        f"step      {data.prompts_per_batch} prompts x {data.group_size} samples = {samples} samples, "
+        f"step      {prompts} prompts x {data.group_size} samples = {samples} samples, "
         f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
         f"{config.max_rl_steps} RL steps",
         f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} "

@@ -105,9 +105,12 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
         except prompts.PromptFileError as error:
             yield f"data.{leaf}: {error}"
             continue
-        wanted = data.get("prompts_per_batch", 1)
-        if leaf == "prompts" and "data.prompts_per_batch" not in broken and len(file.records) < wanted:
+        if leaf != "prompts" or {"data.prompts_per_batch", "data.oversample"} & set(broken):
+            continue
+        wanted, more = data.get("prompts_per_batch", 1), data.get("oversample", 0)
+        if len(file.records) < wanted + more:
             yield (
-                f"data.prompts_per_batch = {wanted}: {file.path.name} holds {len(file.records)} different prompts and "
-                f"a batch needs distinct ones; allowed: 1 .. {len(file.records)}."
+                f"data.prompts_per_batch = {wanted}{f' with data.oversample = {more}' * bool(more)}: {file.path.name} "
+                f"holds {len(file.records)} different prompts and a batch needs distinct ones; allowed: 1 .. "
+                f"{len(file.records)}{' in all' * bool(more)}."
             )

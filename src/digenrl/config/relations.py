@@ -61,6 +61,11 @@ def _updates(get: _View) -> Iterator[str]:
             f"algorithm.updates_per_batch = {updates}: must divide data.prompts_per_batch = {prompts}; "
             f"allowed: {_divisors(prompts)}."
         )
+    if (oversample := get("data.oversample")) % updates:
+        yield (
+            f"data.oversample = {oversample}: each of algorithm.updates_per_batch = {updates} takes an equal part of "
+            f"it; allowed: 0, {updates}, {2 * updates}, ..."
+        )
 
 
 def _batch_wide_statistics(get: _View) -> Iterator[str]:

@@ -175,6 +175,12 @@ class Data(Closed):
     heldout: PromptFile | None = Field(description="prompts of the evaluation; null: the training prompts")
     prompts_per_batch: int = Field(ge=1, le=65536, description="groups of an RL step, each of one prompt")
     group_size: int = Field(ge=2, le=4096, description="samples of a group")
+    oversample: AtLeast0 = Field(
+        description="groups generated beyond prompts_per_batch; the first that teach something are trained"
+    )
+    zero_variance_groups: Literal["keep", "drop"] = Field(
+        description="groups whose samples all score alike: they stay in the loss's denominator, or leave it and the KL"
+    )
     prompt_store: Auto | Directory | None = Field(
         description="where encoded prompts are kept for all ranks and later runs; auto: the user's cache; null: nowhere"
     )

@@ -230,10 +230,12 @@ class DiffusersPolicy(Policy):
 
     def decode(self, latents: Tensor) -> Tensor:
         """[B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32, decoded one sample at a time."""
-        vae = self._decoder.to(latents.device)
+        vae = self._decoder
+        if away := vae.device != latents.device:  # asking every module costs as much as a small picture
+            vae.to(latents.device)
         with torch.no_grad():
             rows = [self.decode_latents(vae, row.unsqueeze(0).to(self.vae_dtype)) for row in latents]
-        if self.offload_encoders:
+        if away and self.offload_encoders:
             vae.to("cpu")
         media = (torch.cat(rows).float() / 2 + 0.5).clamp(0, 1)
         return media if self.temporal_stride is None else media.transpose(1, 2)

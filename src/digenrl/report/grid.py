@@ -40,7 +40,8 @@ def read_grid(run: Run, step: int) -> Grid:
         ValueError: the run has no generation spans of that step, or its configuration lacks the grid's size.
     """
     try:
-        prompts, group = int(run.config["data"]["prompts_per_batch"]), int(run.config["data"]["group_size"])
+        data = run.config["data"]
+        prompts, group = int(data["prompts_per_batch"]) + int(data.get("oversample", 0)), int(data["group_size"])
         steps, task_size = int(run.config["sampling"]["steps"]), int(run.config["sampling"]["task_size"])
     except KeyError as error:
         raise ValueError(f"{run.path}/config.yaml lacks {error}: the size of the grid is unknown") from error

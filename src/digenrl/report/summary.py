@@ -25,6 +25,9 @@ from digenrl.record.run_dir import (
 )
 from digenrl.report.read_run import Run, is_number
 
+GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
+"""What becomes of a generated group: it is trained, or why it is not."""
+
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `missing`, `alarms`,
@@ -63,6 +66,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "bubble": bubble(run),
         "predicted_step_s": _median(run, "predicted_step_s"),
         "cells": {name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")},
+        "groups": {name: int(sum(run.column(f"groups_{name}")[1])) for name in GROUPS},
         "prompt_store": prompt_store(run),
         "dropped": samples_by(run, "dropped", "reason"),
         "missing": samples_by(run, "missing", "reward"),

@@ -30,7 +30,7 @@ class ScheduleSpec:
     """
 
     prompts: int
-    """P, groups of a logical batch."""
+    """P, groups of a logical batch, with those beyond what is trained."""
     group_size: int
     """G, samples of a group."""
     task_size: int
@@ -57,6 +57,10 @@ class ScheduleSpec:
     """Relative speed of each trainer rank; () = equal."""
     measured_shares: bool = False
     """`shares` are only the first ones: they follow the trainers' measured speed from step to step."""
+    oversample: int = 0
+    """Groups of `prompts` that are generated beyond what is trained: the first that teach something are."""
+    zero_variance_groups: Literal["keep", "drop"] = "keep"
+    """Groups whose samples all score alike: they count in the loss's denominator, or leave it."""
     skip_zero: bool = True
     """Cells whose gradient is known to be zero are not trained."""
     async_steps: int = 0
@@ -77,6 +81,7 @@ class ScheduleSpec:
         asked = values["shares"]
         shares = {"equal": (), "measured": speeds}[asked] if isinstance(asked, str) else asked
         values["shares"] = tuple(float(share) for share in shares)
+        values["prompts"] += values["oversample"]
         values["tsp_batch"] = steps_per_forward(values["tsp_batch"], trained_steps)
         return cls(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
 
@@ -90,10 +95,12 @@ class ScheduleSpec:
         return [f"{key}={str(value).lower()}" for key, value in words.items()]
 
     def __post_init__(self) -> None:
-        if self.group_size % self.task_size or self.prompts % self.updates_per_batch:
+        trained, updates = self.prompts - self.oversample, self.updates_per_batch
+        if self.group_size % self.task_size or trained % updates or self.oversample % updates:
             raise ValueError(
                 f"sampling.task_size = {self.task_size} must divide data.group_size = {self.group_size}, and "
-                f"algorithm.updates_per_batch = {self.updates_per_batch} data.prompts_per_batch = {self.prompts}."
+                f"algorithm.updates_per_batch = {updates} both data.prompts_per_batch = {trained} and data.oversample "
+                f"= {self.oversample}."
             )
 
     @property
@@ -110,6 +117,16 @@ class ScheduleSpec:
         return self.prompts // self.updates_per_batch
 
     @property
+    def places(self) -> int:
+        """Groups of an optimizer update that are trained, at most."""
+        return self.groups_per_update - self.oversample // self.updates_per_batch
+
+    @property
+    def selects(self) -> bool:
+        """Whether groups that teach nothing are left out."""
+        return self.oversample > 0 or self.zero_variance_groups == "drop"
+
+    @property
     def fragment_groups(self) -> int:
         """Groups of a (full) fragment; a fragment never crosses an update boundary."""
         return min(self.gap, self.groups_per_update) if self.gap else self.groups_per_update
@@ -122,7 +139,7 @@ class ScheduleSpec:
     @property
     def cells_per_update(self) -> int:
         """The loss denominator: (sample, trained step) cells of one optimizer update over all ranks."""
-        return self.groups_per_update * self.group_size * self.trained_steps
+        return self.places * self.group_size * self.trained_steps
 
 
 _KEYS = {
@@ -138,6 +155,8 @@ _KEYS = {
     "tag": "schedule.tag",
     "handoff": "schedule.handoff",
     "shares": "schedule.shares",
+    "oversample": "data.oversample",
+    "zero_variance_groups": "data.zero_variance_groups",
     "skip_zero": "schedule.skip_zero",
     "async_steps": "schedule.async_steps",
     "stale_fraction": "schedule.stale_fraction",

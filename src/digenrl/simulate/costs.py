@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from digenrl.recompute import Recompute
 from digenrl.simulate.gpus import ENGINES, Engine, kind_of
 from digenrl.simulate.hardware import Hardware, Pool
-from digenrl.simulate.memory import encoder_bytes, sent_bytes, version_bytes
-from digenrl.simulate.workload import ENCODERS, Workload, facts
+from digenrl.simulate.memory import sent_bytes, text_encoder_bytes, vae_bytes, version_bytes
+from digenrl.simulate.workload import Workload
 
 SELECTION_SECONDS = 6e-3
 """Of selective checkpointing: about 300 operators of a block (forward and repetition) through Python at 20 us each."""
@@ -28,11 +28,6 @@ CONNECTION_GB_S = 1.2
 """Of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on two processor cores)."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
-
-
-def vae_bytes(work: Workload) -> int:
-    """The VAE in fp32."""
-    return 4 * int(facts()["vae"][ENCODERS[work.model][2]]["parameters"])
 
 
 @dataclass(frozen=True)
@@ -84,12 +79,15 @@ class Costs:
         return max(seconds + self._traffic(pool, rows), weights, self._floor(pool, work.launches))
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
-        """Conditioning of one prompt; `cached=False` adds copies of encoders that wait on the CPU, and back."""
+        """Conditioning of one prompt; `cached=False` adds copies of encoders that wait on the CPU, and back. Reading it
+        from a store costs nothing."""
+        if self.work.stored_prompts:
+            return 0.0
         measured = self._measured("encode", pool)
         if measured is not None:
             return measured
         seconds = self.work.encode_flops() / (pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.encode)
-        copies = 2 * (encoder_bytes(self.work) - vae_bytes(self.work)) / (pool.reaches.host_gb_s * 1e9)
+        copies = 2 * text_encoder_bytes(self.work) / (pool.reaches.host_gb_s * 1e9)
         return seconds + (0.0 if cached else copies)
 
     def decode_seconds(self, pool: Pool, task_size: int, cached: bool = True) -> float:

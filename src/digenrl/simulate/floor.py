@@ -37,10 +37,13 @@ def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, float]:
     trainers, tasks = len(cluster.trainers), spec.tasks_per_group
     cells = [rank.cell_seconds for rank in cluster.trainers]
     steps = spec.trained_steps / spec.blocks_per_task
+    useful = (
+        cluster.useful if spec.task_size > 1 else round(tasks * cluster.useful) / tasks
+    )  # tasks of one sample, whole
     if spec.shares or not spec.tsp_shard:
         speed = sum(1.0 / cell for cell in cells)
-        return 0.0, cluster.useful * spec.groups_per_update * tasks * spec.trained_steps / speed
-    per_group, common = math.floor(cluster.useful * tasks * spec.blocks_per_task), cluster.micro_batch_seconds
+        return 0.0, useful * spec.groups_per_update * tasks * spec.trained_steps / speed
+    per_group, common = math.floor(useful * tasks * spec.blocks_per_task + 1e-9), cluster.micro_batch_seconds
     if not cluster.lockstep:  # odd blocks go round the ranks from fragment to fragment
         return 0.0, math.ceil(spec.groups_per_update * per_group / trainers) * (steps * min(cells) + common)
 

@@ -73,16 +73,25 @@ def repeated_bytes(work: Workload, rows: int, recompute: Recompute) -> int:
     return int((work.kept_bytes(ALL, rows) - work.kept_bytes(least, rows)) / blocks_per_unit)
 
 
+def text_encoder_bytes(work: Workload) -> int:
+    """Text encoders in bf16; none where prompts are stored, for they have left memory."""
+    return 0 if work.stored_prompts else 2 * ENCODERS[work.model][0]
+
+
+def vae_bytes(work: Workload) -> int:
+    """The VAE in fp32."""
+    return 4 * int(facts()["vae"][ENCODERS[work.model][2]]["parameters"])
+
+
 def encoder_bytes(work: Workload) -> int:
-    """Text encoders in bf16 and VAE in fp32."""
-    parameters, _, vae = ENCODERS[work.model]
-    return 2 * parameters + 4 * int(facts()["vae"][vae]["parameters"])
+    """What `model.offload_encoders=false` leaves on the GPU."""
+    return text_encoder_bytes(work) + vae_bytes(work)
 
 
 def decode_bytes(work: Workload) -> int:
     """VAE weights in fp32 and a tiled decode of one sample: three buffers of 256 channels x 512 x 512 x 4 frames."""
     tile = min(512, work.height) * min(512, work.width) * min(4, work.frames)
-    return int(facts()["vae"][ENCODERS[work.model][2]]["parameters"]) * 4 + 3 * 256 * 4 * tile
+    return vae_bytes(work) + 3 * 256 * 4 * tile
 
 
 def scorer_bytes(work: Workload, heldout: bool) -> int:
@@ -109,7 +118,7 @@ def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     Args:
         encoders: text encoders stay on the GPU, and are counted elsewhere.
     """
-    encoding = 0 if encoders else 2 * ENCODERS[work.model][0]
+    encoding = 0 if encoders else text_encoder_bytes(work)
     return int(FRAGMENTATION * max(int(work.forward_bytes(rows * work.passes)), decode_bytes(work), encoding))
 
 

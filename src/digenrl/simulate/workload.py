@@ -54,6 +54,7 @@ class Workload:
     trained_steps: int
     """S."""
     prompts: int
+    """Groups that are generated."""
     group_size: int
     updates: int
     guidance: bool
@@ -80,6 +81,10 @@ class Workload:
     """Of one stored latent element."""
     trained_samples: int | None = None
     """Samples of a group that can have a gradient, where no others are trained; None = all."""
+    oversample: int = 0
+    """Groups of `prompts` that are not trained."""
+    stored_prompts: bool = False
+    """Prompts were encoded before the first step (`data.prompt_store`): nobody holds or waits for text encoders."""
     whole_batch: bool = False
     """Advantages need every reward of the batch, so nothing is trained before all is generated (gap=0)."""
 
@@ -88,6 +93,7 @@ class Workload:
         """The schedule that the planner starts from: tasks of a sample, fragments of a group, sharded steps."""
         return ScheduleSpec(
             prompts=self.prompts,
+            oversample=self.oversample,
             group_size=self.group_size,
             task_size=1,
             denoise_steps=self.steps,
@@ -147,12 +153,13 @@ class Workload:
     @property
     def useful(self) -> float:
         """Share of the samples that are trained."""
-        return 1.0 if self.trained_samples is None else self.trained_samples / self.group_size
+        rows = 1.0 if self.trained_samples is None else self.trained_samples / self.group_size
+        return rows * (self.prompts - self.oversample) / self.prompts
 
     @property
     def cells(self) -> int:
         """Trained cells of an RL step."""
-        return self.prompts * (self.trained_samples or self.group_size) * self.trained_steps
+        return (self.prompts - self.oversample) * (self.trained_samples or self.group_size) * self.trained_steps
 
     @property
     def trained_parameters(self) -> int:

@@ -18,6 +18,8 @@ from digenrl.cluster.world import World
 from digenrl.types import StepGivenUp
 
 _POLL_S = 0.001
+_SELDOM_S = 0.05
+"""Between two looks at the store from within a task, however short its denoising steps are."""
 
 
 class Consent:
@@ -32,6 +34,7 @@ class Consent:
     def __init__(self, control: Control, world: World, sharded: bool, droppable: Callable[[], bool]) -> None:
         self._control, self._world, self._sharded, self._droppable = control, world, sharded, droppable
         self._piece = 0
+        self._looked = 0.0
 
     def check(self) -> None:
         """Between pieces.
@@ -45,6 +48,12 @@ class Consent:
                 raise StepGivenUp
         elif (first := self._control.get("given_up")) is not None and self._piece >= int(first):
             raise StepGivenUp
+
+    def between_steps(self) -> None:
+        """Between two denoising steps of a task. Raises: see `check`."""
+        if time.monotonic() - self._looked > _SELDOM_S:
+            self._looked = time.monotonic()
+            self.check()
 
     def begin(self) -> None:
         """A piece begins, on every trainer. Raises: see `check`."""

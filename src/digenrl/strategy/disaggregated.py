@@ -220,7 +220,12 @@ class DisaggregatedStrategy(DDPStrategy):
             self.engine.reward_weights,
             self._useful if self.spec.skip_zero else None,
             lockstep=self._sharded,
+            teaches=self._teaches if self.spec.selects else None,
         )
+
+    def _teaches(self, rewards: Mapping[str, Tensor]) -> Tensor:
+        """[P] bool: groups whose samples do not all score alike."""
+        return self.learner.teaches(rewards, self.engine.reward_weights)
 
     def _useful(self, rewards: Mapping[str, Tensor]) -> Tensor:
         """[P, G] bool: samples whose cells can have a gradient."""
@@ -331,6 +336,8 @@ class DisaggregatedStrategy(DDPStrategy):
                     dist.barrier()
             with self.spans.span("optimizer", step=self.version, what="reduce"):
                 gradients.average(self._trained().values(), self.world.trainers)
+                scale = self.inbox.open(self.version).gradient_scale(self.updates_done)
+                gradients.scale(self._trained().values(), scale)
         return loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -43,6 +43,14 @@ def average(parameters: Iterable[Tensor], trainers: int) -> None:
 
 
 @torch.no_grad()
+def scale(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply every `.grad` by `factor`."""
+    for parameter in parameters if factor != 1.0 else ():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+@torch.no_grad()
 def follow_first(parameters: Iterable[Tensor], trainers: int) -> None:
     """Every replica takes trainer 0's weights: the same update differs in a last bit on another kind of GPU."""
     for parameter in parameters if trainers > 1 else ():

@@ -21,6 +21,9 @@ class Learner(Protocol):
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """[P, G] bool: samples whose cells can have a gradient."""
 
+    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """[P] bool: groups whose samples do not all score alike."""
+
     def rollout_weights(self) -> AbstractContextManager[None]:
         """Inside, this rank's policy holds `rollout_parameters()`."""
 

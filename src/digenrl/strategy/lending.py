@@ -147,7 +147,7 @@ class Lending:
         handoff = self._spec.handoff and self._world.rollouts > 0
 
         def interrupt(task: Task, steps_left: int) -> int | None:
-            self._consent.check()
+            self._consent.between_steps()
             if not handoff:
                 return None
             while self._hooks.receive(0.0):

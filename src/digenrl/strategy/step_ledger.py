@@ -12,6 +12,7 @@ from digenrl.record.run_dir import append_event
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.policy import SchedulePolicy
+from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE
 from digenrl.schedule.staleness import Ledger, check_staleness
 from digenrl.schedule.timesteps import cells_of
 from digenrl.transport.cells import Part, StepBoard
@@ -27,6 +28,7 @@ class StepLedger:
         self._staleness = 0
         self._missing: Counter[str] = Counter()
         self._useful = 0
+        self._left_out: Counter[str] = Counter()
         self._training: tuple[float, StepBoard, tuple[int, ...], ExitStack] | None = None
         self.ledger = Ledger()
         """Samples of this process's life: issued, trained, dropped, in flight (I10)."""
@@ -45,6 +47,7 @@ class StepLedger:
         self._staleness = 0
         self._missing.clear()
         self._useful = 0
+        self._left_out.clear()
         self._policy.step_begun(self._world.rank)
 
     def begin_fragment(self, board: StepBoard, fragment: tuple[int, ...]) -> None:
@@ -72,12 +75,14 @@ class StepLedger:
         ended = self._spans.now()
         span.close()
         for group in fragment:
-            if group in board.dropped:
-                samples = self.ledger.drop(board.step, group, "missing_reward")
-                facts = {"reason": "missing_reward", "step": board.step, "group": group, "samples": samples}
-                self._event("dropped", facts)
-            else:
+            reason = board.left_out.get(group)
+            if reason is None:
                 self.ledger.train(board.step, group)
+                continue
+            samples = self.ledger.drop(board.step, group, reason)
+            self._left_out[reason] += 1
+            if reason == MISSING_REWARD:
+                self._event("dropped", {"reason": reason, "step": board.step, "group": group, "samples": samples})
         rank, roles = self._world.rank, self._policy.roles
         cells = cells_of(self._spec, roles.trainers, roles.lockstep, rank, fragment)
         if cells:
@@ -105,6 +110,8 @@ class StepLedger:
             "staleness_max": self._staleness,
             "cells_trained": self._useful * self._spec.trained_steps,
             "cells_skipped": (samples - self._useful) * self._spec.trained_steps,
+            "groups_trained": self._spec.prompts - self._left_out.total(),
+            **{f"groups_{reason}": self._left_out[reason] for reason in (MISSING_REWARD, ZERO_VARIANCE, SURPLUS)},
             **{f"missing/{name}": count for name, count in self._missing.items()},
         }
         for (stage, cause), spent in self._spans.take_seconds().items():

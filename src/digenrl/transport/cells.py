@@ -19,6 +19,7 @@ from torch import Tensor
 
 from digenrl.schedule import Block, Placement, ScheduleSpec, fragments, group_version, update_of
 from digenrl.schedule.claims import Claim
+from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE, decided, left_out, update_groups
 from digenrl.schedule.staleness import StalenessError
 from digenrl.schedule.timesteps import without
 from digenrl.transport.wire import Kind, Message, WireError
@@ -30,6 +31,8 @@ Place = Callable[[tuple[int, ...]], Placement]
 """The Strategy's `place_timesteps`: fragment -> placement."""
 Useful = Callable[[Mapping[str, Tensor]], Tensor]
 """Rewards of the logical batch, [P, G] each -> [P, G] bool: samples whose cells can have a gradient."""
+Teaches = Callable[[Mapping[str, Tensor]], Tensor]
+"""The same -> [P] bool: groups whose samples do not all score alike."""
 
 
 def owned_positions(
@@ -118,11 +121,12 @@ class Part:
 class StepBoard:
     """One RL step on one trainer rank: which groups are complete, their rewards, their cells.
 
-    I4: a group is given out only after every task of it has arrived with rewards. A group that lacks an optimised
-    reward is dropped. All ranks see all rewards, so all drop the same groups, and leave out the same cells that cannot
-    have a gradient.
+    I4: a group is given out only after every task of it has arrived with rewards, and with `data.oversample` when it is
+    known whether it is trained. A group that lacks an optimised reward is dropped. All ranks see all rewards, so all
+    leave out the same groups, and the same cells that cannot have a gradient.
 
     Args:
+        teaches: which complete groups teach something, where the others are left out; None: all (`schedule.selection`).
         useful: what can have a gradient, asked about complete groups; None: everything.
         lockstep: the model is sharded, so every forward is a collective and all ranks must run equally many. A rank
             with fewer blocks in a micro-batch is padded with a cell of weight zero. Replicas compute what they own.
@@ -137,15 +141,19 @@ class StepBoard:
         reward_weights: Mapping[str, float],
         useful: Useful | None = None,
         lockstep: bool = False,
+        teaches: Teaches | None = None,
     ) -> None:
         self._spec, self._place, self._rank, self.step, self._lockstep = spec, place, rank, step, lockstep
-        self._useful = useful
+        self._useful, self._teaches = useful, teaches
         self._weights = dict(reward_weights)
         self._parts: dict[tuple[int, int], Part] = {}
         self.rewards: dict[str, Tensor] = {}
         self.completed: list[int] = []
-        """Complete groups, in order of completion."""
-        self.dropped: list[int] = []
+        """Complete groups of which it is known whether they are trained, in the order in which they became so."""
+        self.left_out: dict[int, str] = {}
+        """Those of them that are not, and why (`schedule.selection`)."""
+        self._faults: dict[int, str | None] = {}
+        """Complete group -> why it teaches nothing."""
 
     def add(self, part: Part) -> bool:
         """Take one task's part; returns whether it was new. A second delivery of a task is ignored: a task that was
@@ -169,13 +177,21 @@ class StepBoard:
             table = self.rewards.setdefault(name, torch.full((self._spec.prompts, self._spec.group_size), torch.nan))
             table[group, rows] = values
         if all((group, i) in self._parts for i in range(self._spec.tasks_per_group)):
-            self.completed.append(group)
-            if any(not torch.isfinite(self.rewards[name][group]).all() for name in self._weights):
-                self.dropped.append(group)
+            self._faults[group] = self._fault(group)
+            for known in decided(self._spec, self._faults):
+                if known not in self.completed:
+                    self.completed.append(known)
+                    if (reason := left_out(self._spec, self._faults, known)) is not None:
+                        self.left_out[known] = reason
         return True
 
+    def _fault(self, group: int) -> str | None:
+        if any(not torch.isfinite(self.rewards[name][group]).all() for name in self._weights):
+            return MISSING_REWARD
+        return ZERO_VARIANCE if self._teaches is not None and not self._teaches(self.rewards)[group] else None
+
     def is_complete(self, fragment: tuple[int, ...]) -> bool:
-        """Whether every group of the fragment has arrived and is scored."""
+        """Whether every group of the fragment has arrived, is scored, and is known to be trained or not."""
         return set(self.completed).issuperset(fragment)
 
     def concerns(self, fragment: tuple[int, ...]) -> bool:
@@ -186,8 +202,8 @@ class StepBoard:
         """[groups of the complete fragment, G] bool: samples that are trained."""
         useful = torch.ones(self._spec.prompts, self._spec.group_size, dtype=torch.bool)
         if self._useful is not None:
-            useful &= self._useful(self.rewards)
-        useful[self.dropped] = False
+            useful &= self._useful(self._counted())
+        useful[list(self.left_out)] = False
         return useful[list(fragment)]
 
     def batches(self, fragment: tuple[int, ...], last: bool = False) -> list[TrainBatch]:
@@ -207,6 +223,12 @@ class StepBoard:
             batches.append(self._batch(fragment, cells))
         return batches
 
+    def gradient_scale(self, update: int) -> float:
+        """What the gradient of a complete update is multiplied by: groups that leave the loss's denominator are known
+        only when all have been trained."""
+        trained = sum(group not in self.left_out for group in update_groups(self._spec, update))
+        return self._spec.places / trained if trained and self._spec.zero_variance_groups == "drop" else 1.0
+
     def versions(self, fragment: tuple[int, ...]) -> set[int]:
         """Weight versions that generated the fragment."""
         return {part.meta["version"] for (group, _), part in self._parts.items() if group in fragment}
@@ -214,12 +236,20 @@ class StepBoard:
     def _batch(self, fragment: tuple[int, ...], blocks: list[CellBlock]) -> TrainBatch:
         return TrainBatch(
             blocks=tuple(blocks),
-            rewards={name: table.clone() for name, table in self.rewards.items()},
+            rewards=self._counted(),
             reward_weights=self._weights,
             denominator=float(self._spec.cells_per_update),
             update=update_of(self._spec, fragment[0]),
             version=self.step,
         )
+
+    def _counted(self) -> dict[str, Tensor]:
+        """The rewards so far, NaN where a group is surplus."""
+        surplus = [group for group, reason in self.left_out.items() if reason == SURPLUS]
+        return {
+            name: table.index_fill(0, torch.tensor(surplus, dtype=torch.int64), torch.nan)
+            for name, table in self.rewards.items()
+        }
 
     def _cells(self, block: Block) -> CellBlock:
         return self._parts[block.group, block.part].block(block.steps)

@@ -1,0 +1,45 @@
+"""Which of the generated groups are trained (`data.oversample`, `data.zero_variance_groups`).
+
+Samples that all score alike teach nothing. An update has places for `spec.places` groups. In canonical order each group
+that teaches something takes one. What follows the last place is surplus: the step is as if nobody had generated it.
+With neither option every group is trained. Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from digenrl.schedule.order import update_of
+from digenrl.schedule.spec import ScheduleSpec
+
+MISSING_REWARD, ZERO_VARIANCE, SURPLUS = "missing_reward", "zero_variance", "surplus"
+"""Why a group is not trained."""
+
+
+def update_groups(spec: ScheduleSpec, update: int) -> range:
+    """The groups that are generated for an optimizer update."""
+    return range(update * spec.groups_per_update, (update + 1) * spec.groups_per_update)
+
+
+def decided(spec: ScheduleSpec, complete: Collection[int]) -> list[int]:
+    """The groups of `complete` of which it is known whether they are trained: those that cannot lack a place, and those
+    before which all groups of the update are complete."""
+    known = []
+    for group in complete:
+        groups = update_groups(spec, update_of(spec, group))
+        if group - groups.start < spec.places or all(earlier in complete for earlier in range(groups.start, group)):
+            known.append(group)
+    return known
+
+
+def left_out(spec: ScheduleSpec, faults: Mapping[int, str | None], group: int) -> str | None:
+    """Why a decided `group` is not trained; None: it is.
+
+    Args:
+        faults: complete group -> MISSING_REWARD, ZERO_VARIANCE (asked only if `spec.selects`), or None.
+    """
+    first = update_groups(spec, update_of(spec, group)).start
+    taken = sum(earlier in faults and faults[earlier] is None for earlier in range(first, group))
+    if spec.oversample and taken >= spec.places:
+        return SURPLUS
+    return faults[group]

@@ -1,0 +1,49 @@
+"""Which groups are trained: a function of the groups alone, whatever order they complete in."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from digenrl.schedule import ScheduleSpec
+from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE, decided, left_out
+
+FAULTS = (None, None, ZERO_VARIANCE, MISSING_REWARD)
+
+
+@given(st.lists(st.sampled_from(FAULTS), min_size=6, max_size=6), st.permutations(range(6)), st.sampled_from([1, 2]))
+def test_the_first_groups_that_teach_take_the_places_in_every_order_of_arrival(
+    faults: list[str | None], order: list[int], updates: int
+) -> None:
+    """What is decided stays so when more groups arrive, and all is decided when all are there."""
+    spec = ScheduleSpec(6, 4, 2, 4, 3, updates_per_batch=updates, oversample=2)
+    fates: dict[int, str | None] = {}
+    for count in range(1, 7):
+        here = {group: faults[group] for group in order[:count]}
+        for group in decided(spec, here):
+            assert fates.setdefault(group, left_out(spec, here, group)) == left_out(spec, here, group)
+    per_update = 6 // updates
+    for first in range(0, 6, per_update):
+        groups = range(first, first + per_update)
+        teaching = [group for group in groups if faults[group] is None]
+        assert [group for group in groups if fates[group] is None] == teaching[: spec.places]
+        full = teaching[spec.places - 1] if len(teaching) >= spec.places else groups.stop
+        assert all((fates[group] == SURPLUS) == (group > full) for group in groups)
+
+
+def test_groups_that_cannot_lack_a_place_do_not_wait() -> None:
+    spec = ScheduleSpec(5, 4, 2, 4, 3, oversample=2)
+    assert decided(spec, [2, 4]) == [2]
+    assert decided(spec, [0, 1, 2, 4]) == [0, 1, 2]
+    everything = ScheduleSpec(5, 4, 2, 4, 3)
+    assert all(decided(everything, groups) == list(groups) for groups in itertools.permutations(range(5), 3))
+
+
+def test_updates_take_equal_parts() -> None:
+    with pytest.raises(
+        ValueError, match=r"updates_per_batch = 2 .* data.prompts_per_batch = 4 and data.oversample = 1"
+    ):
+        ScheduleSpec(5, 4, 2, 4, 3, updates_per_batch=2, oversample=1)
