@@ -15,6 +15,11 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import psutil
 import pytest
+import torch
+
+# Autograd finds out at its first use, for good, that no device needs a thread. Beside fake CUDA tensors it would start
+# one, and then no test could fork ranks that train.
+torch.zeros(1, requires_grad=True).sum().backward()
 
 ROOT = Path(__file__).resolve().parents[1]
 
