@@ -108,6 +108,7 @@ def test_a_full_disk_ends_the_run_with_the_cause_and_the_way_on(running: Any, di
     assert (run_dir / "checkpoints" / f"step-{done + 2:06d}").exists()
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_over_a_full_disk_and_saves_when_there_is_room(running: Any, disk: Path) -> None:
     train = running(*RUN, f"output_root={disk}", "max_rl_steps=30", "callbacks.checkpoint.on_error=continue", fork=True)
     when(train, lambda: steps_of(disk) >= 2)

@@ -180,7 +180,7 @@ CONDITIONS = {
 
 
 @pytest.mark.parametrize(
-    "model", ["flux1_dev", *(pytest.param(m, marks=pytest.mark.slow) for m in FAMILY if m != "flux1_dev")]
+    "model", ["sd35_medium", *(pytest.param(m, marks=pytest.mark.slow) for m in FAMILY if m != "sd35_medium")]
 )
 def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) -> None:
     device = torch.device("cuda", 0)

@@ -62,7 +62,7 @@ def assert_stopped(train: Train, number: signal.Signals) -> int:
 )
 def test_a_stop_finishes_the_step_saves_and_reports(running: Any, number: signal.Signals, target: str) -> None:
     """One more signal, during the report, changes nothing."""
-    train = running(*ENDLESS)
+    train = running(*ENDLESS, fork=True)
     train.wait_for_step(2)
     ranks = train.ranks()
     if target == "group":

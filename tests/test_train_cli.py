@@ -57,15 +57,16 @@ def test_a_killed_rollout_is_named_and_the_run_can_be_resumed(running: Any) -> N
 
 def test_a_scorer_that_raises_fails_the_run_with_its_message(running: Any) -> None:
     words = ["allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Broken"]
-    assert_failed(running(*SMALL, *words), "the scorer has a bug")
+    assert_failed(running(*SMALL, *words, fork=True), "the scorer has a bug")
 
 
 def test_too_many_missing_rewards_stop_the_run_with_a_checkpoint(running: Any) -> None:
     """No sample counts as zero: the groups are dropped, the step is finished and saved, the cause is named."""
     scorer = ["allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Absent"]
     train = running(
-        *SMALL, *scorer, "reward.min_missing_samples=8", "max_rl_steps=1000", "callbacks.checkpoint.every=999"
-    )
+        *SMALL, *scorer, "reward.min_missing_samples=8", "max_rl_steps=1000", "callbacks.checkpoint.every=999",
+        fork=True,
+    )  # fmt: skip
     assert train.finish() == EXIT_STOPPED, train.stderr
     summary = train.summary
     assert (summary["status"], summary["rl_steps"]) == ("stopped", 1)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import ROOT
 from tests.strategy.processes import TINY
+from tests.training import fork_command
 
 pytestmark = pytest.mark.processes
 
@@ -33,13 +30,9 @@ def test_a_poisoned_update_is_skipped_on_all_ranks_and_the_third_in_a_row_stops(
         f"output_root={tmp_path}",
         f"+callbacks.poison={{_target_: tests.algorithms.poison.Poison, what: {what}, rank: 1, steps: {[*POISONED]}}}",
     ]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "digenrl.cli.train", *words],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    run_dir = Path(done.stdout.strip().splitlines()[-1])
+    train = fork_command(tmp_path / "train", words)
+    assert train.finish() == 1, train.stderr
+    run_dir = Path(train.stdout.strip().splitlines()[-1])
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "3 updates in a row were not finite, stopping: gradient norm is" in summary["cause"]

@@ -31,7 +31,9 @@ def gradients(policy: DiffusersPolicy) -> tuple[dict[str, torch.Tensor], int, in
 
 
 @pytest.mark.parametrize("lora", [None, pytest.param("full", marks=pytest.mark.slow)], ids=["lora", "full"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in ("wan", "flux") else pytest.mark.slow) for name in FAMILIES]
+)
 def test_gradients_are_the_same_bits_and_fewer_bytes_are_kept(family: str, lora: str | None) -> None:
     results = {
         grade: gradients(make(family, lora=lora, guidance_scale=4.0, gradient_checkpointing=grade)) for grade in GRADES

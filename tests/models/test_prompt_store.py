@@ -195,6 +195,7 @@ def test_the_store_holds_what_the_evaluations_guidance_needs(scale: float | None
         "prompts": str(tmp_path / "two.txt"),
         "heldout": None,
         "prompts_per_batch": 2,
+        "oversample": 0,
         "prompt_store": str(tmp_path),
     }
     config = OmegaConf.create({"max_rl_steps": 1, "data": data, "sampling": {"eval": {"guidance_scale": scale}}})

@@ -259,7 +259,8 @@ CASES = list(
 )
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [200])
 def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) -> None:
     cases = random.Random(count).sample(CASES, min(count, len(CASES)))
     for experiment, hardware, full, trace in cases:

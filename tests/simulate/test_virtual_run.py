@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -182,9 +183,11 @@ def test_a_buffer_that_is_being_emptied_is_no_speed() -> None:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(specs(), clusters(least_rollouts=1))
 def test_a_settled_step_is_that_of_a_longer_run(spec: ScheduleSpec, cluster: Cluster) -> None:
+    """Without lending, which may switch itself off long afterwards."""
+    spec = replace(spec, tag=False)
     found = steady(spec, cluster)
     if found.settled:
-        assert steady(spec, cluster, steps=40).step_s == pytest.approx(found.step_s, rel=0.05)
+        assert steady(spec, cluster, steps=40).step_s == pytest.approx(found.step_s, rel=0.02)
 
 
 def test_waves_of_equal_ranks_take_as_long_as_the_ranks() -> None:

@@ -105,6 +105,7 @@ def unpredicted_sleeps(rank: run.Rank, world: World) -> None:
         rank.strategy.optimizer_step = slower  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_the_real_search_lends_in_a_real_run_and_switches_itself_off_where_it_errs(tmp_path: Path) -> None:
     """One slow rollout rank, a trainer twelve times as fast: what is lent is trained like everything else. Where every
     optimizer step sleeps, which nobody predicts, the error exceeds the gain, and the run says so."""

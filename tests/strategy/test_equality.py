@@ -70,7 +70,7 @@ def assert_equal_runs(found: Record, wanted: Record, exact: bool, double: bool, 
 @pytest.mark.parametrize(
     ("trainers", "rollouts", "double"),
     [
-        pytest.param(1, 1, False, id="1+1-fp32"),
+        pytest.param(1, 1, False, id="1+1-fp32", marks=pytest.mark.slow),
         pytest.param(1, 1, True, id="1+1-fp64", marks=pytest.mark.slow),
         pytest.param(2, 1, False, id="2+1-fp32", marks=pytest.mark.slow),
         pytest.param(2, 1, True, id="2+1-fp64"),
@@ -211,7 +211,9 @@ def having(cases: Iterable[Case], **values: str) -> list[Case]:
     return [case for case in cases if values.items() <= case.items()]
 
 
-@pytest.mark.parametrize("ranks", FACTORS["ranks"])
+@pytest.mark.parametrize(
+    "ranks", ["2+2", *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in FACTORS["ranks"] if ranks != "2+2")]
+)
 def test_equality_matrix(tmp_path: Path, ranks: str) -> None:
     check(having(PAIRWISE, ranks=ranks), tmp_path)
 

@@ -41,6 +41,7 @@ def impatient_collectives_and_slow_rollouts(rank: run.Rank, world: World) -> Non
         strategy.engine.advance = slow  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_wait_in_lockstep_survives_the_limit_of_a_collective(tmp_path: Path) -> None:
     words = ("schedule=gap_tsp_tag", "parallel.sharding=fsdp", "max_rl_steps=1", "data.prompts_per_batch=2")
     config = configured(*LIGHT, *words)

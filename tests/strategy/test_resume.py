@@ -20,7 +20,7 @@ SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.e
     [
         pytest.param(1, 1, ("schedule.gap=1",), marks=pytest.mark.slow),
         (1, 1, ("schedule.async_steps=1", "schedule.gap=1", "schedule.tag=true")),
-        (1, 0, ("algorithm.updates_per_batch=2", "+algorithm/ema=default")),
+        pytest.param(1, 0, ("algorithm.updates_per_batch=2", "+algorithm/ema=default"), marks=pytest.mark.slow),
         pytest.param(
             2, 1, ("data.oversample=2", "data.zero_variance_groups=drop", "schedule.gap=1"), marks=pytest.mark.slow
         ),

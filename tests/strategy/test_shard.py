@@ -57,8 +57,11 @@ def test_hsdp_on_a_two_by_two_mesh_equals_the_reference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("trainers", "words", "reduced"),
-    [(2, ("parallel.sharding=ddp",), 1), (2, ("parallel.sharding=fsdp",), 1), (4, HSDP, 2)],
-    ids=["ddp", "fsdp", "hsdp"],
+    [
+        pytest.param(2, ("parallel.sharding=ddp",), 1, id="ddp"),
+        pytest.param(2, ("parallel.sharding=fsdp",), 1, id="fsdp"),
+        pytest.param(4, HSDP, 2, id="hsdp", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_are_reduced_once_per_update(
     tmp_path: Path, trainers: int, words: tuple[str, ...], reduced: int
@@ -111,7 +114,7 @@ def counting(original: Any, name: str, calls: list[tuple[str, int]], batches: li
     ("sharding", "tune"),
     [
         ("ddp", "lora"),
-        ("fsdp", "full"),
+        pytest.param("fsdp", "full", marks=pytest.mark.slow),
         pytest.param("ddp", "full", marks=pytest.mark.slow),
         pytest.param("fsdp", "lora", marks=pytest.mark.slow),
     ],

@@ -15,6 +15,7 @@ import torch
 
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Gate, Handshake
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.transport.link import SocketLink
 from digenrl.transport.wire import Kind, Message, WireError, encode
@@ -41,7 +42,8 @@ def controls(store: StoreServer) -> list[Control]:
 
 @pytest.fixture
 def links(controls: list[Control]) -> Iterator[list[SocketLink]]:
-    made = [SocketLink(control, rank, HOST, OURS, queue_depth=4) for rank, control in enumerate(controls)]
+    quick = Limits(verdict_s=1.0)
+    made = [SocketLink(control, rank, HOST, OURS, queue_depth=4, limits=quick) for rank, control in enumerate(controls)]
     yield made
     for link in made:
         link.close()
