@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -56,12 +56,12 @@ class Shot:
     twice: bool
 
     @classmethod
-    def random(cls, seed: str) -> Shot:
-        """The shot of a seed."""
+    def random(cls, seed: str, runs: Sequence[str]) -> Shot:
+        """The shot of a seed, at one of `runs`."""
         chance = random.Random(seed)
         moment = chance.choices(("start", "ranks", "step", "end"), (1, 2, 6, 1))[0]
         return cls(
-            run=chance.choices(sorted(RUNS), [1 if name == "sharded" else 3 for name in sorted(RUNS)])[0],
+            run=chance.choice(runs),
             number=chance.choice(STOPS),
             target=chance.choice(("launcher", "group", "rank")),
             moment=moment,
@@ -157,7 +157,9 @@ def _fire(train: Train, shot: Shot) -> None:
         return
 
 
-def storm(root: Path, shots: int, seed: int | str, resume_every: int) -> tuple[Counter[str], list[str]]:
+def storm(
+    root: Path, shots: int, seed: int | str, resume_every: int, runs: Sequence[str] = tuple(RUNS)
+) -> tuple[Counter[str], list[str]]:
     """Fire `shots` times; returns how many runs ended how, and what went wrong."""
     ends: Counter[str] = Counter()
     wrong: list[str] = []
@@ -166,7 +168,7 @@ def storm(root: Path, shots: int, seed: int | str, resume_every: int) -> tuple[C
     undisturbed = cache(partial(calm, start))
     for number in range(shots):
         try:
-            shot = Shot.random(f"{seed}/{number}")
+            shot = Shot.random(f"{seed}/{number}", runs)
             ends[strike(start, shot, undisturbed(shot.run), resume=number % resume_every == 0)] += 1
         except AssertionError as error:
             wrong.append(f"shot {number}: {error}")

@@ -48,6 +48,7 @@ NOISE = 4.0
 """Sixteen processes on two busy cores: `benchmarks/` measures the difference, this shows that no stage is missing."""
 
 
+@pytest.mark.slow
 def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     composed = configuration.load(WORDS)

@@ -173,7 +173,7 @@ def test_too_few_open_files_are_refused_with_the_number_that_is_needed(running: 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("half", ["first", "second"])
 def test_twenty_random_signals(tmp_path: Path, half: str) -> None:
-    ends, wrong = storm(tmp_path, 10, seed=half, resume_every=4)
+    ends, wrong = storm(tmp_path, 10, half, 9, ("apart", "together", "async"))
     assert not wrong, "\n".join(wrong)
     assert sum(ends.values()) == 10
 

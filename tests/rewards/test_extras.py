@@ -19,7 +19,9 @@ WITHOUT = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("package", WITHOUT)
+@pytest.mark.parametrize(
+    "package", [pytest.param(name, marks=() if name == "imageio" else pytest.mark.slow) for name in WITHOUT]
+)
 def test_the_error_names_the_extra(package):
     statement, extra = WITHOUT[package]
     code = f"import sys; sys.modules['{package}'] = None; {statement}"

@@ -69,8 +69,9 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
 GRADES = (False, "products", "attention", True)
 
 
-@pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 4))])
-@pytest.mark.parametrize("trained", ["full", pytest.param("attn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("trained", ["full", "attn"])
 def test_kept_bytes_are_those_of_a_real_build(trained: str, rows: int) -> None:
     """Two blocks of a Wan of a quarter of the 1.3B's width: what is counted on fake tensors is kept on real ones."""
     counted, _ = _counted(trained, rows, blocks=2, side=16, frames=2)

@@ -80,6 +80,7 @@ def test_I13_the_record_of_colocated_ranks_gives_every_decision_again(tmp_path: 
     assert_replays(tmp_path, ranks=2)
 
 
+@pytest.mark.slow
 def test_I13_the_record_of_a_run_with_a_death_gives_every_decision_again(tmp_path: Path) -> None:
     config = configured(*LIGHT, *ON_POLICY)
     death = inject(("denoise", 2, "kill", 3))

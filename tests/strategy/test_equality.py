@@ -73,7 +73,7 @@ def assert_equal_runs(found: Record, wanted: Record, exact: bool, double: bool, 
         pytest.param(1, 1, False, id="1+1-fp32", marks=pytest.mark.slow),
         pytest.param(1, 1, True, id="1+1-fp64", marks=pytest.mark.slow),
         pytest.param(2, 1, False, id="2+1-fp32", marks=pytest.mark.slow),
-        pytest.param(2, 1, True, id="2+1-fp64"),
+        pytest.param(2, 1, True, id="2+1-fp64", marks=pytest.mark.slow),
         pytest.param(2, 2, False, id="2+2-fp32", marks=pytest.mark.slow),
         pytest.param(2, 2, True, id="2+2-fp64", marks=pytest.mark.slow),
         pytest.param(1, 0, False, id="colocated-1-fp32", marks=pytest.mark.slow),
@@ -240,7 +240,12 @@ def test_equality_matrix_under_one_step_asynchrony(tmp_path: Path, ranks: str) -
     [
         pytest.param(1, 1, ("schedule.gap=1",), marks=pytest.mark.slow),
         (2, 2, ("schedule.gap=1", "schedule.tsp.shard=true", "schedule.tag=true", "schedule.handoff=true")),
-        (1, 3, ("schedule.gap=0", "schedule.stale_fraction=0.3", "algorithm.updates_per_batch=2")),
+        pytest.param(
+            1,
+            3,
+            ("schedule.gap=0", "schedule.stale_fraction=0.3", "algorithm.updates_per_batch=2"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["1+1", "2+2-everything", "1+3-two-updates"],
 )

@@ -391,7 +391,8 @@ def test_I12_a_run_that_hands_every_task_on_at_every_step_equals_the_reference(t
     assert len(handed) == 2 * 8 * 3, "each of 8 tasks in 2 steps moves after each of its first 3 denoising steps"
 
 
-@pytest.mark.parametrize("asynchronous", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [0, 1])
 def test_I12_tasks_that_all_trainers_hand_to_one_rank_are_shared_out(tmp_path: Path, asynchronous: int) -> None:
     """Trainers that end their loans together may all choose the same receiver, here a slow one. It passes what waits
     on to idle ranks, and nobody goes on with other weights than those that began a task."""

@@ -43,7 +43,9 @@ def test_shares_leave_the_gradient_alone(tmp_path: Path, sharding: str, shares: 
     assert cells[0] == (3 * cells[1] if shares == "[3,1]" else len(wanted.cells))
 
 
-@pytest.mark.parametrize(("sharding", "shares"), [("ddp", "equal"), ("fsdp", "[3,1]")])
+@pytest.mark.parametrize(
+    ("sharding", "shares"), [("ddp", "equal"), pytest.param("fsdp", "[3,1]", marks=pytest.mark.slow)]
+)
 def test_a_dropped_group_gives_no_gradient_and_keeps_the_denominator(
     tmp_path: Path, sharding: str, shares: str
 ) -> None:

@@ -175,7 +175,8 @@ def measuring(original: Any, sizes: set[int], path: Path, wanted: list[int]) -> 
     return call
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_activation_checkpointing_recomputes_blocks_and_leaves_the_gradient(tmp_path: Path, sharding: str) -> None:
     def count(rank: run.Rank, world: World) -> None:
         if not world.is_trainer:

@@ -77,7 +77,7 @@ def test_replicas_share_groups_of_one_task_and_compute_no_stand_ins(tmp_path: Pa
     assert set(record.padded.values()) == {0}
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_step_that_teaches_nothing_changes_what_a_gradient_of_zero_changes(tmp_path: Path, sharding: str) -> None:
     """A constant reward: nobody trains a cell, and the optimizer does with its moments what it would have done."""
     words = (f"parallel.sharding={sharding}", "schedule.gap=1", "algorithm.kl_weight=0", "max_rl_steps=2")
