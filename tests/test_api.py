@@ -56,6 +56,8 @@ def test_samples_are_those_of_the_runs_own_evaluation(trained: Path) -> None:
     base = digenrl.sample(trained, prompts, weights="base", samples=2)
     assert not np.array_equal(base.media, drawn.media)
     assert not np.array_equal(digenrl.sample(run, prompts, samples=2, seed=1).media, drawn.media)
+    solved = digenrl.sample(run, prompts, "sampling.eval.solver=dpm2", samples=2)
+    assert not np.array_equal(solved.media, drawn.media), "what an evaluation would do"
 
 
 @pytest.mark.heavy

@@ -128,24 +128,19 @@ def sample(
 
     import torch
 
-    from digenrl.diffusion import denoise, keys
-    from digenrl.rollout.engine import EVAL_STREAM
+    from digenrl.rollout.engine import ode_samples
+    from digenrl.run import sampling_spec
 
     policy = configuration.instantiate(composed.config.model)
     module = configuration.instantiate(composed.config.algorithm, policy=policy)
     module.to("cuda" if torch.cuda.is_available() else "cpu")
     if checkpoint is not None:
         restore(module, checkpoint)
-    sampling = composed.config.sampling
-    grid, media = policy.sigma_grid(steps or sampling.eval.steps or sampling.steps), []
-    with torch.no_grad(), nullcontext() if checkpoint is None else module.averaged():
-        for prompt in (asked := as_prompts(prompts)):
-            shape = policy.latent_shape
-            noise = keys.noise(seed, 0, prompt.uid, range(samples), keys.INITIAL, shape, EVAL_STREAM)
-            latents = denoise.ode_sample(policy, policy.encode([prompt]), noise.to(policy.device), grid)
-            media.append(policy.decode(latents).mul(255.0).round().to(torch.uint8).cpu())
+    asked = as_prompts(prompts)
+    with nullcontext() if checkpoint is None else module.averaged():
+        media, _ = ode_samples(policy.eval(), sampling_spec(composed.config), asked, samples, seed, steps)
     texts = tuple(prompt.text for prompt in asked for _ in range(samples))
-    return Samples(rl_step, torch.cat(media).numpy(), texts, {})
+    return Samples(rl_step, media.mul(255.0).round().to(torch.uint8).numpy(), texts, {})
 
 
 def score(reward: str, media: ArrayLike, prompts: Sequence[str | Prompt], *words: str, heldout: bool = False) -> Scored:

@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor
 
-from digenrl.models.latents import token_positions, unpack
+from digenrl.models.latents import token_positions, unpack, unscale
 from digenrl.models.pipeline import DiffusersPolicy
 
 ATTENTION = tuple(
@@ -59,5 +59,5 @@ class FluxPolicy(DiffusersPolicy):
         return {"text": embeddings, "pooled": pooled}
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        images = unpack(latents, *self.image_grid()) / vae.config.scaling_factor + vae.config.shift_factor
+        images = unscale(unpack(latents, *self.image_grid()), vae.config)
         return vae.decode(images, return_dict=False)[0]

@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 from digenrl.models.flux import ATTENTION
 from digenrl.models.latents import token_positions, unpack
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.z_image import template_tokens
 
 
 class Flux2KleinPolicy(DiffusersPolicy):
@@ -49,8 +48,7 @@ class Flux2KleinPolicy(DiffusersPolicy):
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Qwen3 states of three layers side by side [1, max_sequence_length, 3 d]."""
-        template = template_tokens(pipeline.tokenizer, enable_thinking=False)
-        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length - template)
+        self.report_long_turn(pipeline.tokenizer, text, enable_thinking=False)
         states, _ = pipeline.encode_prompt(text, device=pipeline.device, max_sequence_length=self.max_sequence_length)
         return {"text": states}
 

@@ -43,6 +43,11 @@ def token_positions(rows: int, columns: int, device: torch.device | None = None)
     return pad(torch.cartesian_prod(*axes).view(rows * columns, 2), (1, 0))
 
 
+def unscale(latents: Tensor, config: Any) -> Tensor:
+    """FLUX.1, SD3.5 and Z-Image: latents of unit scale -> the autoencoder's own."""
+    return latents / config.scaling_factor + config.shift_factor
+
+
 def denormalise(latents: Tensor, config: Any) -> Tensor:
     """Wan and Qwen-Image: latents [B, C, f, h, w] of unit scale -> the autoencoder's own, z * std + mean."""
     shape = (1, config.z_dim, 1, 1, 1)

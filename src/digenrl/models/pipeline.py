@@ -323,6 +323,12 @@ class DiffusersPolicy(Policy):
                 f"(first such prompt: {tokens} tokens, '{text[:60]}...')",
             )
 
+    def report_long_turn(self, tokenizer: Any, text: str, **template: Any) -> None:
+        """The same of a prompt inside the tokenizer's chat template, which takes `template` and tokens of its own."""
+        empty = [{"role": "user", "content": ""}]
+        around = tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True, **template)
+        self.report_long_prompt(tokenizer, text, self.max_sequence_length - len(tokenizer(around).input_ids))
+
     def pipeline_components(self) -> dict[str, Any]:
         """Components that the encoder pipeline must not load by itself, by name; None = leave it out."""
         return {"transformer": None, "vae": None, "scheduler": None}

@@ -8,6 +8,7 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel
 from torch import Tensor
 
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
+from digenrl.models.latents import unscale
 from digenrl.models.pipeline import DiffusersPolicy
 
 
@@ -51,5 +52,4 @@ class SD3Policy(DiffusersPolicy):
         return {"text": embeddings, "pooled": pooled}
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        images = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(images, return_dict=False)[0]
+        return vae.decode(unscale(latents, vae.config), return_dict=False)[0]

@@ -9,14 +9,8 @@ from diffusers import AutoencoderKL, ZImageTransformer2DModel
 from torch import Tensor
 from torch.nn.functional import pad
 
+from digenrl.models.latents import unscale
 from digenrl.models.pipeline import DiffusersPolicy
-
-
-def template_tokens(tokenizer: Any, **how: Any) -> int:
-    """Tokens of the chat template around a prompt."""
-    empty = [{"role": "user", "content": ""}]
-    text = tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True, **how)
-    return len(tokenizer(text).input_ids)
 
 
 class ZImagePolicy(DiffusersPolicy):
@@ -44,8 +38,7 @@ class ZImagePolicy(DiffusersPolicy):
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Qwen3 states [1, max_sequence_length, d], zero-padded, and the mask [1, max_sequence_length]."""
-        template = template_tokens(pipeline.tokenizer, enable_thinking=True)
-        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length - template)
+        self.report_long_turn(pipeline.tokenizer, text, enable_thinking=True)
         (states,), _ = pipeline.encode_prompt(
             text,
             device=pipeline.device,
@@ -57,5 +50,4 @@ class ZImagePolicy(DiffusersPolicy):
         return {"text": pad(states, (0, 0, 0, padding)).unsqueeze(0), "mask": pad(mask, (0, padding)).unsqueeze(0)}
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        images = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(images, return_dict=False)[0]
+        return vae.decode(unscale(latents, vae.config), return_dict=False)[0]

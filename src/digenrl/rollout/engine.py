@@ -67,6 +67,32 @@ class Generation:
     state: denoise.SampleState
 
 
+@torch.no_grad()
+def ode_samples(
+    policy: Policy,
+    sampling: SamplingSpec,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    seed: int,
+    steps: int | None = None,
+    before_step: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """(media, clean latents) as in `Evaluation`; arguments as in `RolloutEngine.evaluate`."""
+    grid = policy.sigma_grid(steps or sampling.eval_steps or sampling.steps)
+    media, finals = [], []
+    for prompt in prompts:
+        shape = policy.latent_shape
+        noise = keys.noise(seed, 0, prompt.uid, range(samples_per_prompt), keys.INITIAL, shape, EVAL_STREAM)
+        # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
+        latents = noise.to(policy.device, wide(sampling.storage_dtype))
+        with policy.guided(sampling.eval_guidance_scale):
+            condition = policy.encode([prompt])
+            final = denoise.ode_sample(policy, condition, latents, grid, before_step, sampling.eval_solver)
+        media.append(policy.decode(final).cpu())
+        finals.append(final.cpu())
+    return torch.cat(media), torch.cat(finals)
+
+
 class RolloutEngine:
     """Everything needed to turn a task into a trajectory.
 
@@ -186,24 +212,9 @@ class RolloutEngine:
             steps: ODE steps; None = `sampling.eval_steps`.
             before_step: called before each of them; an exception ends the evaluation.
         """
-        grid = self.policy.sigma_grid(steps or self.sampling.eval_steps or self.sampling.steps)
-        media, finals, rows = [], [], []
-        for prompt in prompts:
-            shape = self.policy.latent_shape
-            noise = keys.noise(seed, 0, prompt.uid, range(samples_per_prompt), keys.INITIAL, shape, EVAL_STREAM)
-            # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
-            latents = noise.to(self.policy.device, wide(self.sampling.storage_dtype))
-            with self.policy.guided(self.sampling.eval_guidance_scale):
-                condition = self.policy.encode([prompt])
-                final = denoise.ode_sample(
-                    self.policy, condition, latents, grid, before_step, self.sampling.eval_solver
-                )
-            media.append(self.policy.decode(final).cpu())
-            finals.append(final.cpu())
-            rows += [prompt] * samples_per_prompt
-        pictures = torch.cat(media)
-        rewards = self._rewards.score(pictures, rows, heldout=True)
-        return Evaluation(pictures, tuple(rows), rewards, torch.cat(finals))
+        media, final = ode_samples(self.policy, self.sampling, prompts, samples_per_prompt, seed, steps, before_step)
+        rows = tuple(prompt for prompt in prompts for _ in range(samples_per_prompt))
+        return Evaluation(media, rows, self._rewards.score(media, rows, heldout=True), final)
 
     def rescore(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Scores of media [N, ...] in [0, 1] that somebody kept: name -> [N], held-out rewards included."""
