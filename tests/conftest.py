@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,11 @@ import torch
 torch.zeros(1, requires_grad=True).sum().backward()
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_unconfigure() -> None:
+    """What was frozen before a fork is freed again, or libraries report it as leaked."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ EXPERIMENTS = (
     "qwen_image_nft",
     "sd35_flowgrpo",
 )
-CHOSEN = ("wan21_flowgrpo", "sd35_flowgrpo", "qwen_image_nft")
+CHOSEN = ("wan21_flowgrpo", "sd35_flowgrpo")
 """A video, an image, and no ratio."""
 STEPS = 3
 WORDS = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", f"max_rl_steps={STEPS}")

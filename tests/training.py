@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import multiprocessing
 import os
@@ -109,6 +110,8 @@ def fork_command(root: Path, words: Sequence[str]) -> Train:
     """The same in a fork of the test's process, which has imported everything, and without pictures in the report.
     SIGUSR1 makes it or a rank raise."""
     root.mkdir()
+    gc.collect()  # what is imported is 600,000 objects: no fork should look through them, which copies their pages
+    gc.freeze()
     process = multiprocessing.get_context("fork").Process(target=_main, args=(root, list(words)))
     process.start()
     assert process.pid is not None

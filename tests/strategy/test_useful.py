@@ -42,8 +42,13 @@ def test_a_block_keeps_the_rows_that_have_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("trainers", "words"),
     [
-        pytest.param(2, ("schedule.gap=1", "schedule.tsp.shard=true"), marks=pytest.mark.slow),
-        pytest.param(2, ("schedule.gap=1", "parallel.sharding=fsdp", "schedule.tsp.shard=true"), id="fsdp"),
+        pytest.param(2, ("schedule.gap=1", "schedule.tsp.shard=true"), id="ddp"),
+        pytest.param(
+            2,
+            ("schedule.gap=1", "parallel.sharding=fsdp", "schedule.tsp.shard=true"),
+            id="fsdp",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(1, ("schedule.gap=2", "schedule.tsp.batch=all"), marks=pytest.mark.slow),
         pytest.param(2, ("schedule.tsp.batch=2", "schedule.shares=[2,1]"), marks=pytest.mark.slow),
         pytest.param(2, ("schedule=full",), marks=pytest.mark.slow),
