@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -36,7 +36,7 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals, obeyed
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
-from digenrl.cluster.vitals import judge_heartbeats, start_heartbeat
+from digenrl.cluster.vitals import LauncherMonitor, judge_heartbeats, start_heartbeat
 from digenrl.cluster.world import Session, World
 
 LEAVE_MORE_S = 2.0
@@ -226,42 +226,59 @@ def attach(
     host = network.address(place.host)
     network.announce(host)
     notices = _notices(place, handshake.connect_s)
-    server: StoreServer | None = None
-    if place.rank == 0:
-        run_dir = prepare().absolute()
-        server = StoreServer(network.listen(host), handshake)
-        _leave_access(run_dir, place, server, handshake)
-        notices.set("run_dir", str(run_dir))
-    run_dir = _learn_run_dir(notices, place, limits.start_s)
-    session = replace(_take_access(run_dir, place, handshake), host=host, network=network, limits=limits)
-    world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
-    if place.rank == 0:
-        names = {rank: f"rank {rank} ({'trainer' if rank < trainers else 'rollout'})" for rank in ranks}
-        judge_heartbeats(session, names, partial(on_hang, run_dir))
-    start_heartbeat(session, world.rank)
-    control, watcher = (Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2))
-    outcome = Outcome()
-    try:
-        with _stop_on_signals(signals, watcher, partial(stop_grace, run_dir)):
-            rank_main(world, session)
-        if (cause := control.get("stop")) is not None:
-            number = control.get("signal")
-            outcome = Outcome("stopped", cause, EXIT_STOPPED if number is None else 128 + int(number))
-    except Exception as error:
-        cause = f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
-        with suppress(StoreLost):
-            cause = control.get("abort") or cause
-            control.abort(cause)
-        outcome = Outcome("failed", cause, 1)
-    with suppress(StoreLost):  # process 0 is gone
-        control.set(f"left/{place.rank}", "1")
-    if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
-        patience = limits.abort_s if outcome.status == "failed" else limits.leave_s + LEAVE_MORE_S
-        _wait_until_left(control, place.size, patience)
-    if server is not None:
-        (run_dir / ACCESS).unlink(missing_ok=True)
-        server.close()
+    names = {rank: f"rank {rank} ({'trainer' if rank < trainers else 'rollout'})" for rank in ranks}
+    monitored = partial(LauncherMonitor, suspended_s=limits.suspended_s, name=names[ranks[place.rank]])
+    with ExitStack() as ended:
+        server: StoreServer | None = None
+        if place.rank == 0:
+            run_dir = prepare().absolute()
+            monitor = monitored(partial(on_hang, run_dir))  # forked before the store has threads
+            ended.callback(monitor.stop)
+            server = StoreServer(network.listen(host), handshake)
+            _leave_access(run_dir, place, server, handshake)
+            notices.set("run_dir", str(run_dir))
+        run_dir = _learn_run_dir(notices, place, limits.start_s)
+        session = replace(_take_access(run_dir, place, handshake), host=host, network=network, limits=limits)
+        world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
+
+        def hangs(cause: str) -> None:
+            monitor.stop()
+            on_hang(run_dir, cause)
+
+        if place.rank == 0:
+            judge_heartbeats(session, names, hangs)
+        else:
+            ended.callback(monitored(partial(_say_death, session, world.rank)).stop)
+        start_heartbeat(session, world.rank)
+        control, watcher = (Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2))
+        outcome = Outcome()
+        try:
+            with _stop_on_signals(signals, watcher, partial(stop_grace, run_dir)):
+                rank_main(world, session)
+            if (cause := control.get("stop")) is not None:
+                number = control.get("signal")
+                outcome = Outcome("stopped", cause, EXIT_STOPPED if number is None else 128 + int(number))
+        except Exception as error:
+            cause = f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
+            with suppress(StoreLost):
+                cause = control.get("abort") or cause
+                control.abort(cause)
+            outcome = Outcome("failed", cause, 1)
+        with suppress(StoreLost):  # process 0 is gone
+            control.set(f"left/{place.rank}", "1")
+        if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
+            patience = limits.abort_s if outcome.status == "failed" else limits.leave_s + LEAVE_MORE_S
+            _wait_until_left(control, place.size, patience)
+        if server is not None:
+            (run_dir / ACCESS).unlink(missing_ok=True)
+            server.close()
     return run_dir, outcome
+
+
+def _say_death(session: Session, rank: int, cause: str) -> None:
+    """For a rank that cannot say so itself; the others leave with the cause."""
+    with suppress(StoreLost):
+        Control(StoreClient(*session.store), rank).abort(cause)
 
 
 def _notices(place: Place, seconds: float) -> dist.Store:

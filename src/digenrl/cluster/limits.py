@@ -19,6 +19,8 @@ class Limits:
     wait for another rank to start."""
     collective_s: float = 7200.0
     """One collective of the trainers, in which the fast ones wait for the slowest."""
+    join_s: float = 120.0
+    """Until every process that a scheduler started gives its first sign of life, once process 0 is there."""
     silent_s: float = 30.0
     """No heartbeat and no processor time; not less, because a file server may stall a process."""
     suspended_s: float = 3.0

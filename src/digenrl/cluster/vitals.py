@@ -179,8 +179,12 @@ class HeartbeatMonitor:
             sign = (beat, cpu_ticks(self._pids[rank]))
             # Elsewhere nobody sees whether it computes: a library may hold Python's lock as long as a stage may take.
             limit = self._limits.silent_s if self._pids[rank] is not None else self._limits.stage_floor_s
+            said = f"stopped responding (it gave no sign of life for {limit:g} s)"
+            if self._pids[rank] is None and beat == "0":
+                limit, key = self._limits.join_s, "limits.join_s"
+                said = f"has not joined (no sign of life for {limit:g} s; {_remedy(key)})"
             if self._silent[rank].observe(self._seen.get(rank) == sign) > limit:
-                found.setdefault(rank, f"stopped responding (it gave no sign of life for {limit:g} s)")
+                found.setdefault(rank, said)
             self._seen[rank] = sign
             doing[rank] = _stretches(beat)
         hanging = self._progress.hanging(doing)
@@ -271,14 +275,18 @@ def _remedy(key: str) -> str:
 class LauncherMonitor:
     """A process of its own that reports the launcher's death. When the launcher is killed, its ranks die with it, so
     none of them can. It also kills a launcher that is suspended, because the ranks cannot go on without its store.
+    Under a scheduler every rank has one, as nobody else on its machine looks at it.
 
     Args:
         on_death: called in that process with the cause.
         suspended_s: how long the launcher may be in state T.
+        name: how the cause calls it.
     """
 
-    def __init__(self, on_death: Callable[[str], None], suspended_s: float = Limits.suspended_s) -> None:
-        self._suspended_s = suspended_s
+    def __init__(
+        self, on_death: Callable[[str], None], suspended_s: float = Limits.suspended_s, name: str = "the launcher"
+    ) -> None:
+        self._suspended_s, self._name = suspended_s, name
         self._read, self._write = os.pipe()
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=self._watch, args=(os.getpid(), on_death))
@@ -307,10 +315,10 @@ class LauncherMonitor:
             if ready:
                 if os.read(self._read, 1):
                     os._exit(0)
-                cause = f"the launcher (process {launcher}) was killed"
+                cause = f"{self._name} (process {launcher}) was killed"
                 break
             if suspended.observe(is_suspended(launcher)) > self._suspended_s and os.getppid() == launcher:
-                cause = f"the launcher (process {launcher}) stopped responding (it is suspended)"
+                cause = f"{self._name} (process {launcher}) stopped responding (it is suspended)"
                 os.kill(launcher, signal.SIGKILL)  # every rank dies with it
                 break
         on_death(cause)
