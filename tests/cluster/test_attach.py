@@ -328,6 +328,74 @@ def test_sigterm_of_a_scheduler_ends_in_a_checkpoint(tmp_path: Path, processes: 
     assert list(tmp_path.glob("outputs/*/*/checkpoints/last/manifest.json"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("task", "role"), [(0, "trainer"), (1, "rollout")])
+def test_a_task_that_is_suspended_ends_the_job_within_seconds(
+    tmp_path: Path, processes: Processes, task: int, role: str
+) -> None:
+    """Nobody on its machine is its launcher; a process of its own notices."""
+    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "max_rl_steps=10000")]
+    srun(processes, command, 2)
+    wait_for_a_step(tmp_path)
+    processes._started[task].send_signal(signal.SIGSTOP)
+    since = time.monotonic()
+    processes._started[1 - task].wait(timeout=60)
+    assert time.monotonic() - since < 20
+    assert processes.codes()[1 - task] == 1, processes.tails()
+    assert processes.codes()[task] == -signal.SIGKILL
+    (path,) = tmp_path.glob("outputs/*/*/summary.json")
+    told = json.loads(path.read_text())
+    assert told["status"] == "failed"
+    assert f"rank {task} ({role}) (process {processes._started[task].pid}) stopped responding" in told["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_task_that_never_joins_is_named_with_the_key(tmp_path: Path, processes: Processes) -> None:
+    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "limits.join_s=3")]
+    srun(processes, command, 2)
+    processes._started[1].send_signal(signal.SIGSTOP)
+    assert processes._started[0].wait(timeout=120) == 1, processes.tails()
+    found = summary(processes)
+    assert (found["status"], found["rl_steps"]) == ("failed", 0)
+    assert "rank 1 (rollout) has not joined (no sign of life for 3 s; raise limits.join_s" in found["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_batch_job_that_lost_a_task_is_queued_again_and_goes_on(tmp_path: Path) -> None:
+    """scripts/slurm.sbatch, with srun and scontrol as SLURM's: one starts the tasks, the other gets the request."""
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
+    for name, body in {
+        "srun": f'shift; exec {sys.executable} -m torch.distributed.run --nproc-per-node 2 --no-python "$@"',
+        "scontrol": 'echo "$@" >> requests',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    allocation = ["allocation.trainers=1", "allocation.rollouts=1", "max_rl_steps=4", "callbacks.checkpoint.every=1"]
+    strike = [*fault("accumulate", 0, "kill", call=60)]
+
+    def submit(*more: str, **settings: str) -> int:
+        script = ["bash", str(SCRIPTS / "slurm.sbatch"), *TINY, *allocation, *more]
+        return subprocess.run(script, cwd=tmp_path, env=environment | settings, timeout=300).returncode
+
+    assert submit(*strike) != 0
+    (run,) = tmp_path.glob("outputs/slurm/7-*")
+    assert (tmp_path / "requests").read_text() == "requeue 7\n"
+    finished = newest_valid(run / "checkpoints").name
+    assert finished in ("step-000001", "step-000002", "step-000003")
+    assert submit(*strike, SLURM_RESTART_COUNT="1") == 0
+    assert list(tmp_path.glob("outputs/slurm/*")) == [run]
+    told = json.loads((run / "summary.json").read_text())
+    assert (told["status"], told["rl_steps"], told["attempts"]) == ("completed", 4, 2)
+    assert submit("sampling.steps=0", SLURM_JOB_ID="8") != 0
+    assert (tmp_path / "requests").read_text() == "requeue 7\n"
+
+
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
     with two_machines() as names:

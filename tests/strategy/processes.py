@@ -50,6 +50,7 @@ TINY = (
     "algorithm.updates_per_batch=1",
     "algorithm.max_grad_norm=null",
     "max_rl_steps=2",
+    "allocation.max_restarts=0",
 )
 """4 prompts x 4 samples, tasks of 2, 4 denoising steps (3 trained), LoRA of rank 4, no evaluation."""
 SGD = (

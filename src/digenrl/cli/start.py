@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,18 +18,20 @@ from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Outcome, launch
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.network import Network
+from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.world import Session, World
 from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
+from digenrl.data import PromptData
 from digenrl.display import Display, final_table
 from digenrl.emulate import durations
 from digenrl.preflight import expected_seconds, memory_lines
 from digenrl.record.attempt import ResumeAttempt
-from digenrl.record.run_dir import LAUNCH, METRICS, append_event
+from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_event
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.simulate.hardware import numbering, parse_hardware
-from digenrl.strategy.checkpoint_io import newest_valid
+from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
 """`allocation.stop_grace_s=auto`: so many times the longest of the last ten steps, and no less than so many seconds;
@@ -77,8 +80,11 @@ def checkpoint_of(composed: Composed) -> Path | None:
     Raises:
         CheckpointError: the run has no whole checkpoint.
     """
-    say = partial(print, file=sys.stderr)
-    return newest_valid(composed.run_dir / "checkpoints", say) if composed.resumed else None
+    return _newest(composed.run_dir) if composed.resumed else None
+
+
+def _newest(run_dir: Path) -> Path:
+    return newest_valid(run_dir / "checkpoints", partial(print, file=sys.stderr))
 
 
 def _announce(composed: Composed, run_dir: Path, checkpoint: Path | None) -> None:
@@ -112,56 +118,113 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
 def fork(
     composed: Composed, checkpoint: Path | None, attempt: ResumeAttempt | None, signals: StopSignals
 ) -> tuple[Path, Outcome]:
-    """Start every rank on this machine, and show the run until the last one is gone; returns as `join`.
+    """Start every rank on this machine, and show the run until the last one is gone; returns as `join`. When ranks die,
+    begin again from the newest checkpoint, as long as `Restarts` allows it.
 
     Args:
         checkpoint: what a resumed run continues from.
         attempt: at resuming; None for a new run.
     """
-    settings, (trainers, rollouts) = composed.config, _counts(composed)
+    allocation = composed.config.allocation
     signals.count_all()  # what exists from here on is ended in order
     run_dir = prepare_run_dir_or_exit(composed)
+    plan = _plan(composed, run_dir, attempt, signals)
+    restarts, metrics = Restarts(allocation.max_restarts, allocation.restart_pause_s), JsonlTail(run_dir / METRICS)
+    metrics.read()
     _announce(composed, run_dir, checkpoint)
-    display: Display | None = None
+    while True:
+        try:
+            outcome = launch(plan(checkpoint))
+        except OSError as error:  # no free port
+            return run_dir, Outcome("failed", str(error), 1)
+        began = 0 if checkpoint is None else step_of(checkpoint)
+        finished = [int(row["rl_step"]) for row in metrics.read() if row.get("kind") == "step"][-1:] or [began]
+        if not outcome.died or signals.count or finished[0] >= composed.config.max_rl_steps:
+            return run_dir, outcome
+        try:
+            refusal = restarts.refuse(str(outcome.cause), began, finished[0])
+            checkpoint = None if refusal else _checkpoint_after_death(run_dir)
+        except CheckpointError as error:
+            refusal = f"{outcome.cause}; {error}"
+        if refusal is not None:
+            outcome.cause = refusal
+            _leave_evidence(composed, run_dir, finished[0], restarts.causes(finished[0]))
+            return run_dir, outcome
+        facts = {"cause": outcome.cause, "rl_step": finished[0], "checkpoint": checkpoint and checkpoint.name}
+        append_event(run_dir, RESTART, facts)
+        source = "its beginning" if checkpoint is None else checkpoint.name
+        print(f"begins again from {source} in {restarts.pause_s:g} s: {outcome.cause}", file=sys.stderr, flush=True)
+        if number := _pause(restarts.pause_s, signals):
+            return run_dir, Outcome("stopped", f"signal {number.name}, before it began again", 128 + number)
+        _announce(composed, run_dir, checkpoint)
 
-    def tick(states: Callable[[], dict[int, str]]) -> None:
-        nonlocal display  # made with the first tick, when all ranks are forked
-        display = display or Display(run_dir, settings.max_rl_steps, states)
-        display.poll()
 
-    def end() -> None:
-        if display is not None:
-            display.close()
-
+def _plan(
+    composed: Composed, run_dir: Path, attempt: ResumeAttempt | None, signals: StopSignals
+) -> Callable[[Path | None], Launch]:
+    """What an attempt starts, by the checkpoint that it begins with."""
+    settings, (trainers, rollouts) = composed.config, _counts(composed)
+    sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
     most = settings.allocation.max_lost_rollouts
     if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
         most = 0
-    plan = Launch(
-        partial(
-            run.fit,
-            settings,
-            checkpoint,
-            durations(composed, trainers, rollouts),
-            expected_seconds(composed, trainers, rollouts),
-        ),
-        trainers,
-        rollouts,
-        run_dir,
-        max_lost=None if most == "auto" else most,
-        handshake=Handshake(**settings.handshake),
-        limits=Limits(**settings.limits),
-        network=_network(composed),
-        stop_grace=partial(_stop_grace, settings, run_dir),
-        stop_save_s=settings.allocation.stop_save_s,
-        signals=signals,
-        on_tick=tick,
-        on_end=end,
-        on_orphaned=partial(_end_alone, attempt, run_dir),
-    )
-    try:
-        return run_dir, launch(plan)
-    except OSError as error:  # no free port
-        return run_dir, Outcome("failed", str(error), 1)
+
+    def plan(checkpoint: Path | None) -> Launch:
+        display: Display | None = None
+
+        def tick(states: Callable[[], dict[int, str]]) -> None:
+            nonlocal display  # made with the first tick, when all ranks are forked
+            display = display or Display(run_dir, settings.max_rl_steps, states)
+            display.poll()
+
+        def end() -> None:
+            if display is not None:
+                display.close()
+
+        return Launch(
+            partial(run.fit, settings, checkpoint, sleeps, expected),
+            trainers,
+            rollouts,
+            run_dir,
+            max_lost=None if most == "auto" else most,
+            handshake=Handshake(**settings.handshake),
+            limits=Limits(**settings.limits),
+            network=_network(composed),
+            stop_grace=partial(_stop_grace, settings, run_dir),
+            stop_save_s=settings.allocation.stop_save_s,
+            signals=signals,
+            on_tick=tick,
+            on_end=end,
+            on_orphaned=partial(_end_alone, attempt, run_dir),
+        )
+
+    return plan
+
+
+def _checkpoint_after_death(run_dir: Path) -> Path | None:
+    """Where a run begins again; None: it had not saved yet.
+
+    Raises:
+        CheckpointError: it had, and nothing of that is whole.
+    """
+    return _newest(run_dir) if any((run_dir / "checkpoints").glob("*step-*")) else None
+
+
+def _leave_evidence(composed: Composed, run_dir: Path, finished: int, causes: Sequence[str]) -> None:
+    """The prompts of the step in which a run died twice, beside the causes."""
+    if len(causes) > 1:
+        prompts = [
+            prompt.text for prompt in PromptData(composed.config.data, composed.config.seed).sampler.batch(finished)
+        ]
+        append_event(run_dir, POISON, {"rl_step": finished + 1, "causes": causes, "prompts": prompts})
+
+
+def _pause(seconds: float, signals: StopSignals) -> signal.Signals | None:
+    """Wait; the signal that ended the wait."""
+    deadline = time.monotonic() + seconds
+    while not signals.count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return signal.Signals(signals.number) if signals.count else None
 
 
 def join(
@@ -207,6 +270,8 @@ def report(run_dir: Path, outcome: Outcome, attempt: ResumeAttempt | None) -> No
         return _say_end(run_dir, outcome.status, cause, undone=True)
     summary = finish(run_dir, outcome.status, cause)
     Console(stderr=True).print(final_table(summary))
+    for cause in summary["restarted"]:
+        print(f"began again after: {cause}", file=sys.stderr)
     for loss in summary["lost"]:
         print(f"went on without a rank: {loss}", file=sys.stderr)
     if outcome.status != "completed":

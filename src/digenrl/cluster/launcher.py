@@ -58,6 +58,8 @@ class Outcome:
     """completed | stopped | failed"""
     cause: str | None = None
     exit_code: int = 0
+    died: bool = False
+    """It failed because ranks died, or raised, while nobody had asked for a stop: another attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,7 @@ class _Watch:
 
     def _fail(self, cause: str) -> None:
         if self._outcome.status != "failed":
+            self._outcome.died = self._outcome.status == "completed" and self._control.get("stop") is None
             self._outcome.status, self._outcome.cause, self._outcome.exit_code = "failed", cause, 1
             self._control.abort(cause)
             self._kill_at(time.monotonic() + self._spec.limits.abort_s)

@@ -108,6 +108,11 @@ class Allocation(Closed):
     stop_save_s: Positive = Field(
         description="seconds for saving when that step is given up; ranks that are still there are killed"
     )
+    max_restarts: AtLeast0 = Field(
+        description="times that a run whose ranks died begins again from its newest checkpoint by itself; not after a "
+        "stop, before its first step, or where it died at one step twice; 0: any such death ends it"
+    )
+    restart_pause_s: Amount = Field(description="seconds before the first restart; twice as many before each next one")
 
 
 class Handshake(Closed):
@@ -151,6 +156,9 @@ class Patience(Closed):
     stage_floor_s: Positive = Field(description="... and not before so many seconds; also where all ranks wait")
     start_s: Positive = Field(description="in place of both: a rank's start, and its first stretch of each stage")
     collective_s: Positive = Field(description="one collective of the trainers, the wait for the slowest included")
+    join_s: Positive = Field(
+        description="first sign of life of a process that torchrun or SLURM started, once process 0 is there"
+    )
     silent_s: Positive = Field(description="a rank without heartbeat and processor time counts as dead")
     suspended_s: Positive = Field(description="so does a suspended one (SIGSTOP), and a suspended launcher")
     leave_s: Positive = Field(description="at the end of a run, for what is still on its way to other ranks")

@@ -20,6 +20,7 @@ from digenrl.record.run_dir import (
     LOST,
     METRICS,
     PROMPT_STORE,
+    RESTART,
     UNWRITTEN,
     Row,
 )
@@ -31,8 +32,9 @@ GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `missing`, `alarms`,
-    `lost`, `unwritten` (file -> lines), `loggers` (name -> failures), `warnings`. `restarts` counts what the run
-    survived: resumes, and ranks that were lost while it continued (`lost` has their causes).
+    `lost`, `restarted`, `unwritten` (file -> lines), `loggers` (name -> failures), `warnings`. `restarts` counts what
+    the run survived: attempts after the first, and ranks that were lost while it continued. `lost` has the causes of
+    these, `restarted` of those attempts that the run began by itself.
 
     A figure that the files do not hold is null. `reward_first` and `reward_last` are the batch means of the first and
     the last RL step, `heldout_*` those of the first and the last evaluation; seconds in `bubble` are summed over ranks.
@@ -73,6 +75,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "alarms": suspicions(run),
         "restarts": max(0, len(run.attempts()) - 1) + len(run.events_of(LOST)),
         "lost": [str(event.get("cause")) for event in run.events_of(LOST)],
+        "restarted": [str(event.get("cause")) for event in run.events_of(RESTART)],
         "unwritten": counted(run, UNWRITTEN, "file", "lines"),
         "loggers": counted(run, LOGGER, "logger", "failures"),
         "world": world(run),

@@ -1,0 +1,50 @@
+"""Whether a run whose ranks died begins again by itself, from its newest checkpoint, or ends with the cause."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+
+class Restarts:
+    """The deaths of a run under one command.
+
+    Args:
+        most: restarts (`allocation.max_restarts`).
+        pause_s: seconds before the first (`allocation.restart_pause_s`); twice as many before each next one.
+    """
+
+    def __init__(self, most: int, pause_s: float) -> None:
+        self._most, self._pause_s = most, pause_s
+        self._causes: defaultdict[int, list[str]] = defaultdict(list)
+        """RL steps finished -> causes of the deaths in the step that followed."""
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next attempt."""
+        return float(self._pause_s * 2 ** max(0, self._deaths - 1))
+
+    @property
+    def _deaths(self) -> int:
+        return sum(len(causes) for causes in self._causes.values())
+
+    def causes(self, finished: int) -> list[str]:
+        """Why the run died in the step after `finished` RL steps; more than one: that step is poison."""
+        return self._causes[finished]
+
+    def refuse(self, cause: str, began: int, finished: int) -> str | None:
+        """Count a death, and say why the run ends with it; None: it begins again.
+
+        Args:
+            cause: of the death.
+            began: RL steps that were finished when the attempt began.
+            finished: those that were when it died.
+        """
+        earlier, deaths = list(self._causes[finished]), self._deaths
+        self._causes[finished].append(cause)
+        if not self._most or (not deaths and finished == began):  # what is wrong from the start would be so again
+            return cause
+        if earlier:
+            return f"{cause}; RL step {finished + 1} is poison: the run has died in it before ({earlier[0]})"
+        if deaths == self._most:
+            return f"{cause}; it had begun again {deaths} times (allocation.max_restarts)"
+        return None

@@ -1,0 +1,100 @@
+"""A run whose trainer dies begins again from its newest checkpoint by itself, and its result is that of a calm run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from digenrl.cluster.restarts import Restarts
+from tests.training import SMALL, Train, commands, fault, state_of
+
+AGAIN = (*SMALL, "allocation.max_restarts=2", "allocation.restart_pause_s=0.1")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Any]:
+    """Starts train commands, and leaves none behind."""
+    yield from commands(tmp_path)
+
+
+def weights(train: Train) -> bytes:
+    return (train.run_dir / "checkpoints/last/policy.safetensors").read_bytes()
+
+
+def events(train: Train, kind: str) -> list[dict[str, Any]]:
+    return [row for row in train.rows("events.jsonl") if row["kind"] == kind]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("every", "words"),
+    [(2, ("schedule=gap",)), pytest.param(1000, ("allocation.trainers=2",), marks=pytest.mark.slow)],
+    ids=["from-a-checkpoint", "from-the-beginning"],
+)
+def test_a_killed_trainer_costs_time_alone(running: Any, every: int, words: tuple[str, ...]) -> None:
+    same = (*AGAIN, *words, f"callbacks.checkpoint.every={every}", "max_rl_steps=6")
+    calm, struck = running(*same, fork=True), running(*same, fork=True)
+    struck.wait_for_step(3)
+    ranks = struck.ranks()
+    ranks[0].kill()
+    assert struck.finish() == 0, struck.stderr
+    assert calm.finish() == 0, calm.stderr
+    assert weights(struck) == weights(calm)
+    (restart,) = events(struck, "restart")
+    begun = [row["time"] for row in (*events(struck, "start"), *events(struck, "resume"))]
+    assert max(begun) - restart["time"] < 60
+    cause = "rank 0 (trainer) was killed by signal 9 (SIGKILL; sent from outside, not for lack of memory)"
+    summary = struck.summary
+    assert (summary["status"], summary["rl_steps"], summary["attempts"]) == ("completed", 6, 2)
+    assert (summary["restarts"], summary["restarted"], restart["cause"]) == (1, [cause], cause)
+    assert f"began again after: {cause}" in struck.stderr
+    assert all(state_of(process.pid) == "gone" for process in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_poison_step_ends_the_run_with_its_prompts_and_both_causes(running: Any) -> None:
+    """Nothing is saved before it, so the second attempt comes to the same point."""
+    train = running(*AGAIN, "callbacks.checkpoint.every=99", *fault("publish", 0, "kill", call=3), fork=True)
+    assert train.finish() == 1, train.stderr
+    (poison,) = events(train, "poison")
+    assert (poison["rl_step"], len(poison["causes"]), len(poison["prompts"])) == (2, 2, 2)
+    assert len(events(train, "restart")) == 1
+    assert train.summary["status"] == "failed"
+    assert "RL step 2 is poison: the run has died in it before (rank 0 (trainer) was killed" in train.summary["cause"]
+    assert train.stdout.splitlines()[-1] == str(train.run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_stop_ends_the_pause_before_a_restart(running: Any) -> None:
+    train = running(*SMALL, "allocation.max_restarts=1", "allocation.restart_pause_s=60", "max_rl_steps=99", fork=True)
+    train.wait_for_step(2)
+    train.ranks()[0].kill()
+    while not events(train, "restart"):
+        time.sleep(0.05)
+    os.kill(train.pid, signal.SIGTERM)
+    assert train.finish() == 128 + signal.SIGTERM, train.stderr
+    assert (train.summary["status"], train.summary["cause"]) == ("stopped", "signal SIGTERM, before it began again")
+    assert f"resume RUN={train.run_dir}" in train.stderr
+
+
+def test_how_often_a_run_begins_again() -> None:
+    restarts = Restarts(2, 1.5)
+    assert restarts.refuse("a", 0, 4) is None
+    assert restarts.pause_s == 1.5
+    assert restarts.refuse("b", 3, 3) is None  # the restart itself died, before its first step
+    assert restarts.pause_s == 3.0
+    assert restarts.refuse("c", 3, 9) == "c; it had begun again 2 times (allocation.max_restarts)"
+    assert Restarts(3, 1.0).refuse("wrong from the start", 5, 5) == "wrong from the start"
+    assert Restarts(0, 1.0).refuse("off", 0, 7) == "off"
+    poison = Restarts(9, 1.0)
+    poison.refuse("first", 0, 7)
+    assert poison.refuse("second", 5, 7) == "second; RL step 8 is poison: the run has died in it before (first)"
+    assert poison.causes(7) == ["first", "second"]
