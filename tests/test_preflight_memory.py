@@ -98,8 +98,20 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(experiment: str,
             ),
             r"trainer on b \(A100-SXM-80GB\) needs .* of 71\.1 GiB.*no split",
         ),
+        (
+            (
+                "experiment=wan21_dancegrpo",
+                "hardware=testbed_b",
+                "model=wan21_14b",
+                "sampling.height=480",
+                "sampling.width=832",
+                "sampling.frames=81",
+                "parallel.sharding=fsdp",
+            ),
+            r"set parallel\.context=8\.$",
+        ),
     ],
-    ids=["steps", "replicas", "kept", "720p"],
+    ids=["steps", "replicas", "kept", "720p", "480p"],
 )
 def test_a_misfit_is_refused_with_the_change_that_fits(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -201,6 +201,8 @@ def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ..
 def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate]:
     """`candidate` with each allowed `parallel.sharding`, from the fewest collectives to the least memory, and with
     `auto` steps per forward as a number; those that fit."""
+    if candidate.trainers % candidate.spec.context:
+        return []
     shardings = [candidate.sharding]
     if config.parallel.sharding == AUTO and candidate.trainers > 1:
         group = shard_group(config, candidate.trainers)
@@ -238,7 +240,8 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def _way_out(costing: Costing, candidate: Candidate) -> str:
     """The fewest settings that make `candidate` fit, for this split or for another; or that there are none."""
-    known = [(word, change) for word, change in CHANGES if candidate.but(**change) != candidate]
+    tokens = [(f"parallel.context={n}", {"context": n}) for n in costing.contexts(candidate)[-1:]]
+    known = [(word, change) for word, change in (*CHANGES, *tokens) if candidate.but(**change) != candidate]
     for count in range(1, len(known) + 1):
         for chosen in itertools.combinations(known, count):
             trial = candidate.but(**{key: value for _, change in chosen for key, value in change.items()})
@@ -248,14 +251,19 @@ def _way_out(costing: Costing, candidate: Candidate) -> str:
     gpus = costing.hardware.gpus
     for trainers in range(gpus, 0, -1):
         sharding = "fsdp" if trainers > 1 else "ddp"
-        try:
-            if not costing.misfits(smallest.but(trainers=trainers, rollouts=gpus - trainers, sharding=sharding)):
-                words = " ".join(word for word, _ in known if trainers > 1 or "sharding" not in word)
-                return (
-                    f"set allocation.trainers={trainers} allocation.rollouts={gpus - trainers} {words}".rstrip() + "."
-                )
-        except ValueError:  # the roles of the pools do not allow it
-            continue
+        split = smallest.but(trainers=trainers, rollouts=gpus - trainers, sharding=sharding)
+        for context in (1, *costing.contexts(split)[-1:]):
+            try:
+                if costing.misfits(split.but(context=context)):
+                    continue
+            except ValueError:  # the roles of the pools do not allow it
+                break
+            words = [f"allocation.trainers={trainers}", f"allocation.rollouts={gpus - trainers}"]
+            words += [
+                w for w, change in known if "context" not in change and (trainers > 1 or "sharding" not in change)
+            ]
+            words += [f"parallel.context={context}"] * (context != candidate.spec.context)
+            return f"set {' '.join(words)}."
     return (
         "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA (model.lora), take a "
         "smaller resolution or fewer frames, use more or larger GPUs, or correct memory_gib of the profile's pools."

@@ -50,6 +50,14 @@ def test_i3_shares_3_to_1_and_5_to_0(shares: tuple[float, ...], cells: tuple[int
     assert placed == cells
 
 
+@pytest.mark.parametrize("shard", [True, False])
+def test_i2_a_context_group_has_one_place(shard: bool) -> None:
+    placement = place(spec(tsp_shard=shard, context=2), 6, (0, 1, 2, 3))
+    assert placement[::2] == placement[1::2] == place(spec(tsp_shard=shard), 3, (0, 1, 2, 3))
+    with pytest.raises(ValueError, match=r"parallel\.context = 2 must divide the 3 trainers"):
+        place(spec(context=2), 3, (0, 1, 2, 3))
+
+
 def test_without_shard_a_task_stays_on_one_rank() -> None:
     placement = place(spec(), 3, (0, 1, 2, 3))
     owners = {(b.group, b.part): rank for rank in range(3) for micro in placement[rank] for b in micro}

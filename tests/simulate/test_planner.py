@@ -152,6 +152,18 @@ def test_what_does_not_fit_says_why() -> None:
         make_plan(Costing(HUNYUAN, small))
 
 
+def test_trainers_share_the_tokens_of_what_fits_in_no_other_way() -> None:
+    """All weights of Wan 14B at 480 x 832 x 81."""
+    node, work = Hardware((replace(FAST, count=8),)), Workload("wan21_14b", 480, 832, 81, 20, 10, 8, 8, 1, True, None)
+    alone = replace(work, model="qwen_image")
+    best = make_plan(Costing(work, node), steps=4).outcomes[0]
+    assert best.candidate.spec.context > 1
+    assert f"parallel.context={best.candidate.spec.context}" in overrides(best)
+    assert not Costing(work, node).misfits(best.candidate)
+    assert Costing(work, node).misfits(best.candidate.but(context=1))
+    assert Costing(alone, node).contexts(best.candidate) == []
+
+
 class EveryThird:
     """A user's own `algorithm.train_steps`."""
 

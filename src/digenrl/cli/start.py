@@ -105,6 +105,7 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
     lines = [
         f"run       {run_dir}",
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
+        f"{f'tokens over {config.parallel.context}, ' if config.parallel.context > 1 else ''}"
         f"{'GPU' if not config.hardware.emulate and devices.found() else 'CPU'}",
         f"step      {prompts} prompts x {data.group_size} samples = {samples} samples, "
         f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "

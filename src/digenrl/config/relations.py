@@ -140,6 +140,29 @@ def _shard_group(get: _View) -> Iterator[str]:
         )
 
 
+def _context(get: _View) -> Iterator[str]:
+    context, trainers = get("parallel.context"), get("allocation.trainers")
+    if context == 1:
+        return
+    if isinstance(trainers, int) and trainers % context:
+        yield (
+            f"parallel.context = {context}: must divide allocation.trainers = {trainers}; "
+            f"allowed: {_divisors(trainers)}."
+        )
+    if get("schedule.shares") != "equal":
+        yield (
+            f"schedule.shares = {get('schedule.shares')} with parallel.context = {context}: trainers that share the "
+            "tokens of a forward are equally fast; set schedule.shares=equal, or parallel.context=1."
+        )
+    for name, pool in get("hardware.pools").items():
+        node = pool.get("per_node", min(pool.get("count", 1), 8))
+        if pool.get("gpu") != "cpu" and pool.get("role", "auto") != "rollout" and node % context:
+            yield (
+                f"parallel.context = {context}: the {node} GPUs of a node of hardware.pools.{name} do not divide into "
+                f"groups of {context}; allowed: {_divisors(node)}."
+            )
+
+
 def _split_claims(get: _View) -> Iterator[str]:
     if get("schedule.claims") != "split" or get("allocation.rollouts") == 0:
         return
@@ -195,6 +218,7 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _shares,
     _sharding,
     _shard_group,
+    _context,
     _split_claims,
     _recomputation,
     _rank_counts,

@@ -145,6 +145,10 @@ class Parallel(Closed):
     shard_group: AtLeast1 | Auto = Field(
         description="hsdp: trainers that hold one copy of the weights; auto: those of a node"
     )
+    context: AtLeast1 = Field(
+        description="neighbouring trainers that share the tokens of each trained forward (Ulysses), where a sample is "
+        "too long for one GPU; divides the trainers of a node and the attention heads; Wan and HunyuanVideo; 1: none"
+    )
 
 
 class Patience(Closed):

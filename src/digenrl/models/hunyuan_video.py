@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.models.attention_dispatch import SeqAllToAllDim, dispatch_attention_fn
+from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import Tensor
 
@@ -16,7 +19,52 @@ TEMPLATE_TOKENS = 95
 """Tokens of the prompt template before the prompt, which the pipeline crops from the hidden states."""
 
 
-class _Unmasked(HunyuanVideoAttnProcessor2_0):
+class _Joint(HunyuanVideoAttnProcessor2_0):
+    """Joint attention that a context group can compute together: each rank has its part of the video's tokens and all
+    of the text's, whose number need not divide. It gets all tokens of its part of the heads from the others, attends,
+    and sends them back (Ulysses, arXiv:2309.14509)."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        if self._parallel_config is None:
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        assert encoder_hidden_states is not None, "the blocks attend to both"
+        mesh = self._parallel_config.context_parallel_config._ulysses_mesh
+        group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        own = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
+        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), (attn.norm_added_q, attn.norm_added_k)
+        joint = attn.add_q_proj is None  # single-stream blocks project both alike
+        video = _projected(hidden_states, attn.heads, *own)
+        text = _projected(encoder_hidden_states, attn.heads, *(own if joint else added))
+        video[:2] = [apply_rotary_emb(part, image_rotary_emb, sequence_dim=1) for part in video[:2]]
+        whole = [SeqAllToAllDim.apply(group, part) for part in video]
+        heads = [part.chunk(ranks, dim=2)[rank] for part in text]
+        query, key, value = (torch.cat(pair, dim=1) for pair in zip(whole, heads, strict=True))
+        mixed = dispatch_attention_fn(query, key, value, attn_mask=attention_mask, backend=self._attention_backend)
+        seen, read = mixed.split([whole[0].shape[1], heads[0].shape[1]], dim=1)
+        # Every rank gets the whole text back, for which it is sent once to each.
+        parts = [SeqAllToAllDim.apply(group, part, 1, 2) for part in (seen, read.repeat(1, ranks, 1, 1))]
+        hidden_states, encoder_hidden_states = (part.flatten(2, 3).to(query.dtype) for part in parts)
+        if attn.to_out is not None:
+            hidden_states = attn.to_out[1](attn.to_out[0](hidden_states))
+        if attn.to_add_out is not None:
+            encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
+        return hidden_states, encoder_hidden_states
+
+
+def _projected(states: Tensor, heads: int, layers: Any, norms: Any) -> list[Tensor]:
+    """Query, key and value, [B, tokens, heads, d] each."""
+    query, key, value = (layer(states).unflatten(2, (heads, -1)) for layer in layers)
+    return [query if norms[0] is None else norms[0](query), key if norms[1] is None else norms[1](key), value]
+
+
+class _Unmasked(_Joint):
     """Attention among tokens that all count. The network makes a mask of them all the same, under which PyTorch's fast
     kernels are out of the question."""
 
@@ -49,11 +97,16 @@ class HunyuanVideoPolicy(DiffusersPolicy):
     feed_forward = FEED_FORWARD
     single_attention = SINGLE_ATTENTION
     single_feed_forward = ("proj_mlp",)
+    context_plan: ClassVar[dict[str, Any]] = {
+        "rope": {part: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for part in (0, 1)},
+        "transformer_blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }
 
     def keep_padding(self, on: bool) -> None:
         super().keep_padding(on)
         self._unmasked = not on and not self.two_forwards
-        processor = _Unmasked if self._unmasked else HunyuanVideoAttnProcessor2_0
+        processor = _Unmasked if self._unmasked else _Joint
         for block in self.wrap_units():
             attention: Any = block.attn
             backend = attention.processor._attention_backend

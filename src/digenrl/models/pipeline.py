@@ -7,6 +7,7 @@ a trainer rank never does. Neither is a submodule, so no sharding, optimizer or 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 
 from digenrl.models import deferred, latents, pretrained, tiny_builds
@@ -182,6 +184,39 @@ class DiffusersPolicy(Policy):
             pretrained.require_family(str(settings["path"]), cls.pipelines, cls.family)
         else:
             tiny_builds.require(cls.family)
+
+    @classmethod
+    def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
+        """Also refuses numbers that do not divide the attention heads and the tokens, and blocks or attention that
+        cannot be divided. Raises ValueError."""
+        super().check_context(settings, ranks)
+        if ranks == 1:
+            return
+        if settings.get("build", "real") == "tiny":
+            heads = tiny_builds.BUILDERS[cls.family]["transformer"]["num_attention_heads"]
+        else:
+            config = pretrained.component_config(cls.transformer_class, str(settings["path"]), "transformer")
+            heads = config["num_attention_heads"]
+        shape = cls._latent_shape(settings["height"], settings["width"], settings.get("frames", 1))
+        tokens = math.prod(shape[1:]) // 4
+        common = [n for n in range(1, heads + 1) if heads % n == 0 and tokens % n == 0]
+        if ranks not in common:
+            raise ValueError(
+                f"parallel.context = {ranks}: must divide the {heads} attention heads of {cls.family} and the {tokens} "
+                f"tokens of a sample of this size; allowed: {', '.join(map(str, common))}."
+            )
+        if settings.get("compile"):
+            raise ValueError(
+                f"parallel.context = {ranks} with model.compile = true: compiled blocks cannot be divided; set one of "
+                "them back."
+            )
+        backend = settings.get("attention_backend")
+        able = sorted(_AttentionBackendRegistry._supports_context_parallel)
+        if backend is not None and backend not in able:
+            raise ValueError(
+                f"parallel.context = {ranks}: model.attention_backend = {backend} cannot be divided; "
+                f"allowed: null, {', '.join(able)}."
+            )
 
     # ---- what a family implements
 

@@ -53,6 +53,9 @@ class Policy(nn.Module, ABC):
     family: ClassVar[str]
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     """The transformer's lists of blocks."""
+    context_plan: ClassVar[dict[str, Any]] = {}
+    """Where the tokens of a forward are split among the ranks of a context group, and gathered again, as diffusers'
+    hooks take it; {}: they cannot be."""
     transformer: nn.Module
     latent_shape: tuple[int, ...]
     """*L of one sample at the configured height, width and frames."""
@@ -110,6 +113,15 @@ class Policy(nn.Module, ABC):
     def check(cls, settings: Mapping[str, Any]) -> None:
         """Refuse a model config (its YAML's keys) before any rank starts, if small files suffice to see that it cannot
         be built; raises ValueError."""
+
+    @classmethod
+    def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
+        """Refuse a model config whose forwards `ranks` trainers cannot compute together; raises ValueError."""
+        if ranks > 1 and not cls.context_plan:
+            raise ValueError(
+                f"parallel.context = {ranks}: the tokens of {cls.family} are not divided among trainers, those of wan "
+                "and hunyuan_video can be; set parallel.context=1, or parallel.sharding=fsdp to save memory."
+            )
 
     # ---- what a family implements
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor
 
 from digenrl.models.latents import denormalise
@@ -22,6 +23,11 @@ class WanPolicy(DiffusersPolicy):
     temporal_stride = 4
     attention = tuple(f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0"))
     feed_forward = ("ffn.net.0.proj", "ffn.net.2")
+    context_plan: ClassVar[dict[str, Any]] = {
+        "rope": {part: ContextParallelInput(split_dim=1, expected_dims=4, split_output=True) for part in (0, 1)},
+        "blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return self.network(

@@ -61,6 +61,8 @@ class ScheduleSpec:
     """Groups of `prompts` that are generated beyond what is trained: the first that teach something are."""
     zero_variance_groups: Literal["keep", "drop"] = "keep"
     """Groups whose samples all score alike: they count in the loss's denominator, or leave it."""
+    context: int = 1
+    """Neighbouring trainers that share the tokens of each trained forward, and so train the same cells together."""
     skip_zero: bool = True
     """Cells whose gradient is known to be zero are not trained."""
     async_steps: int = 0
@@ -157,6 +159,7 @@ _KEYS = {
     "shares": "schedule.shares",
     "oversample": "data.oversample",
     "zero_variance_groups": "data.zero_variance_groups",
+    "context": "parallel.context",
     "skip_zero": "schedule.skip_zero",
     "async_steps": "schedule.async_steps",
     "stale_fraction": "schedule.stale_fraction",

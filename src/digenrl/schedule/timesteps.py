@@ -2,16 +2,17 @@
 
 A *block* is (task of the fragment, K of its trained steps). Without `tsp_shard` all blocks of a task live on one rank,
 with it they are spread over the ranks. Shares give a rank blocks in proportion to its speed; the *number* of
-micro-batches is the same on every rank (collectives), their size is not.
+micro-batches is the same on every rank (collectives), their size is not. Trainers that share the tokens of a forward
+(`context`) have one place together, and all of them its blocks.
 
-Invariants: I2 every block is placed exactly once; equal micro-batch counts on all ranks; the placement is a pure
-function of (spec, trainers, fragment), so producers and consumers agree without talking.
+Invariants: I2 every block is placed exactly once (on all ranks of one context group); equal micro-batch counts on all
+ranks; the placement is a pure function of (spec, trainers, fragment), so producers and consumers agree without talking.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from digenrl.schedule.order import fragments
@@ -57,6 +58,11 @@ Placement = tuple[tuple[tuple[Block, ...], ...], ...]
 @lru_cache(maxsize=4096)
 def place(spec: ScheduleSpec, trainers: int, groups: tuple[int, ...]) -> Placement:
     """placement[rank][micro_batch] = blocks; an empty tuple is a micro-batch that only joins collectives."""
+    if trainers % spec.context:
+        raise ValueError(f"parallel.context = {spec.context} must divide the {trainers} trainers.")
+    if spec.context > 1:
+        seats = place(replace(spec, context=1), trainers // spec.context, groups)
+        return tuple(own for own in seats for _ in range(spec.context))
     shares = spec.shares or (1.0,) * trainers
     if len(shares) != trainers:
         raise ValueError(f"schedule.shares has {len(shares)} entries for {trainers} trainers: give one per rank.")

@@ -17,7 +17,7 @@ from digenrl.simulate.costs import STAGES, Costs
 from digenrl.simulate.hardware import Hardware, Pool, assign, shard_group
 from digenrl.simulate.memory import USABLE, Memory, rollout_memory, trainer_memory
 from digenrl.simulate.virtual_cluster import Cluster, Rank
-from digenrl.simulate.workload import Workload
+from digenrl.simulate.workload import HEADS, Workload
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,12 @@ class Costing:
             return candidate.shard_group
         return shard_group(candidate.trainers, min(pool.per_node for pool in self.hardware.pools))
 
+    def contexts(self, candidate: Candidate) -> list[int]:
+        """Values of `parallel.context` above 1 that its trainers, their nodes and the model allow."""
+        nodes = (pool.per_node for pool in self.hardware.pools)
+        common = math.gcd(candidate.trainers, self.work.tokens, HEADS.get(self.work.model, 1), *nodes)
+        return [n for n in range(2, common + 1) if common % n == 0 and not candidate.shares]
+
     def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:
         """What the blocks of a trainer on `pool` keep: the candidate's choice, or the fastest that fits (if none does,
         the smallest)."""
@@ -108,7 +114,7 @@ class Costing:
         lends = candidate.rollouts == 0 or candidate.spec.tag
         blocks = self.blocks_at_once(candidate, pool)
         size, batch = candidate.spec.task_size, candidate.spec.tsp_batch
-        key = (pool, self.shards(candidate), size, batch, blocks, lends, candidate.encoders)
+        key = (pool, self.shards(candidate), size, batch, blocks, lends, candidate.encoders, candidate.spec.context)
         if key not in self._chosen:
             self._chosen[key] = self._fastest(candidate, pool)
         return self._chosen[key]
@@ -135,8 +141,9 @@ class Costing:
                 choices.append(mixed(more, less, low))
         if not choices:
             return Recompute(inputs=1.0)
-        size, batch = candidate.spec.task_size, candidate.spec.tsp_batch
-        return min(choices, key=lambda choice: self.costs.cell_seconds(pool, size, batch, choice))
+        spec = candidate.spec
+        sizes = spec.task_size, spec.tsp_batch
+        return min(choices, key=lambda choice: self.costs.cell_seconds(pool, *sizes, choice, spec.context))
 
     def blocks_at_once(self, candidate: Candidate, pool: Pool) -> int:
         """Blocks of a micro-batch on a trainer of `pool`: with unequal shares a fast one gets several."""
@@ -159,6 +166,7 @@ class Costing:
             generates=candidate.rollouts == 0 or candidate.spec.tag,
             keeps_copy=candidate.spec.tag and self.work.lora_rank is not None and self.work.updates > 1,
             encoders=candidate.encoders,
+            context=candidate.spec.context,
         )
 
     def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
@@ -203,8 +211,8 @@ class Costing:
 
     def pool_cell_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """One trained step of a task on a trainer of `pool`."""
-        choice = self.recompute(candidate, pool)
-        return self.costs.cell_seconds(pool, candidate.spec.task_size, candidate.spec.tsp_batch, choice)
+        choice, spec = self.recompute(candidate, pool), candidate.spec
+        return self.costs.cell_seconds(pool, spec.task_size, spec.tsp_batch, choice, spec.context)
 
     def cluster(self, candidate: Candidate) -> Cluster:
         """Durations of the candidate, for the engine."""
@@ -239,7 +247,7 @@ class Costing:
         everyone = list(pools.values())
         return Cluster(
             tuple(self._together(ranks, shards)),
-            lockstep=shards > 1,
+            lockstep=shards > 1 or candidate.spec.context > 1,
             micro_batch_seconds=exposed,
             reduce_seconds=costs.reduce_seconds(trainer_pools, candidate.trainers // shards, shards),
             optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),

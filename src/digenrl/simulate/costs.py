@@ -106,31 +106,45 @@ class Costs:
             return measured * task_size
         return task_size * self.work.score_flops() / (pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.score)
 
-    def cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute) -> float:
-        """One trained step of a task, inside a block of K = `tsp_batch` steps: forward, backward, reference forward.
+    def cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int = 1) -> float:
+        """One trained step of a task, inside a block of K = `tsp_batch` steps: forward, backward, reference forward, by
+        `context` GPUs together.
 
         What blocks throw away is computed again, and written and read once more. Choosing among operators takes the
         processor `SELECTION_SECONDS` per block and forward, which the GPU works beside.
         """
         measured = self._measured("train", pool)
         if measured is not None:
-            return measured * task_size
+            return measured * task_size / context + self._exchange_seconds(pool, task_size, recompute, context)
         work, rows = self.work, task_size * self.work.passes
         forwards = 1 + int(work.reference)
         shares = [(mode, share) for mode, share in recompute.shares.items() if share]
         repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
         moved = sum(share * work.repeated_bytes(mode) for mode, share in shares)
         again = recompute.inputs * work.attention_flops()
+        if context > 1:  # diffusers' exchange repeats PyTorch's attention in its backward (HunyuanVideo's does not)
+            again, repeated = again + work.attention_flops(), repeated + work.attention_flops()
         flops = forwards * work.forward_flops() + work.backward_flops() + repeated
         seconds = rows * self._compute(pool, flops, (forwards + 2) * work.attention_flops() + again)
         seconds = (seconds + self._traffic(pool, (forwards + 2) * rows)) / pool.reaches.train
-        seconds += rows * moved / (pool.hbm_tb_s * 1e12)
+        seconds = (seconds + rows * moved / (pool.hbm_tb_s * 1e12)) / context
+        seconds += self._exchange_seconds(pool, task_size, recompute, context)
         selected = recompute.products + recompute.attention
         launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
         return max(seconds, launches / tsp_batch, selecting / tsp_batch)
 
     # ---- links
+
+    def _exchange_seconds(self, pool: Pool, task_size: int, recompute: Recompute, context: int) -> float:
+        """What `context` GPUs of a node send each other for one cell and wait for: queries, keys, values and outputs of
+        every attention, again with their gradients, and again where a block is repeated."""
+        if context == 1:
+            return 0.0
+        work, blocks = self.work, float(self.work.sizes["attention_blocks"])
+        passes = 4 * blocks * (2 + int(work.reference) + recompute.inputs + recompute.products + recompute.attention)
+        volume = task_size * work.passes * work.block_bytes * (context - 1) / context**2
+        return passes * (volume / self.bandwidth([pool], context) + COLLECTIVE_SECONDS)
 
     def bandwidth(self, pools: list[Pool], ranks: int) -> float:
         """Bytes per second of a ring over `ranks` GPUs: the node's links inside one, the slowest network link else."""

@@ -34,14 +34,14 @@ def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
 
 def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, float]:
     """Seconds of training one fragment (0 where a rank without blocks of it trains others) and all of an update."""
-    trainers, tasks = len(cluster.trainers), spec.tasks_per_group
+    trainers, tasks = len(cluster.trainers) // spec.context, spec.tasks_per_group
     cells = [rank.cell_seconds for rank in cluster.trainers]
     steps = spec.trained_steps / spec.blocks_per_task
     useful = (
         cluster.useful if spec.task_size > 1 else round(tasks * cluster.useful) / tasks
     )  # tasks of one sample, whole
     if spec.shares or not spec.tsp_shard:
-        speed = sum(1.0 / cell for cell in cells)
+        speed = sum(1.0 / cell for cell in cells) / spec.context
         return 0.0, useful * spec.groups_per_update * tasks * spec.trained_steps / speed
     per_group, common = math.floor(useful * tasks * spec.blocks_per_task + 1e-9), cluster.micro_batch_seconds
     if not cluster.lockstep:  # odd blocks go round the ranks from fragment to fragment

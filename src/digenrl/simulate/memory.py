@@ -60,17 +60,23 @@ class Memory:
         return self.total / GIB
 
 
-def saved_bytes(work: Workload, rows: int, recompute: Recompute) -> int:
-    """Bytes that autograd and checkpoints keep for `rows` forwards of one sample (samples x steps x passes)."""
-    units = work.sizes["blocks"]
-    return int(sum(units * share * work.kept_bytes(mode, rows) for mode, share in recompute.shares.items() if share))
+def saved_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
+    """Bytes that autograd and checkpoints keep for `rows` forwards of one sample (samples x steps x passes), on each of
+    `context` ranks that share its tokens."""
+    units, shares = work.sizes["blocks"], recompute.shares.items()
+    return int(sum(units * share * work.kept_bytes(mode, rows, context) for mode, share in shares if share))
 
 
-def repeated_bytes(work: Workload, rows: int, recompute: Recompute) -> int:
+def repeated_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
     """Bytes that one block keeps for a moment, while what it threw away is computed again."""
     least = max((mode for mode, share in recompute.shares.items() if share), key=MODES.index)
     blocks_per_unit = work.sizes["attention_blocks"] / work.sizes["blocks"]
-    return int((work.kept_bytes(ALL, rows) - work.kept_bytes(least, rows)) / blocks_per_unit)
+    return int((work.kept_bytes(ALL, rows, context) - work.kept_bytes(least, rows, context)) / blocks_per_unit)
+
+
+def whole_bytes(work: Workload, rows: int, context: int) -> int:
+    """Bytes of the tokens before the first block, which every rank makes whole, and of their gradient."""
+    return int(2 * rows * work.block_bytes) if context > 1 else 0
 
 
 def text_encoder_bytes(work: Workload) -> int:
@@ -147,6 +153,7 @@ def trainer_memory(
     generates: bool,
     keeps_copy: bool,
     encoders: bool = False,
+    context: int = 1,
 ) -> Memory:
     """A trainer rank that shares its weights with `shards` - 1 others (1 = replicated).
 
@@ -155,14 +162,15 @@ def trainer_memory(
         generates: it also generates (colocated, or lending), so it needs room to encode and decode.
         keeps_copy: it keeps the published trained weights between updates, for lending.
         encoders: text encoders and VAE stay on the GPU of whoever generates.
+        context: ranks that share the tokens of a trained forward. Each generates and evaluates alone.
     """
     parameters, trained = int(work.sizes["parameters"]), work.trained_parameters
     full = work.lora_rank is None
     share = -(-trained // shards)
     block = int(work.sizes["largest_block_parameters"])
     rows = task_size * tsp_batch * work.passes
-    kept = saved_bytes(work, rows, recompute)
-    moment = repeated_bytes(work, rows, recompute)
+    kept = saved_bytes(work, rows, recompute, context)
+    moment = repeated_bytes(work, rows, recompute, context) + whole_bytes(work, rows, context)
     makes = max(task_size if generates else 0, work.evaluated)  # samples at once, without gradients
     stays = encoders and makes > 0
     # Nobody generates during a micro-batch: its activations have made room by then.

@@ -106,7 +106,8 @@ def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSp
     if width == 1:
         return spec, cluster
     runs = [list(run) for _, run in itertools.groupby(cluster.ranks, key=lambda rank: replace(rank, rank=0))]
-    numbers = [max(1, round(len(run) / width)) for run in runs]
+    units = [spec.context if run[0].role == "trainer" else 1 for run in runs]
+    numbers = [unit * max(1, round(len(run) / (width * unit))) for run, unit in zip(runs, units, strict=True)]
     training = sum(number for run, number in zip(runs, numbers, strict=True) if run[0].role == "trainer") * width
     ranks: list[Rank] = []
     shares: list[float] = []

@@ -25,6 +25,9 @@ ENCODERS = {
 }
 """Model -> (parameters, tokens, VAE)."""
 
+HEADS = {"wan21_14b": 40, "wan21_1_3b": 12, "hunyuan_video": 24}
+"""Attention heads of the models whose tokens several trainers can share (`parallel.context`)."""
+
 REWARD_FLOPS = {"pickscore": 0.38e12, "clip_score": 0.33e12, "aesthetic": 0.17e12}
 """FLOPs per image of scorers that run on the GPU (2 x parameters x tokens of their ViT). Others run on the CPU."""
 
@@ -205,16 +208,18 @@ class Workload:
         """Bytes that this repetition writes and reads again: what is not kept, twice."""
         return 2.0 * float(self.sizes["blocks"]) * (self.kept_bytes(ALL, 1) - self.kept_bytes(mode, 1))
 
-    def kept_bytes(self, mode: str, rows: int) -> float:
-        """Bytes that one unit of blocks keeps of a forward of `rows` samples for the backward pass."""
-        return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows)
+    def kept_bytes(self, mode: str, rows: int, context: int = 1) -> float:
+        """Bytes that one unit of blocks keeps of a forward of `rows` samples for the backward pass, on each of
+        `context` ranks that share the tokens of the picture; the text's are on all of them."""
+        return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows, context)
 
     def forward_bytes(self, rows: int) -> float:
         """Peak of a forward of `rows` samples without gradients, weights in 16 bit."""
         return max(0.0, self._fitted(self.sizes["forward_bytes"], rows))
 
-    def _fitted(self, entry: Mapping[str, float], rows: int) -> float:
-        row = entry["row"] + entry["token"] * self.tokens + entry["text"] * float(self.sizes["text_tokens"])
+    def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
+        tokens = self.tokens / context
+        row = entry["row"] + entry["token"] * tokens + entry["text"] * float(self.sizes["text_tokens"])
         return entry["forward"] + rows * row
 
     def decode_flops(self) -> float:

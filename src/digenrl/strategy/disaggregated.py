@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +40,7 @@ from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.consent import Consent
+from digenrl.strategy.context import Context
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
@@ -112,6 +113,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self._agreed = 0
         """Decisions that sharded trainers have taken together."""
         self._accumulating = False
+        self._context: Context | None = None
 
     # ---- hooks for researchers: thin calls into schedule/
 
@@ -257,6 +259,8 @@ class DisaggregatedStrategy(DDPStrategy):
             )
             self.engine.policy.fill(self.root_device)
         super().model_to_device()
+        if self.spec.context > 1 and self.world.is_trainer:
+            self._context = Context(self.engine.policy, self.spec.context, self.root_device.type)
 
     def configure_ddp(self) -> None:
         """Replicas need no wrapper: `gradients.average` reduces once per update. FSDP2 has sharded in place."""
@@ -279,8 +283,8 @@ class DisaggregatedStrategy(DDPStrategy):
 
     @property
     def _sharded(self) -> bool:
-        """Whether every forward is a collective of the trainers."""
-        return self.sharding != "ddp" and self.world.trainers > 1
+        """Whether every forward is a collective of trainers: they share its weights or its tokens."""
+        return (self.sharding != "ddp" and self.world.trainers > 1) or self.spec.context > 1
 
     def _droppable(self) -> bool:
         return self.updates_done == 0 or self.engine.policy.lora is not None
@@ -320,12 +324,18 @@ class DisaggregatedStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.shares.begin(args[0])
-        return super().training_step(*args, **kwargs)
+        with self._tokens_shared():
+            return super().training_step(*args, **kwargs)
+
+    def _tokens_shared(self) -> AbstractContextManager[None]:
+        """Inside, a context group computes together what is trained; each rank generates and evaluates alone."""
+        return nullcontext() if self._context is None else self._context.shared()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Undo Lightning's division by the accumulation count and the mean over ranks: losses are sums already."""
         scaled = closure_loss * (self.micro_batches_per_update * self.world.trainers)
-        loss = super().backward(scaled, optimizer, *args, **kwargs)
+        with self._tokens_shared():
+            loss = super().backward(scaled, optimizer, *args, **kwargs)
         self.shares.end()
         self.session.progress.tick()
         if not self._accumulating:

@@ -128,8 +128,8 @@ class StepBoard:
     Args:
         teaches: which complete groups teach something, where the others are left out; None: all (`schedule.selection`).
         useful: what can have a gradient, asked about complete groups; None: everything.
-        lockstep: the model is sharded, so every forward is a collective and all ranks must run equally many. A rank
-            with fewer blocks in a micro-batch is padded with a cell of weight zero. Replicas compute what they own.
+        lockstep: weights or tokens are shared, so every forward is a collective and all ranks must run equally many. A
+            rank with fewer blocks in a micro-batch is padded with a cell of weight zero. Others compute what they own.
     """
 
     def __init__(

@@ -1,0 +1,108 @@
+"""Trainers that share the tokens of a forward compute what they compute alone: samples, gradients, weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from digenrl import config as configuration
+from digenrl import run
+from tests.strategy.processes import FP64, SGD, Job, Record, completed, relative, run_series
+
+SMALL = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", "reward=video_quality", "max_rl_steps=1")
+FEW = ("sampling.steps=3", "data.prompts_per_batch=2", "algorithm.updates_per_batch=1", "schedule.skip_zero=false")
+FAMILIES = {
+    "wan": ("experiment=wan21_flowgrpo",),
+    "hunyuan": ("experiment=hunyuanvideo_dancegrpo", "~reward.heldout"),
+}
+TOGETHER = ("parallel.context=2",)
+
+
+def configured(family: str, *words: str) -> DictConfig:
+    return configuration.load([*SMALL, *SGD, *FP64, *FEW, *FAMILIES[family], *words]).config
+
+
+def records(path: Path, trainers: int, **jobs: DictConfig) -> dict[str, Record]:
+    """One run after the other in the same ranks."""
+    series = run_series(path, trainers, 1, [Job(name, config) for name, config in jobs.items()])
+    return {job.name: completed(cluster) for job, cluster in series}
+
+
+def assert_equal(found: Record, wanted: Record, group: int) -> None:
+    """To 1e-10; each cell is trained by all ranks of one group."""
+    assert len(found.gradients) == len(wanted.gradients) > 0
+    for mine, theirs in zip(found.gradients, wanted.gradients, strict=True):
+        assert relative(mine, theirs) <= 1e-10
+    assert found.cells.keys() == wanted.cells.keys()
+    for key, cell in wanted.cells.items():
+        first, *others = found.trained_by[key]
+        assert first % group == 0
+        assert others == list(range(first + 1, first + group))
+        assert found.cells[key].version == cell.version
+        torch.testing.assert_close(found.cells[key].latents, cell.latents, rtol=0, atol=1e-10)
+    assert relative(found.weights, wanted.weights) <= 1e-10
+
+
+@pytest.mark.processes
+def test_a_context_group_equals_replicas(tmp_path: Path) -> None:
+    """Wan by diffusers' plan; HunyuanVideo with texts of odd lengths, and every block repeated in the backward pass."""
+    own = {"wan": (), "hunyuan": ("model.gradient_checkpointing=true",)}
+    jobs = {name: configured(name, *words) for name, words in own.items()}
+    together = {f"{name} together": configured(name, *words, *TOGETHER) for name, words in own.items()}
+    found = records(tmp_path, 2, **jobs, **together)
+    for name in jobs:
+        assert_equal(found[f"{name} together"], found[name], 2)
+
+
+CASES = {
+    "arrival": ("schedule.gap=1", "schedule.order=arrival", "schedule.tsp.shard=true"),
+    "lending": ("schedule=gap_tsp_tag",),
+    "products": ("model.gradient_checkpointing=products",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_context_groups_equal_one_trainer_and_sharded_ones_themselves(tmp_path: Path) -> None:
+    """All weights of HunyuanVideo are sharded; Wan sums the gradients of its modulations over the tokens in fp32."""
+    two_steps = ("max_rl_steps=2",)
+    (wanted,) = records(tmp_path / "1", 1, alone=configured("wan", *two_steps)).values()
+    jobs = {name: configured("wan", *words, *two_steps, *TOGETHER) for name, words in CASES.items()}
+    sharded = ("hunyuan", "parallel.sharding=fsdp")
+    jobs |= {"alone": configured(*sharded), "together": configured(*sharded, *TOGETHER)}
+    found = records(tmp_path / "4", 4, **jobs)
+    for name in CASES:
+        assert_equal(found[name], wanted, 2)
+    assert_equal(found["together"], found["alone"], 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "said"),
+    [
+        ("wan", ("parallel.context=3", "allocation.trainers=3"), "must divide the 2 attention heads of wan and the 32"),
+        ("wan", ("parallel.context=2", "model.compile=true"), "compiled blocks cannot be divided"),
+        ("wan", ("parallel.context=2", "model.attention_backend=flex"), "allowed: null, _flash_3_hub"),
+        ("wan", ("parallel.context=2", "model=sd35_medium"), "the tokens of sd3 are not divided among trainers"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(family: str, words: tuple[str, ...], said: str) -> None:
+    config = configured(family, *words)
+    with pytest.raises(ValueError, match=said):
+        run.check(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("parallel.context=2", "allocation.trainers=3"), "must divide allocation.trainers = 3"),
+        (("parallel.context=2", "allocation.trainers=2", "schedule.shares=measured"), "equally fast"),
+        (("parallel.context=3", "hardware=node_8xh100"), "the 8 GPUs of a node of hardware.pools.h100"),
+        (("parallel.context=0",), "parallel.context = 0"),
+    ],
+)
+def test_groups_that_do_not_fit_the_trainers_are_refused(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(configuration.ConfigError, match=said):
+        configured("wan", *words)
