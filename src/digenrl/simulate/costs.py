@@ -23,7 +23,7 @@ DECODE_FLOPS_PER_BYTE = 60.0
 COLLECTIVE_SECONDS = 40e-6
 """Latency of a collective (an assumption)."""
 ADOPT_GB_S = 3.3
-"""fp32 weights into bf16 ones on a GPU, as one processor core casts them."""
+"""Received weights onto a GPU, as one processor core copies them (an assumption)."""
 CONNECTION_GB_S = 1.2
 """Of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on two processor cores)."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
@@ -197,12 +197,12 @@ class Costs:
         return max(network, version_bytes(self.work) / (CONNECTION_GB_S * 1e9)) + 5e-3
 
     def snapshot_seconds(self, pools: list[Pool]) -> float:
-        """The trained weights in fp32 into the host memory of every trainer."""
-        return 4 * self.work.trained_parameters / (min(pool.reaches.host_gb_s for pool in pools) * 1e9)
+        """A version, in the rollouts' dtype, into trainer 0's host memory."""
+        return version_bytes(self.work) / (min(pool.reaches.host_gb_s for pool in pools) * 1e9)
 
     def adopt_seconds(self) -> float:
-        """Received weights onto a rollout's GPU, cast by one thread on the way."""
-        return 4 * self.work.trained_parameters / (ADOPT_GB_S * 1e9)
+        """A version, in the rollouts' dtype, onto a rollout's GPU, by one thread."""
+        return version_bytes(self.work) / (ADOPT_GB_S * 1e9)
 
     def task_bytes(self, task_size: int) -> float:
         """A finished task: S+1 latents, of which neighbours are shared, in storage dtype."""

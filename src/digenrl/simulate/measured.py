@@ -19,9 +19,6 @@ import yaml
 from digenrl.simulate.hardware import Hardware
 from digenrl.simulate.workload import Workload
 
-ENGINE = "eager"
-"""Rows that stand for a run."""
-
 
 def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
     """`hardware` with the seconds per unit that files in `folder` have for its pools' GPUs and this workload."""
@@ -45,7 +42,7 @@ def same_gpu(profile: str, measured: str) -> bool:
 def units(stages: Mapping[str, list[dict[str, Any]]], work: Workload) -> dict[str, float]:
     """stage -> seconds per unit (encode: prompt; generate, decode: sample; train: cell) of the rows that fit `work`."""
     wanted = {
-        "engine": ENGINE,
+        "engine": work.engine,
         "tokens": work.tokens,
         "passes": work.passes,
         "trained": "all" if work.lora_rank is None else "lora",
