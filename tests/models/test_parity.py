@@ -233,6 +233,23 @@ def test_compiled_blocks_sample_and_train_like_the_others():
         assert torch.allclose(parameter.grad, compiled.trained_parameters()[name].grad, atol=1e-4), name
 
 
+@pytest.mark.slow
+def test_compiled_blocks_take_any_number_of_rows_with_and_without_gradients_and_adapter():
+    """More cases than PyTorch compiles of one function by default."""
+    policy = make("wan", compile=True)
+    condition, sigma = policy.encode([Prompt("a star")]), torch.tensor([0.7])
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        for rows in (2, 4, 1, 3):
+            noise = noise_of(policy, rows)
+            given = {key: value.expand(rows, *value.shape[1:]) for key, value in condition.items()}
+            policy.velocity(noise, sigma.expand(rows), given).sum().backward()
+            with torch.no_grad():
+                policy.velocity(noise, sigma.expand(rows), given)
+                with policy.reference():
+                    policy.velocity(noise, sigma.expand(rows), given)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8
+
+
 def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refused():
     policy, plain = make("wan", attention_backend="native"), make("wan")
     condition, noise, sigma = plain.encode([Prompt("a star")]), noise_of(plain, 1), torch.tensor([0.7])

@@ -31,6 +31,9 @@ from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
+COMPILED_CASES = 16
+"""More than a block's code is compiled for: the first number of rows, one row, any number; each with gradients, without
+them, and without the adapter. PyTorch's own limit is 8, beyond which it raises."""
 
 
 class DiffusersPolicy(Policy):
@@ -158,6 +161,8 @@ class DiffusersPolicy(Policy):
                 if any(name.startswith(f"{module}.") for module in self.unread):
                     parameter.requires_grad_(False)
         if compile:
+            dynamo = torch._dynamo.config
+            dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
             for block in self.wrap_units():
                 block.compile(fullgraph=True)
         self.keep_padding(compile)
