@@ -96,7 +96,7 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(experiment: str,
                 "sampling.frames=81",
                 "parallel.sharding=fsdp",
             ),
-            r"trainer on b \(A100-SXM-80GB\) needs .* of 71\.1 GiB.*no split",
+            r"trainer on b \(A100-SXM-80GB\) needs .*: set sampling\.eval\.batch=1 .*parallel\.context=8\.$",
         ),
         (
             (

@@ -240,13 +240,25 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def _way_out(costing: Costing, candidate: Candidate) -> str:
     """The fewest settings that make `candidate` fit, for this split or for another; or that there are none."""
+    one_by_one = Costing(replace(costing.work, evaluated=min(1, costing.work.evaluated)), costing.hardware)
+    for said, way in (("", costing), ("sampling.eval.batch=1 ", one_by_one)):
+        if (words := _changes(way, candidate)) is not None:
+            return f"set {said}{' '.join(words)}".rstrip() + "."
+    return (
+        "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA (model.lora), take a "
+        "smaller resolution or fewer frames, use more or larger GPUs, or correct memory_gib of the profile's pools."
+    )
+
+
+def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
+    """The words of `_way_out`; None where nothing helps."""
     tokens = [(f"parallel.context={n}", {"context": n}) for n in costing.contexts(candidate)[-1:]]
     known = [(word, change) for word, change in (*CHANGES, *tokens) if candidate.but(**change) != candidate]
-    for count in range(1, len(known) + 1):
+    for count in range(len(known) + 1):
         for chosen in itertools.combinations(known, count):
             trial = candidate.but(**{key: value for _, change in chosen for key, value in change.items()})
             if not costing.misfits(trial):
-                return f"set {' '.join(word for word, _ in chosen)}."
+                return [word for word, _ in chosen]
     smallest = candidate.but(**{key: value for _, change in CHANGES for key, value in change.items()})
     gpus = costing.hardware.gpus
     for trainers in range(gpus, 0, -1):
@@ -263,11 +275,8 @@ def _way_out(costing: Costing, candidate: Candidate) -> str:
                 w for w, change in known if "context" not in change and (trainers > 1 or "sharding" not in change)
             ]
             words += [f"parallel.context={context}"] * (context != candidate.spec.context)
-            return f"set {' '.join(words)}."
-    return (
-        "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA (model.lora), take a "
-        "smaller resolution or fewer frames, use more or larger GPUs, or correct memory_gib of the profile's pools."
-    )
+            return words
+    return None
 
 
 def sized(composed: Composed) -> bool:
@@ -338,6 +347,7 @@ def workload(composed: Composed) -> Workload:
     lora = model.get("lora")
     embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
     evaluations = [node for node in (config.callbacks or {}).values() if str(node["_target_"]).endswith("Evaluation")]
+    drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations]
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
     return Workload(
         model=model_name,
@@ -360,7 +370,7 @@ def workload(composed: Composed) -> Workload:
         ema=algorithm.get("ema") is not None,
         rewards=tuple(config.reward.get("rewards", {})),
         heldout=tuple(config.reward.get("heldout") or {}),
-        evaluated=max((int(node.get("samples_per_prompt", 0)) for node in evaluations), default=0),
+        evaluated=max((min(n, sampling.eval.batch or n) for n in drawn), default=0),
         engine="compiled" if model.get("compile") else "eager",
         fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],

@@ -255,6 +255,7 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
         eval_steps=sampling.eval.steps,
         eval_guidance_scale=sampling.eval.guidance_scale,
         eval_solver=sampling.eval.solver,
+        eval_batch=sampling.eval.batch,
     )
 
 

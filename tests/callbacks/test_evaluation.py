@@ -144,6 +144,20 @@ def test_sampling_eval_decides_steps_and_solver(prompt_file: Path) -> None:
     assert torch.equal(found[3], found[1])
 
 
+def test_sampling_eval_decides_how_many_are_made_at_once(prompt_file: Path) -> None:
+    """The same pictures but for the rounding of another batch; never more rows in a forward."""
+    engine, found = engine_of(DigitsPolicy()), []
+    rows: list[int] = []
+    engine.policy.transformer.register_forward_pre_hook(
+        lambda module, args, given: rows.append(len(given["hidden_states"])), with_kwargs=True
+    )
+    for batch in (None, 2):
+        engine.sampling = replace(engine.sampling, eval_batch=batch)
+        found.append(Evaluation(prompt_file, samples_per_prompt=5).sample(engine).media.int())
+    assert (found[0] - found[1]).abs().max() <= 1
+    assert set(rows) == {5, 2, 1}
+
+
 def test_heldout_prompts_take_the_place_of_the_training_prompts(tmp_path: Path, prompt_file: Path) -> None:
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text('{"prompt": "number nine", "target": "9"}\n')

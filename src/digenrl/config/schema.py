@@ -236,6 +236,7 @@ class Evaluated(Closed):
         description="of an evaluation; null: sampling.guidance_scale"
     )
     solver: Literal["euler", "dpm2"] = Field(description="of an evaluation's ODE; dpm2: DPM-Solver++ of second order")
+    batch: AtLeast1 | None = Field(description="samples of an evaluation at once; null: all of a prompt")
 
 
 class Sampling(Closed):

@@ -42,6 +42,8 @@ class SamplingSpec:
     eval_guidance_scale: float | None = None
     """Of evaluation; None = as in rollouts."""
     eval_solver: denoise.Solver = "euler"
+    eval_batch: int | None = None
+    """Samples of evaluation at once; None = all of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,11 @@ def ode_samples(
         latents = noise.to(policy.device, wide(sampling.storage_dtype))
         with policy.guided(sampling.eval_guidance_scale):
             condition = policy.encode([prompt])
-            final = denoise.ode_sample(policy, condition, latents, grid, before_step, sampling.eval_solver)
+            parts = [
+                denoise.ode_sample(policy, condition, part, grid, before_step, sampling.eval_solver)
+                for part in latents.split(sampling.eval_batch or samples_per_prompt)
+            ]
+        final = torch.cat(parts)
         media.append(policy.decode(final).cpu())
         finals.append(final.cpu())
     return torch.cat(media), torch.cat(finals)

@@ -326,7 +326,8 @@ class Costing:
     def evaluation_seconds(self, prompts: int, samples: int, trainers: int) -> float:
         """One evaluation: the trainers alone generate, decode and score `samples` of each of `prompts` prompts."""
         costs, pool = self.costs, max(self.hardware.pools, key=lambda pool: self.costs.step_seconds(pool, 1))
-        sample = self.work.steps * costs.step_seconds(pool, samples) / samples
+        at_once = min(samples, self.work.evaluated or samples)
+        sample = self.work.steps * costs.step_seconds(pool, at_once) / at_once
         sample += costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1)
         return math.ceil(prompts / trainers) * (samples * sample + costs.encode_seconds(pool))
 
