@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from digenrl.record.run_dir import CHECKPOINT_FAILED, EVENTS, LOGGER, METRICS, UNWRITTEN, Row
+from digenrl.record.run_dir import CHECKPOINT_FAILED, EVENTS, LOGGER, METRICS, TRAJECTORIES, UNWRITTEN, Row
 from digenrl.report.learning_alarms import alarms
 from digenrl.report.read_run import JsonlTail, append_step, is_number
 from digenrl.report.tables import DASH, duration, facts, number
@@ -33,8 +33,8 @@ SHOWN_RANKS = 8
 """Up to so many ranks are listed one by one; more are counted by what they do."""
 _BARS = "▁▂▃▄▅▆▇█"
 _QUIET = ("publish",)
-_LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER)
-"""Kinds of events that are said in a line of their own: something is lost while the run goes on."""
+_LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER, TRAJECTORIES)
+"""Kinds of events that are said in a line of their own: something is lost while the run goes on, or fills the disk."""
 _DRAWN = ("rl_step", "reward", "heldout", "samples_per_s", "step_s")
 """Keys of a metric line that the display needs; it keeps those of every step."""
 

@@ -35,15 +35,17 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.models.tiny_builds import cache_root
 from digenrl.preflight import shard_group, sharding, trainer_speeds
-from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space, limit_events
+from digenrl.record.run_dir import PROMPT_STORE, TRAJECTORIES, append_event, free_space, limit_events
+from digenrl.record.trajectories import Recorded, TrajectoryFiles
 from digenrl.rewards.needs import unscorable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
-from digenrl.schedule import ScheduleSpec, micro_batches_per_update
+from digenrl.schedule import ScheduleSpec, group_tasks, micro_batches_per_update
 from digenrl.schedule.shares import relative
 from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.strategy.replay import step_bytes
 from digenrl.types import Prompt, StepGivenUp
 
 
@@ -132,7 +134,8 @@ def build(
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
     data = PromptData(config.data, config.seed)
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
-    trainers_score = spec.tag or not world.rollouts or any(isinstance(callback, Evaluation) for callback in named)
+    generates = config.replay is None and (spec.tag or not world.rollouts)
+    trainers_score = generates or any(isinstance(callback, Evaluation) for callback in named)
     if trainers_score or not world.is_trainer:  # nobody else builds reward models
         rewards.check_prompts(data.prompts)
     if world.rank == (0 if trainers_score else world.trainers):
@@ -153,6 +156,8 @@ def build(
         split_claims=config.schedule.claims == "split",
         expected=expected,
         record_bytes=keep / world.size,
+        recording=_recording(config, world, session),
+        replay=None if config.replay is None else Recorded(Path(config.replay)),
         checkpoint_io=DirectoryCheckpointIO(),
     )
     trainer = configuration.instantiate(
@@ -166,7 +171,30 @@ def build(
         default_root_dir=str(session.run_dir),
     )
     _encode(config, policy, data, named, world.rank, session)
+    if config.record.trajectories and world.rank == 0:
+        _announce_record(config, world.trainers, engine, spec, data, session.run_dir)
     return Rank(trainer, module, data, strategy)
+
+
+def _recording(config: DictConfig, world: World, session: Session) -> TrajectoryFiles | None:
+    """Where a trainer records what it trains; each has an equal part of the room."""
+    if not (config.record.trajectories and world.is_trainer):
+        return None
+    return TrajectoryFiles(session.run_dir, world.rank, config.record.trajectories_mib * 2**20 / world.trainers)
+
+
+def _announce_record(
+    config: DictConfig, trainers: int, engine: RolloutEngine, spec: ScheduleSpec, data: PromptData, run_dir: Path
+) -> None:
+    """Say before the first step how large the record of trajectories will be."""
+    lockstep = sharding(config) != "ddp" and trainers > 1
+    outline = engine.outline(group_tasks(spec, 0, 0)[0], data.sampler.batch(0)[0])
+    step = step_bytes(spec, trainers, lockstep, outline) / 2**20
+    steps, limit = config.max_rl_steps, config.record.trajectories_mib
+    said = f"{step:.3g} MiB an RL step, {step * steps:.4g} MiB for {steps}, {free_space(run_dir)}"
+    if step * steps > limit:
+        said += f"; record.trajectories_mib={limit:g} holds {int(limit // step)}"
+    append_event(run_dir, TRAJECTORIES, {"cause": said})
 
 
 def _encode(
@@ -214,7 +242,7 @@ def fill_prompt_store(
     if setting is None:
         return None
     root = cache_root("prompts") if setting == "auto" else Path(setting).expanduser()
-    steps = range(config.max_rl_steps)
+    steps = range(0 if config.replay else config.max_rl_steps)
     all_of_them = len(steps) * config.data.prompts_per_batch >= len(data.prompts)
     wanted = list(data.prompts) if all_of_them else [prompt for step in steps for prompt in data.sampler.batch(step)]
     wanted += [prompt for callback in callbacks if isinstance(callback, Evaluation) for prompt in callback.prompts]
@@ -341,8 +369,13 @@ def check(config: DictConfig) -> None:
         )
     if not config.hardware.emulate and (problems := unscorable(config.reward, _prompts_of(config.data))):
         raise ValueError("\n".join(problems))
-    if "surrogate" in algorithm:
-        check_kernel(configuration.instantiate(algorithm.sde), configuration.instantiate(algorithm.surrogate))
+    surrogate = configuration.instantiate(algorithm.surrogate) if "surrogate" in algorithm else None
+    if surrogate is not None:
+        check_kernel(configuration.instantiate(algorithm.sde), surrogate)
+    if config.replay is not None:
+        weighted = [name for name, entry in config.reward.rewards.items() if entry.get("weight", 1.0)]
+        means, final = surrogate is not None and surrogate.needs_means, _target(config, "algorithm").needs_final
+        Recorded(Path(config.replay)).require(config.max_rl_steps, means, final, weighted)
 
 
 def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:

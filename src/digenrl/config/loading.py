@@ -14,10 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
-from digenrl.config.compose import KnownKeys, compose_words, merge_words, with_search_path
+from digenrl.config.compose import KnownKeys, compose_words, merge_words, quoted, with_search_path
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import configuration_help, show
-from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
+from digenrl.config.schema import REPLAYABLE
+from digenrl.config.stored import REPLAYED, changes, read_stored, unconfirmed_hosts
 
 EXIT_CODE = 2
 """Exit code of a refused configuration, as of wrong command line arguments elsewhere."""
@@ -46,6 +47,7 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
 
     `--config-dir DIR` adds a directory with options of the user's own. `resume=RUN` takes RUN/config.yaml as the base
     instead, and RUN as the run directory; only the keys of `digenrl.config.schema.RESUMABLE` may differ from it.
+    `replay=RUN` takes the same base for a new run, without rollout ranks; there, those of `REPLAYABLE` may differ.
 
     Args:
         stored: a run whose config.yaml is the base, to look at what it made: every key may differ.
@@ -58,12 +60,24 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     problems = [
         f"{word}: unknown option; settings are key=value (see --help)." for word in given if word.startswith("-")
     ]
-    resumed, words = _resume_word(words)
+    resumed, words = _run_word("resume", words)
+    replayed, words = _run_word("replay", words)
+    if resumed is not None and replayed is not None:
+        problems.append("resume and replay: a run that replays is resumed with resume=RUN alone; name one of them.")
     run = resumed if stored is None else stored.expanduser().absolute()
     choices: dict[str, str] = {}
     completed: list[str] = []
     base: dict[str, Any] | None = None
-    if run is None:
+    if run is None and replayed is not None:
+        tree, completed = read_stored(replayed, "replay")
+        base, _ = resolved(tree)
+        for key, value in (("allocation.rollouts", 0), ("record.trajectories", False), ("replay", str(replayed))):
+            OmegaConf.update(tree, key, value)
+        found = merge_words(tree, [word for word in words if not word.startswith("hydra.")], config_name, groups=True)
+        named = [f"{key}={quoted(str(tree[key]))}" for key in ("experiment_name", "output_root")]
+        found += compose_words([*named, *(word for word in words if word.startswith("hydra."))], config_name)[1]
+        run_dir = Path(str(HydraConfig.get().run.dir))
+    elif run is None:
         tree, found = compose_words(words, config_name)
         choices = {
             name: str(value)
@@ -85,11 +99,16 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
             f"allow_targets = {list(tree.allow_targets)}: counts only on the command line, not in a YAML file; "
             "set it there, for this run."
         )
+    if run is None and replayed is None and tree.get("replay") is not None:
+        problems.append(f"replay = {tree.replay}: counts only on the command line, as replay={tree.replay}.")
     problems += _unwritable(run_dir.absolute())
     plain, _ = resolved(tree)
     if base is not None:
         problems += unconfirmed_hosts(base, plain, confirmed)
-        problems += changes(base, plain) if stored is None else ()
+        if resumed is not None:
+            problems += changes(base, plain)
+        elif replayed is not None and run is None:
+            problems += changes(base, plain, REPLAYABLE, REPLAYED)
     if problems:
         raise ConfigError(problems)
     for key in ("prompts", "heldout"):
@@ -156,10 +175,10 @@ def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
     return words, asked
 
 
-def _resume_word(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The run to resume (the last `resume=` wins; `null` is none) and the other words."""
-    given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith("resume=")]
-    others = [word for word in words if not word.startswith("resume=")]
+def _run_word(key: str, words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The run that `key` (resume or replay) names (the last one wins; `null` is none) and the other words."""
+    given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith(f"{key}=")]
+    others = [word for word in words if not word.startswith(f"{key}=")]
     if not given or given[-1] in ("", "null"):
         return None, others
     return Path(given[-1]).expanduser().absolute(), others

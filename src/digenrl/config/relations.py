@@ -96,11 +96,20 @@ def _precision(get: _View) -> Iterator[str]:
 
 def _asynchrony(get: _View) -> Iterator[str]:
     steps, rollouts = get("schedule.async_steps"), get("allocation.rollouts")
-    if steps and rollouts == 0:
+    if steps and rollouts == 0 and get("replay") is None:
         yield (
             f"schedule.async_steps = {steps} with allocation.rollouts = 0: without rollout ranks nobody generates "
             "while others train; set allocation.rollouts to 1 or more, or schedule.async_steps=0."
         )
+
+
+def _replay(get: _View) -> Iterator[str]:
+    if get("replay") is None:
+        return
+    if rollouts := get("allocation.rollouts"):
+        yield f"allocation.rollouts = {rollouts} with replay: nothing is generated; set allocation.rollouts=0."
+    if get("record.trajectories"):
+        yield "record.trajectories = true with replay: what it trains is recorded already; leave it false."
 
 
 def _shares(get: _View) -> Iterator[str]:
@@ -215,6 +224,7 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _same_noise,
     _precision,
     _asynchrony,
+    _replay,
     _shares,
     _sharding,
     _shard_group,

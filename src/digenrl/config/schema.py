@@ -6,7 +6,8 @@ Defaults are in configs/*.yaml, and nowhere else: a field without a default must
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -178,6 +179,10 @@ class Record(Closed):
     )
     logger_pending: AtLeast1 = Field(description="calls that may wait for a slow logger; more are dropped and counted")
     logger_finish_s: Amount = Field(description="seconds that a logger gets at the end for the calls that wait")
+    trajectories: bool = Field(description="keep what trainers consume (latents, rewards, ...), for `replay`")
+    trajectories_mib: Positive = Field(
+        description="MiB of that, of all trainers; the record ends with the last RL step that fits, the run goes on"
+    )
 
 
 class Data(Closed):
@@ -378,6 +383,9 @@ class Train(Closed):
     seed: int = Field(ge=0, le=2**63 - 1, description="of every random choice")
     max_rl_steps: AtLeast1 = Field(description="RL steps of the run")
     resume: Directory | None = Field(description="directory of the run to continue")
+    replay: Directory | None = Field(
+        description="directory of a run with trajectories, to train from those without generating anything"
+    )
     output_root: Directory = Field(description="where run directories are made")
     allow_targets: list[Package] = Field(
         description="further packages that `_target_` may name; counts on the command line only"
@@ -518,6 +526,38 @@ RESUMABLE: tuple[str, ...] = (
 """Keys and groups that may change when a run is resumed: what decides about time, memory and places, what watches the
 run, and where it ends. Every other key is part of what the checkpoint was trained with, and keeps its value."""
 
+REPLAYABLE: tuple[str, ...] = (
+    *(key for key in RESUMABLE if key not in ("sampling.task_size", "reward.placement")),
+    "experiment_name",
+    "output_root",
+    "resume",
+    "replay",
+    "strategy",
+    "trainer",
+    "parallel",
+    "data.zero_variance_groups",
+    "sampling.eval",
+    "model.keep_reference",
+    "reward.heldout",
+    "reward.placement",
+    "reward.rewards.*.weight",
+    "algorithm._target_",
+    "algorithm.surrogate",
+    "algorithm.clip_range",
+    "algorithm.kl_weight",
+    "algorithm.kl_kind",
+    "algorithm.step_weight",
+    "algorithm.detach_uncond",
+    "algorithm.ratio_bound",
+    "algorithm.advantage",
+    "algorithm.optimizer",
+    "algorithm.updates_per_batch",
+    "algorithm.max_grad_norm",
+    "algorithm.ema",
+)
+"""Keys and groups that a replay may set apart from the run that it replays: what happens to a sample once it is there.
+Every other key decided about the samples (`*` stands for any name)."""
+
 SCHEMAS: dict[str, type[Closed]] = {"train": Train, "plan": Plan, "score": Score, "serve_reward": ServeReward}
 """Primary file of configs/ -> what it may hold."""
 
@@ -527,6 +567,6 @@ DERIVED_TRAINER_KEYS: dict[str, str] = yaml.safe_load(_DERIVED.read_text(encodin
 place."""
 
 
-def may_change(key: str) -> bool:
-    """Whether a resumed run may change the dotted `key` (see `RESUMABLE`)."""
-    return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE)
+def may_change(key: str, keys: Sequence[str] = RESUMABLE) -> bool:
+    """Whether a resumed run may change the dotted `key`: it is one of `keys`, or in one of those groups."""
+    return any(fnmatchcase(key, name) or fnmatchcase(key, f"{name}.*") for name in keys)

@@ -25,6 +25,8 @@ from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import CONFIG
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#\s]*)", re.IGNORECASE)
+_RESUMED = "a resumed run keeps what its checkpoint was trained with"
+REPLAYED = "the record holds what was sampled with the stored value"
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 
 
@@ -114,18 +116,18 @@ def _hosts(tree: Any) -> Iterator[tuple[str, str]]:
                 yield path, redact_text(host)
 
 
-def changes(stored: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
-    """What a resumed run must not change: a message with the keys that differ, and those that may, or nothing."""
+def changes(
+    stored: Mapping[str, Any], tree: Mapping[str, Any], may: Sequence[str] = RESUMABLE, because: str = _RESUMED
+) -> list[str]:
+    """What a run that goes by a stored one must not change: a message with the keys that differ, why they must not, and
+    those that `may`; or nothing."""
     before, after = dict(_leaves(stored)), dict(_leaves(tree))
     differing = (key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT))
-    keys = sorted(key for key in differing if not may_change(key))
+    keys = sorted(key for key in differing if not may_change(key, may))
     if not keys:
         return []
     said = ", ".join(f"{key} = {_said(after, key)} (stored: {_said(before, key)})" for key in keys)
-    return [
-        f"{said}: a resumed run keeps what its checkpoint was trained with; start a new run for another value. "
-        f"May change: {listing(RESUMABLE, len(RESUMABLE))}."
-    ]
+    return [f"{said}: {because}; start a new run for another value. May change: {listing(may, len(may))}."]
 
 
 _ABSENT = object()

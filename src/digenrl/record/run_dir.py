@@ -53,6 +53,9 @@ UNWRITTEN = "unwritten"
 PROMPT_STORE = "prompt_store"
 """Kind of the event that tells how many `texts` a run needs and how many of them this rank has `encoded`; rank 0 always
 writes it, the others where they have encoded."""
+TRAJECTORIES = "trajectories"
+"""Directory of what trainers consumed; kind of the events that tell, as `cause`, how much that will be, and that the
+record has ended early."""
 LEFT_OUT = "left_out"
 """Kind of the event that tells how many routine events of a kind (`of`) were not written, and their `samples`."""
 ROUTINE = ("publish", "lend", "dropped", "missing", "shares", "warning", "checkpoint")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -199,6 +200,31 @@ class RolloutEngine:
 
         self._scorer.submit(media, prompts).add_done_callback(deliver)
         return finished
+
+    def outline(self, task: Task, prompt: Prompt) -> Trajectory:
+        """The task's trajectory without values, on the meta device: what its record will take."""
+        plan, rows, shape = self._plan(task), task.samples, self.policy.latent_shape
+        cells, kept = (rows, len(plan.trained)), self._keep_final or plan.forward_process
+        stored = partial(torch.empty, device="meta", dtype=self.sampling.storage_dtype)
+        plain = partial(torch.empty, device="meta")
+        latents = stored(*cells, *((0,) if plan.forward_process else shape))
+        return Trajectory(
+            step=task.step,
+            index=task.index,
+            group=task.group,
+            uid=prompt.uid,
+            first_sample=task.first_sample,
+            version=task.version,
+            steps=plain(len(plan.trained), dtype=torch.int64),
+            sigmas=self._grid,
+            latents=latents,
+            next_latents=latents,
+            log_probs=plain(*cells),
+            condition=self.policy.encode([prompt]),
+            final=stored(rows, *shape) if kept else None,
+            means=plain(*cells, *shape) if self._keep_means else None,
+            rewards={name: plain(rows) for name in self._rewards.names},
+        )
 
     @torch.no_grad()
     def evaluate(

@@ -34,6 +34,7 @@ from digenrl.data import PromptSampler
 from digenrl.record.decision_log import DecisionLog
 from digenrl.record.run_dir import DECISIONS, append_event, tell_unwritten
 from digenrl.record.span_log import SpanLog
+from digenrl.record.trajectories import Recorded, TrajectoryFiles
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
 from digenrl.schedule.policy import SchedulePolicy, header
@@ -45,8 +46,9 @@ from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.measured_shares import Shares
+from digenrl.strategy.replay import Recording, Replay
 from digenrl.strategy.step_ledger import StepLedger
-from digenrl.strategy.stream import FragmentStream, Inbox
+from digenrl.strategy.stream import FragmentStream, Inbox, Source
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
@@ -73,6 +75,8 @@ class DisaggregatedStrategy(DDPStrategy):
         split_claims: divide every queue equally beforehand instead of claiming (what published colocated loops do).
         expected: (stage, rank) -> seconds, as `SchedulePolicy.expected` takes them: what the hardware profile says.
         record_bytes: of this rank's spans, and of its decisions; more are left out.
+        recording: where this trainer writes what it trains; None: nowhere.
+        replay: what it trains in place of what ranks generate; None: the latter.
     """
 
     strategy_name = "disaggregated"
@@ -91,6 +95,8 @@ class DisaggregatedStrategy(DDPStrategy):
         split_claims: bool = False,
         expected: Mapping[tuple[str, int], float] | None = None,
         record_bytes: float = math.inf,
+        recording: TrajectoryFiles | None = None,
+        replay: Recorded | None = None,
         checkpoint_io: Any = None,
     ) -> None:
         timeout = timedelta(seconds=session.limits.collective_s)
@@ -99,6 +105,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
         self._unequal = unequal and sharding == "ddp"
         self._expected, self._record_bytes = expected or {}, record_bytes
+        self._recording, self._replay = Recording(recording), replay
         self._sampler, self._last_step = sampler, last_step
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
@@ -200,7 +207,9 @@ class DisaggregatedStrategy(DDPStrategy):
             self.link,
             self.spans,
         )
-        self.inbox = Inbox(self.link, self.runner.claims, self.policy, self.ledger, self._new_board)
+        self.inbox = Inbox(
+            self.link, self.runner.claims, self.policy, self.ledger, self._new_board, self._recording.take
+        )
         hooks = Hooks(
             plan_tasks=lambda version: self.plan_tasks(version),
             cut_fragment=lambda pending, board: self.cut_fragment(pending, board),
@@ -212,6 +221,9 @@ class DisaggregatedStrategy(DDPStrategy):
         )
         self.consent = Consent(self.control, world, self._sharded, self._droppable)
         self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.consent)
+        self._source: Source = self._lending
+        if self._replay is not None:
+            self._source = Replay(self._replay, self.inbox, hooks.cut_fragment, self._sampler, self.spans)
 
     def _new_board(self, step: int) -> StepBoard:
         return StepBoard(
@@ -277,7 +289,7 @@ class DisaggregatedStrategy(DDPStrategy):
         if self.world.is_trainer and self.lightning_module.trainer.training:
             per_update = self.micro_batches_per_update
             return FragmentStream(
-                self.spec, per_update, lambda: self.version, self.inbox, self._lending, self.ledger, self.consent
+                self.spec, per_update, lambda: self.version, self.inbox, self._source, self.ledger, self.consent
             )
         return dataloader
 
@@ -426,6 +438,7 @@ class DisaggregatedStrategy(DDPStrategy):
     def _finish_step(self) -> None:
         assert self.lightning_module is not None
         self.ledger.close(self.version)
+        self._recording.finish(self.version - 1)
         self.updates_done = 0
         if self.reduce_boolean_decision(self.control.stopping, all=False):
             self.lightning_module.trainer.should_stop = True
@@ -454,6 +467,7 @@ class DisaggregatedStrategy(DDPStrategy):
             self.link.close()
             self.spans.close()
             self._decisions.close()
+            self._recording.close()
             tell_unwritten(self.session.run_dir)
         self.engine.close(self.session.limits.leave_s)
         super().teardown()

@@ -1,7 +1,7 @@
 """The fragment stream of a trainer rank: what the Strategy gives Lightning in place of the train dataloader.
 
     rollout ranks, lending trainers --cells, rewards--> Inbox: one StepBoard per RL step
-    FragmentStream: waits for the next complete fragment     (`lending`: it may generate meanwhile)
+    FragmentStream: waits for the next complete fragment     (`lending`: it may generate meanwhile; `replay`: it reads)
                     -> yields its micro-batches -> Lightning: training_step, backward
     after the last micro-batch of an update: reduction, optimizer step; after the last update: publication,
     which lets rollout ranks begin what waits for the new version
@@ -13,18 +13,28 @@ logical batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from digenrl.schedule import ScheduleSpec, fragments
 from digenrl.schedule.claims import Claims
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.strategy.consent import Consent
-from digenrl.strategy.lending import Lending
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.transport.cells import Part, StepBoard
 from digenrl.transport.link import Link
-from digenrl.transport.wire import Kind
+from digenrl.transport.wire import Kind, Message
 from digenrl.types import TrainBatch
+
+
+class Source(Protocol):
+    """Where fragments come from: from ranks that generate (`lending`), or from a record (`replay`)."""
+
+    def predicted_end(self, step: int) -> float | None:
+        """When RL step `step`, which begins, should end on the run's clock; None: nobody knows."""
+
+    def next_fragment(self, board: StepBoard, update: int, pending: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The fragment of `pending` to train now, as soon as there is one."""
 
 
 class Inbox:
@@ -32,6 +42,7 @@ class Inbox:
 
     Args:
         new_board: RL step -> an empty board.
+        keep: is given every message that counts (`record.trajectories`).
     """
 
     def __init__(
@@ -41,9 +52,10 @@ class Inbox:
         policy: SchedulePolicy,
         ledger: StepLedger,
         new_board: Callable[[int], StepBoard],
+        keep: Callable[[int, Message], None] = lambda step, message: None,
     ) -> None:
         self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
-        self._new_board = new_board
+        self._new_board, self._keep = new_board, keep
         self._boards: dict[int, StepBoard] = {}
         self._step = 0
 
@@ -64,10 +76,17 @@ class Inbox:
             # Refused: a late result of a task that went back when its owner was lost.
             if step >= self._step and self._claims.accepts(version, part.claim):
                 self._policy.measured("generate", part.claim.rank, part.seconds)
-                if self._board(step).add(part):
+                if self.add(part):
                     self._claims.received(version, part.claim.position)
-                    self._ledger.issue(part)
+                    self._keep(step, message)
         return True
+
+    def add(self, part: Part) -> bool:
+        """Put a task's part on its board; whether it was new."""
+        new = self._board(part.meta["step"]).add(part)
+        if new:
+            self._ledger.issue(part)
+        return new
 
     def _board(self, step: int) -> StepBoard:
         if step not in self._boards:
@@ -90,24 +109,24 @@ class FragmentStream:
         micro_batches: int,
         step: Callable[[], int],
         inbox: Inbox,
-        lending: Lending,
+        source: Source,
         ledger: StepLedger,
         consent: Consent,
     ) -> None:
         self._spec, self._micro_batches, self._step = spec, micro_batches, step
-        self._inbox, self._lending, self._ledger, self._consent = inbox, lending, ledger, consent
+        self._inbox, self._source, self._ledger, self._consent = inbox, source, ledger, consent
 
     def __len__(self) -> int:
         return self._micro_batches * self._spec.updates_per_batch
 
     def __iter__(self) -> Iterator[TrainBatch]:
         board = self._inbox.open(self._step())
-        self._ledger.open(self._lending.predicted_end(board.step))
+        self._ledger.open(self._source.predicted_end(board.step))
         for update in range(self._spec.updates_per_batch):
             # A replica does not wait for what others train while something of its own is ready.
             pending = sorted(fragments(self._spec, update), key=lambda fragment: not board.concerns(fragment))
             while pending:
-                fragment = self._lending.next_fragment(board, update, pending)
+                fragment = self._source.next_fragment(board, update, pending)
                 pending.remove(fragment)
                 self._ledger.begin_fragment(board, fragment)
                 for batch in board.batches(fragment, last=not pending):
