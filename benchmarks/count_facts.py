@@ -92,6 +92,11 @@ def flux_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> 
     }
 
 
+def kontext_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Tensor]:
+    """Each token of the noise has one of the image beside it."""
+    return flux_inputs(b, f, 2 * h, w, text, model)
+
+
 def sd3_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Tensor]:
     return {
         "hidden_states": torch.zeros(b, 16, h, w),
@@ -185,6 +190,8 @@ MODELS: dict[str, dict[str, Any]] = {
                       "attention_blocks": 60, "text": 256, "joint": True, "points": [(14, 60, 60), (9, 60, 104)]},
     "flux1_dev": {"build": flux, "inputs": flux_inputs, "blocks": 19, "hidden": 3072,
                   "attention_blocks": 57, "text": 512, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
+    "flux1_kontext": {"build": flux, "inputs": kontext_inputs, "blocks": 19, "hidden": 3072,
+                      "attention_blocks": 57, "text": 512, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "qwen_image": {"build": qwen, "inputs": qwen_inputs, "blocks": 60, "hidden": 3072,
                    "attention_blocks": 60, "text": 128, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "sd35_medium": {"build": sd35_medium, "inputs": sd3_inputs, "blocks": 24, "hidden": 1536,

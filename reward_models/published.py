@@ -12,6 +12,7 @@ WEIGHTS: dict[str, dict[str, str]] = {
         "path": "hf download THUDM/ImageReward ImageReward.pt",
         "tokenizer": "hf download google-bert/bert-base-uncased",
     },
+    "reward_models.image_similarity.ImageSimilarity": {"path": "hf download openai/clip-vit-large-patch14"},
     "reward_models.pickscore.PickScore": {"path": "hf download yuvalkirstain/PickScore_v1"},
 }
 """`_target_` of a scorer -> argument that says where weights are -> where they come from."""

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import torch
@@ -23,11 +24,16 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from torch import Tensor
 
-from digenrl.rewards.protocol import RewardError, RewardUnavailable, rgb_bytes
+from digenrl.rewards.protocol import RewardError, RewardUnavailable, require_images, rgb_bytes, source_images
 from digenrl.types import Prompt
 
 QUESTION = (
     "Rate from 0 to 10 how well the picture shows what the prompt asks for, and how well it is made. "
+    'Answer with one JSON object and nothing else: {"score": <number from 0 to 10>}. Prompt: {prompt}'
+)
+EDIT_QUESTION = (
+    "The first picture was edited as the prompt asks; what follows is the result. Rate from 0 to 10 how well the edit "
+    "was done and how well everything else was kept: the lower of the two counts. "
     'Answer with one JSON object and nothing else: {"score": <number from 0 to 10>}. Prompt: {prompt}'
 )
 _MAX_ANSWER_BYTES = 1 << 18
@@ -107,9 +113,14 @@ class VlmJudge:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._http.close()
 
+    def _before(self, frames: Tensor, prompt: Prompt) -> list[Tensor]:
+        """Pictures [3, H, W] uint8 that are shown ahead of the sample's."""
+        return []
+
     def _judge(self, frames: Tensor, prompt: Prompt) -> float:
-        content = [{"type": "text", "text": self.question.replace("{prompt}", prompt.text)}]
-        content += [{"type": "image_url", "image_url": {"url": _png(frame)}} for frame in frames]  # type: ignore[dict-item]
+        content: list[dict[str, Any]] = [{"type": "text", "text": self.question.replace("{prompt}", prompt.text)}]
+        pictures = [*self._before(frames, prompt), *frames]
+        content += [{"type": "image_url", "image_url": {"url": _png(picture)}} for picture in pictures]
         body = {
             "model": self.model,
             "temperature": 0,
@@ -143,6 +154,23 @@ class VlmJudge:
         if not 0 <= verdict.score <= self.scale:
             raise RewardUnavailable(f"the judge's score {verdict.score} lies outside 0..{self.scale:g}")
         return verdict.score / self.scale
+
+
+class EditJudge(VlmJudge):
+    """A judge that is shown the image of the prompt first, then the sample; arguments as of `VlmJudge`."""
+
+    reads_images = True
+
+    def __init__(self, url: str, model: str, question: str = EDIT_QUESTION, **options: Any) -> None:
+        super().__init__(url, model, question, **options)
+
+    @staticmethod
+    def check_prompts(prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError for a prompt without `image`."""
+        require_images(prompts, "image")
+
+    def _before(self, frames: Tensor, prompt: Prompt) -> list[Tensor]:
+        return [rgb_bytes(source_images(frames, [prompt]), 1)[0, 0]]
 
 
 def _png(frame: Tensor) -> str:

@@ -14,17 +14,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "digenrl"
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "types": set(),
-    "prompts": set(),
+    "images": set(),
+    "types": {"images"},
+    "prompts": {"images"},
     "record": set(),
     "schedule": set(),
     "recompute": set(),
     "simulate": {"schedule", "recompute", "record.spans"},
-    "config": {"prompts", "record"},
+    "config": {"prompts", "record", "images"},
     "diffusion": {"types"},
-    "models": {"types", "diffusion", "recompute"},
+    "models": {"types", "diffusion", "recompute", "images"},
     "algorithms": {"types", "diffusion", "models.policy"},
-    "rewards": {"types", "reward_models"},
+    "rewards": {"types", "reward_models", "images"},
     "reward_models": {"types", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
     "data": {"types", "prompts"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": {"record", "schedule"},
     "transport": {"types", "schedule", "diffusion", "cluster", "record"},
     "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "record", "cluster", "transport"},
-    "callbacks": {"types", "data", "record", "models", "rewards", "rollout"},
+    "callbacks": {"types", "images", "data", "record", "models", "rewards", "rollout"},
 }
 """Room -> what it may import besides itself. Rooms not listed are the top and may import everything."""
 
@@ -49,6 +50,7 @@ TORCH_FREE = (
     "digenrl.simulate",
     "digenrl.config",
     "digenrl.config.multirun",
+    "digenrl.images",
     "digenrl.prompts",
     "digenrl.rewards.needs",
 )

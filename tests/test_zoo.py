@@ -1,4 +1,4 @@
-"""The nine published experiments, each on its tiny build: one trainer and one rollout rank, from launch to export.
+"""The published experiments, each on its tiny build: one trainer and one rollout rank, from launch to export.
 
 Everything is the experiment's own except what `hardware=cpu_tiny` shrinks. Evaluation is left out to save time. A model
 with random weights writes no text, so where reading is rewarded every sample scores 0 and nothing can be learnt: there
@@ -29,7 +29,7 @@ from digenrl.cluster.world import Session, World
 from digenrl.models.diffusers_export import LORA_FILE, PIPELINES, export_policy
 from digenrl.models.policy import Policy
 from digenrl.preflight import allocation
-from digenrl.types import Prompt
+from tests.models.tiny_policies import prompt
 from tests.strategy.processes import logs
 
 pytestmark = pytest.mark.heavy
@@ -41,6 +41,7 @@ EXPERIMENTS = (
     "flux1_flowgrpo",
     "flux1_dancegrpo",
     "flux1_mixgrpo",
+    "flux1_kontext_flowgrpo",
     "zimage_flowgrpo",
     "flux2_klein_flowgrpo",
     "qwen_image_flowgrpo",
@@ -210,7 +211,7 @@ def check_export(finished: Run, policy: Policy) -> None:
         state, metadata = pipeline.lora_state_dict(folder, weight_name=LORA_FILE, return_lora_metadata=True)
         plain.load_lora_adapter(state, metadata=metadata, prefix="transformer")
     noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
-    condition, sigma = policy.encode([Prompt("a red circle")]), torch.tensor([0.6])
+    condition, sigma = policy.encode([prompt("a red circle")]), torch.tensor([0.6])
     policy.eval()
     with torch.no_grad():
         ours = policy.velocity(noise, sigma, condition)

@@ -28,7 +28,7 @@ def load_prompts(path: str | Path) -> tuple[Prompt, ...]:
 
 def prompt_of(record: Record) -> Prompt:
     """The prompt of a line."""
-    return Prompt(record.text, record.negative, record.target, record.metadata)
+    return Prompt(record.text, record.negative, record.target, record.metadata, record.images)
 
 
 class PromptSampler:

@@ -367,8 +367,14 @@ def check(config: DictConfig) -> None:
             f"schedule.gap = {config.schedule.gap} trains groups as they complete; set schedule.gap=0 or "
             "algorithm/advantage=group"
         )
-    if not config.hardware.emulate and (problems := unscorable(config.reward, _prompts_of(config.data))):
-        raise ValueError("\n".join(problems))
+    if not config.hardware.emulate:
+        for where, prompt in _prompts_of(config.data) if issubclass(model, Policy) else ():
+            try:
+                model.check_prompt(prompt)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+        if problems := unscorable(config.reward, _prompts_of(config.data)):
+            raise ValueError("\n".join(problems))
     surrogate = configuration.instantiate(algorithm.surrogate) if "surrogate" in algorithm else None
     if surrogate is not None:
         check_kernel(configuration.instantiate(algorithm.sde), surrogate)

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from digenrl.images import PromptImage
+
 _T = TypeVar("_T")
 
 
@@ -34,13 +36,15 @@ class Prompt:
     """What a scorer should find (the word of a sign, the digit); None = the scorer derives it from the text."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Every other JSONL field; travels to the scorers untouched."""
+    images: tuple[PromptImage, ...] = ()
+    """What is edited, animated or compared with; a family reads those whose role it knows (`Policy.reads`)."""
 
     @property
     def uid(self) -> int:
         """63-bit hash of the content, never of the line number, so that reordering a file changes no sample."""
-        content = json.dumps(
-            [self.text, self.negative, self.target, dict(self.metadata)], sort_keys=True, ensure_ascii=False
-        )
+        facts: list[Any] = [self.text, self.negative, self.target, dict(self.metadata)]
+        facts += [[image.role, image.digest] for image in self.images]
+        content = json.dumps(facts, sort_keys=True, ensure_ascii=False)
         return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -69,7 +69,7 @@ def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:
         patch.setattr(pretrained, "load_component", component)
         path = str(tiny_builds.ensure(family))
         policy = FAMILIES[family](path, 256, 256, lora=LORA if lora else None, **(frames | arguments))
-        assert policy._decoder is not None
+        assert policy._vae is not None
     return policy
 
 

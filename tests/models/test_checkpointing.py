@@ -9,8 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.live_bytes import count_bytes
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.recompute import Recompute, parse_recompute
-from digenrl.types import Prompt
-from tests.models.tiny_policies import FAMILIES, make, randomise_lora
+from tests.models.tiny_policies import FAMILIES, make, prompt, randomise_lora
 
 pytestmark = pytest.mark.heavy
 
@@ -20,7 +19,7 @@ GRADES = [False, 0.5, "products", "attention", True]
 def gradients(policy: DiffusersPolicy) -> tuple[dict[str, torch.Tensor], int, int]:
     """Gradients of one velocity, bytes that autograd kept for them, and FLOPs of forward and backward."""
     randomise_lora(policy)
-    condition = policy.encode([Prompt("a red star")] * 2)
+    condition = policy.encode([prompt("a red star")] * 2)
     noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(3))
     sigma = torch.tensor([0.9, 0.4])
     with FlopCounterMode(display=False) as counter:

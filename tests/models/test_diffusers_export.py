@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from digenrl.diffusion import denoise
 from digenrl.models import diffusers_export, sample_files, tiny_builds
 from digenrl.models.card import write_card
-from digenrl.types import Prompt
-from tests.models.tiny_policies import FAMILIES, VIDEO, diffusers_latents, make, randomise_lora
+from tests.models.tiny_policies import FAMILIES, VIDEO, diffusers_latents, make, prompt, randomise_lora
 
 pytestmark = pytest.mark.heavy
 
@@ -37,7 +36,7 @@ def test_exported_adapter_in_a_plain_transformer_is_the_policy_bit_for_bit(famil
         tmp_path, weight_name=diffusers_export.LORA_FILE, return_lora_metadata=True
     )
     plain.load_lora_adapter(state, metadata=metadata, prefix="transformer")
-    condition, sigma = policy.encode([Prompt(PROMPT)]), torch.tensor([0.6])
+    condition, sigma = policy.encode([prompt(PROMPT)]), torch.tensor([0.6])
     with torch.no_grad():
         ours = policy.velocity(noise_of(policy), sigma, condition)
         with policy.reference():
@@ -59,7 +58,7 @@ def test_pipeline_with_the_exported_adapter_draws_the_policys_sample(tmp_path, m
         pipeline.load_lora_weights(tmp_path, weight_name=diffusers_export.LORA_FILE)
         return pipeline
 
-    ours = denoise.ode_sample(policy, policy.encode([Prompt(PROMPT)]), noise_of(policy), policy.sigma_grid(4))
+    ours = denoise.ode_sample(policy, policy.encode([prompt(PROMPT)]), noise_of(policy), policy.sigma_grid(4))
     plain = diffusers_latents("flux", [PROMPT], noise_of(policy), 4, 3.5)
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", with_adapter)
     theirs = diffusers_latents("flux", [PROMPT], noise_of(policy), 4, 3.5)

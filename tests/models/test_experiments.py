@@ -1,4 +1,4 @@
-"""The nine experiments: what `hardware=cpu_tiny` may change of them (design, section 6)."""
+"""The experiments: what `hardware=cpu_tiny` may change of them (design, section 6)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ EXPERIMENTS = (
     "flux1_flowgrpo",
     "flux1_dancegrpo",
     "flux1_mixgrpo",
+    "flux1_kontext_flowgrpo",
     "qwen_image_flowgrpo",
     "qwen_image_nft",
     "flux2_klein_flowgrpo",

@@ -13,7 +13,7 @@ from digenrl.models import tiny_builds
 from digenrl.models.latents import pack, unpack
 from digenrl.models.pretrained import CheckpointError
 from digenrl.types import Prompt
-from tests.models.tiny_policies import FAMILIES, LORA, make
+from tests.models.tiny_policies import FAMILIES, LORA, make, prompt
 
 pytestmark = pytest.mark.heavy
 
@@ -111,6 +111,7 @@ LAYERS = {
     "wan": (2 * 8, 2 * 10),
     "hunyuan_video": (8 + 3, 12 + 4),
     "flux": (8 + 2 * 3, 12 + 2 * 3),
+    "flux_kontext": (8 + 2 * 3, 12 + 2 * 3),
     "qwen_image": (8 + 6, 12 + 8),
     "sd3": (8 + 6, 12 + 8),
     "z_image": (2 * 4, 2 * 7),
@@ -201,8 +202,8 @@ def test_template_of_another_length_is_refused(family, length, monkeypatch):
 
 def test_embeddings_do_not_depend_on_the_prompts_encoded_with_them():
     for family in FAMILIES:
-        together = make(family).encode([Prompt("a star"), Prompt("a long sentence about a cat in the rain")])
-        alone = make(family).encode([Prompt("a star")])
+        together = make(family).encode([prompt("a star"), prompt("a long sentence about a cat in the rain")])
+        alone = make(family).encode([prompt("a star")])
         for key, value in alone.items():  # of one prompt without its padding
             length = value.shape[1]
             assert torch.equal(value, together[key][:1, :length]), (family, key)

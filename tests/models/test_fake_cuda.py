@@ -105,8 +105,8 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
     policy.sigma_grid = lambda count: grid[-count - 1 :]  # diffusers' scheduler asks for values
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         place(policy, CUDA)
-        place(policy._decoder, CUDA)
-        policy._decoder.to = lambda device: policy._decoder  # fake modules cannot be moved, not even to where they are
+        place(policy._vae, CUDA)
+        policy._vae.to = lambda device: policy._vae  # fake modules cannot be moved, not even to where they are
         policy.keep_padding(True)  # what is padding depends on values
         with init_empty_weights(include_buffers=False):
             clip = transformers.CLIPModel(CLIP_L)
@@ -152,7 +152,7 @@ def test_text_encoders_stay_on_the_device(model: str) -> None:
     with mock.patch.object(nn.Module, "_apply", plainly), fake, random_weights(model, REAL, CUDA), torch.no_grad():
         policy = configuration.instantiate(settings)
         if FAMILY[model] not in ("wan", "qwen_image"):
-            encoded = policy.encode_prompts([PROMPT.text])
+            encoded = policy.encode_prompts(policy.wordings([PROMPT])[0])
             expected = {name: (1, *shape) for name, shape in TEXT[FAMILY[model]].items()}
             assert {name: tuple(value.shape) for name, value in encoded.items()} == expected
         else:

@@ -9,8 +9,8 @@ import torch
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import StepPlan
-from digenrl.types import CellBlock, Prompt
-from tests.models.tiny_policies import FAMILIES, diffusers_latents, make, randomise_lora
+from digenrl.types import CellBlock
+from tests.models.tiny_policies import FAMILIES, diffusers_latents, make, prompt, randomise_lora
 
 pytestmark = pytest.mark.heavy
 
@@ -36,6 +36,8 @@ CASES = [
     ("qwen_image", 4.0, 1.0),
     ("flux", 3.5, 1.0),
     ("flux", 3.5, 2.0),
+    ("flux_kontext", 2.5, 1.0),
+    ("flux_kontext", 2.5, 2.0),
     ("hunyuan_video", 6.018, 1.0),
     ("hunyuan_video", 6.018, 2.0),
     ("z_image", 1.0, 1.0),
@@ -49,7 +51,7 @@ CASES = [
 def test_ode_sampling_equals_the_diffusers_pipeline(family, guidance, true_cfg):
     policy = make(family, guidance_scale=guidance, true_cfg_scale=true_cfg)
     noise = noise_of(policy, len(PROMPTS))
-    condition = policy.encode([Prompt(text) for text in PROMPTS])
+    condition = policy.encode([prompt(text) for text in PROMPTS])
     ours = denoise.ode_sample(policy, condition, noise, policy.sigma_grid(STEPS))
     theirs = diffusers_latents(family, PROMPTS, noise, STEPS, guidance, true_cfg)
     assert ours.shape == theirs.shape
@@ -58,7 +60,7 @@ def test_ode_sampling_equals_the_diffusers_pipeline(family, guidance, true_cfg):
 
 
 def block_of(policy, steps, storage_dtype, kernel, plan):
-    condition = policy.encode([Prompt(PROMPTS[0])])
+    condition = policy.encode([prompt(PROMPTS[0])])
     key = denoise.SampleKey(seed=0, step=0, uid=7, samples=(0, 1, 2))
     sigmas = policy.sigma_grid(steps)
     samples = denoise.sample(policy, condition, key, sigmas, kernel, plan, storage_dtype)
@@ -111,7 +113,7 @@ def test_replay_is_exact_at_the_same_geometry_and_close_when_steps_share_a_forwa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_fine_tuning_trains_every_weight_that_the_output_reads(family):
     policy = make(family, lora="full", guidance_scale=4.0)
-    condition = policy.encode([Prompt(PROMPTS[0])])
+    condition = policy.encode([prompt(PROMPTS[0])])
     policy.velocity(noise_of(policy, 1), torch.tensor([0.5]), condition).square().sum().backward()
     assert policy.parameters_without_gradient() == []
     assert all(parameter.grad.any() for parameter in policy.trained_parameters().values())
@@ -156,7 +158,7 @@ def test_sigma_grids_follow_the_measured_ones():
 def test_rows_with_different_sigmas_and_prompts_equal_one_row_at_a_time(family):
     policy = make(family, guidance_scale=1.0)
     randomise_lora(policy)
-    prompts = [Prompt(text) for text in (*PROMPTS, "a cat in the rain at night")]
+    prompts = [prompt(text) for text in (*PROMPTS, "a cat in the rain at night")]
     condition = policy.encode(prompts)
     noise, sigmas = noise_of(policy, 3), torch.tensor([0.9, 0.5, 0.1])
     with torch.no_grad():
@@ -174,7 +176,7 @@ def test_reference_is_the_base_model_and_leaves_the_adapter_as_it_was(family):
     policy = make(family)
     base = make(family)
     randomise_lora(policy)
-    condition, noise, sigma = policy.encode([Prompt("a star")]), noise_of(policy, 1), torch.tensor([0.7])
+    condition, noise, sigma = policy.encode([prompt("a star")]), noise_of(policy, 1), torch.tensor([0.7])
     with torch.no_grad():
         adapted = policy.velocity(noise, sigma, condition)
         with policy.reference():
@@ -205,6 +207,7 @@ def test_decode_equals_the_diffusers_pipeline():
         pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_builds.ensure(family))
         pipeline.set_progress_bar_config(disable=True)
         size = {"num_frames": 5} if family in ("wan", "hunyuan_video") else {}
+        size |= {"max_area": 64 * 64} if family == "flux_kontext" else {}
         given = latents.transpose(1, 2).unflatten(2, (4, 4)) if family == "flux2_klein" else latents
         pipeline.scheduler.step = lambda *_, latents=latents, **__: (latents,)
         output = pipeline(
@@ -224,7 +227,7 @@ def test_decode_equals_the_diffusers_pipeline():
 @pytest.mark.slow
 def test_compiled_blocks_sample_and_train_like_the_others():
     plain, compiled = make("wan"), make("wan", compile=True, gradient_checkpointing=True)
-    condition, noise, sigma = plain.encode([Prompt("a star")]), noise_of(plain, 1), torch.tensor([0.7])
+    condition, noise, sigma = plain.encode([prompt("a star")]), noise_of(plain, 1), torch.tensor([0.7])
     outputs = [policy.velocity(noise, sigma, condition) for policy in (plain, compiled)]
     assert torch.allclose(*outputs, atol=1e-5)
     for output in outputs:
@@ -237,7 +240,7 @@ def test_compiled_blocks_sample_and_train_like_the_others():
 def test_compiled_blocks_take_any_number_of_rows_with_and_without_gradients_and_adapter():
     """More cases than PyTorch compiles of one function by default."""
     policy = make("wan", compile=True)
-    condition, sigma = policy.encode([Prompt("a star")]), torch.tensor([0.7])
+    condition, sigma = policy.encode([prompt("a star")]), torch.tensor([0.7])
     with torch.compiler.set_stance("default", force_backend="eager"):
         for rows in (2, 4, 1, 3):
             noise = noise_of(policy, rows)
@@ -252,7 +255,7 @@ def test_compiled_blocks_take_any_number_of_rows_with_and_without_gradients_and_
 
 def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refused():
     policy, plain = make("wan", attention_backend="native"), make("wan")
-    condition, noise, sigma = plain.encode([Prompt("a star")]), noise_of(plain, 1), torch.tensor([0.7])
+    condition, noise, sigma = plain.encode([prompt("a star")]), noise_of(plain, 1), torch.tensor([0.7])
     with torch.no_grad():
         outputs = [each.velocity(noise, sigma, condition) for each in (plain, policy)]
     assert torch.allclose(*outputs, atol=1e-5)
@@ -267,7 +270,7 @@ def test_a_rank_that_only_generates_holds_16_bit_adapters_and_computes_the_same(
     for policy in (trained, halved):
         randomise_lora(policy)
     halved.only_generate()
-    condition, noise, sigma = trained.encode([Prompt("a star")]), noise_of(trained, 1), torch.tensor([0.7])
+    condition, noise, sigma = trained.encode([prompt("a star")]), noise_of(trained, 1), torch.tensor([0.7])
     with torch.no_grad():
         outputs = [policy.velocity(noise, sigma, condition) for policy in (trained, halved)]
     assert torch.equal(*outputs)
@@ -280,7 +283,7 @@ def test_a_rank_that_only_generates_holds_16_bit_adapters_and_computes_the_same(
 def test_a_rank_that_only_generates_holds_half_and_computes_the_same(family):
     trained, halved = (make(family, lora="full", dtype="bfloat16", guidance_scale=4.0) for _ in range(2))
     halved.only_generate()
-    condition, noise, sigma = trained.encode([Prompt("a star")]), noise_of(trained, 1), torch.tensor([0.7])
+    condition, noise, sigma = trained.encode([prompt("a star")]), noise_of(trained, 1), torch.tensor([0.7])
     with torch.no_grad():
         outputs = [policy.velocity(noise, sigma, condition) for policy in (trained, halved)]
     assert torch.equal(*outputs)

@@ -18,23 +18,23 @@ from transformers import PreTrainedModel
 
 from digenrl.cli import encode as encode_command
 from digenrl.data import PromptData
-from digenrl.models.prompt_store import Condition, PromptStore, files_digest
+from digenrl.models.prompt_store import Condition, PromptStore, Wording, files_digest
 from digenrl.run import fill_prompt_store
 from digenrl.types import Prompt
 from tests.models.tiny_policies import NEGATIVE, make
 from tests.training import commands
 
-TEXTS = [f"number {n}" for n in range(12)]
+TEXTS = [Wording(f"number {n}") for n in range(12)]
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")
 
 
-def value(text: str) -> Condition:
-    states = torch.full((1, 3, 4), float(text.split()[-1]), dtype=torch.bfloat16)
+def value(wording: Wording) -> Condition:
+    states = torch.full((1, 3, 4), float(wording.text.split()[-1]), dtype=torch.bfloat16)
     return {"text": states, "mask": torch.ones(1, 3, dtype=torch.bool)}
 
 
-def values(texts: Sequence[str]) -> Iterator[Condition]:
+def values(texts: Sequence[Wording]) -> Iterator[Condition]:
     return map(value, texts)
 
 
@@ -47,7 +47,7 @@ def run_process(work: Callable[[], None]) -> int:
     return process.exitcode
 
 
-def assert_holds(store: PromptStore, texts: Sequence[str]) -> None:
+def assert_holds(store: PromptStore, texts: Sequence[Wording]) -> None:
     for text in texts:
         found = store.read(text)
         assert found is not None
@@ -68,10 +68,10 @@ def test_what_is_stored_is_read_by_everybody_with_the_same_facts(tmp_path: Path)
 
 @pytest.mark.processes
 def test_writers_at_the_same_time_encode_every_text_once(tmp_path: Path) -> None:
-    def slowly(texts: Sequence[str]) -> Iterator[Condition]:
+    def slowly(texts: Sequence[Wording]) -> Iterator[Condition]:
         for text in texts:
             with (tmp_path / "encoded").open("a") as file:
-                file.write(f"{text}\n")
+                file.write(f"{text.text}\n")
             time.sleep(0.01)
             yield value(text)
 
@@ -82,7 +82,7 @@ def test_writers_at_the_same_time_encode_every_text_once(tmp_path: Path) -> None
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert sorted((tmp_path / "encoded").read_text().split("\n")[:-1]) == sorted(TEXTS)
+    assert sorted((tmp_path / "encoded").read_text().split("\n")[:-1]) == sorted(wording.text for wording in TEXTS)
     assert_holds(PromptStore(tmp_path, {}), TEXTS)
 
 
@@ -108,7 +108,7 @@ def test_a_killed_writer_loses_only_what_it_was_writing(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_whole_entries_alone(tmp_path: Path) -> None:
     store = PromptStore(tmp_path, {})
 
-    def last_is_large(texts: Sequence[str]) -> Iterator[Condition]:
+    def last_is_large(texts: Sequence[Wording]) -> Iterator[Condition]:
         yield from values(texts[:-1])
         yield {"text": torch.zeros(1, 1 << 16)}
 

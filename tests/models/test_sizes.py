@@ -18,6 +18,7 @@ REAL = {
     "wan21_1_3b": ("wan", 1.42, 47, 87),
     "hunyuan_video": ("hunyuan_video", 12.82, 110, 228),
     "flux1_dev": ("flux", 11.90, 105, 179),
+    "flux1_kontext": ("flux_kontext", 11.90, 105, 179),
     "qwen_image": ("qwen_image", 20.43, 189, 425),
     "sd35_medium": ("sd3", 2.24, 37, 83),
     "z_image": ("z_image", 6.15, 59, 140),

@@ -11,8 +11,9 @@ import diffusers
 import numpy as np
 import torch
 
+from digenrl.data import load_prompts
 from digenrl.models import latents, tiny_builds
-from digenrl.models.flux import FluxPolicy
+from digenrl.models.flux import FluxKontextPolicy, FluxPolicy
 from digenrl.models.flux2 import Flux2KleinPolicy
 from digenrl.models.hunyuan_video import HunyuanVideoPolicy
 from digenrl.models.pipeline import DiffusersPolicy
@@ -20,11 +21,13 @@ from digenrl.models.qwen_image import QwenImagePolicy
 from digenrl.models.sd3 import SD3Policy
 from digenrl.models.wan import WanPolicy
 from digenrl.models.z_image import ZImagePolicy
+from digenrl.types import Prompt
 
 FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "wan": WanPolicy,
     "hunyuan_video": HunyuanVideoPolicy,
     "flux": FluxPolicy,
+    "flux_kontext": FluxKontextPolicy,
     "qwen_image": QwenImagePolicy,
     "sd3": SD3Policy,
     "z_image": ZImagePolicy,
@@ -36,12 +39,20 @@ TEXT_LENGTH = {
     "wan": 64,
     "hunyuan_video": 64,
     "flux": 64,
+    "flux_kontext": 64,
     "qwen_image": 48,
     "sd3": 48,
     "z_image": 64,
     "flux2_klein": 48,
 }
 NEGATIVE = "a blue ring"
+IMAGES = load_prompts("edits.jsonl")[0].images
+"""What families that read images are given."""
+
+
+def prompt(text: str) -> Prompt:
+    """`text` with an image, which most families do not read."""
+    return Prompt(text, images=IMAGES)
 
 
 def make(
@@ -97,7 +108,7 @@ def diffusers_latents(
         call |= {"height": 64, "width": 64}
     if family == "qwen_image":
         call |= {"true_cfg_scale": guidance, "negative_prompt": [NEGATIVE] * len(prompts) if guidance > 1 else None}
-    elif family in ("flux", "hunyuan_video"):
+    elif family in ("flux", "flux_kontext", "hunyuan_video"):
         negative = [NEGATIVE] * len(prompts) if true_cfg > 1 else None
         call |= {"guidance_scale": guidance, "true_cfg_scale": true_cfg, "negative_prompt": negative}
     else:
@@ -110,6 +121,8 @@ def diffusers_latents(
         call["negative_prompt_embeds"] = pipeline.encode_prompt(
             [NEGATIVE] * len(prompts), max_sequence_length=TEXT_LENGTH[family]
         )[0]
+    if family == "flux_kontext":
+        call |= {"image": IMAGES[0].fitted(64, 64), "_auto_resize": False, "max_area": 64 * 64}
     if family == "wan":
         pipeline.scheduler = ExplicitEuler(shift=3.0)
     if family == "sd3":

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from digenrl.cli.score import reward_config, reward_suite
+from digenrl.data import load_prompts
 from digenrl.types import Prompt
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "reward"
-NEEDS_A_SERVICE = {"remote", "vlm_judge"}
+NEEDS_A_SERVICE = {"remote", "vlm_judge", "edit_judge"}
 ONE_SIZE_ONLY = {"digits"}
 NAMES = sorted({path.stem for path in CONFIGS.glob("[a-z]*.yaml")} - ONE_SIZE_ONLY)
-PROMPTS = [Prompt('a sign "OPEN"'), Prompt('a sign "SHUT"')]
+EDITS = load_prompts("edits.jsonl")[:2]
+PROMPTS = [Prompt(f'a sign "{word}"', images=e.images) for word, e in zip(("OPEN", "SHUT"), EDITS, strict=True)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,9 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
+from digenrl.data import load_prompts
 from digenrl.rewards.protocol import RewardError, RewardUnavailable
 from digenrl.types import Prompt
-from reward_models.vlm_judge import VlmJudge
+from reward_models.vlm_judge import EditJudge, VlmJudge
 
 PROMPTS = [Prompt("a {odd} fox"), Prompt("b")]
 MEDIA = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -74,6 +75,23 @@ def test_each_sample_is_asked_about_with_its_own_picture_and_prompt(endpoint, mo
         picture = np.array(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
         assert np.array_equal(picture, MEDIA[row].mul(255).round().byte().permute(1, 2, 0).numpy())
     assert "secret" not in judge.model_id
+    judge.close()
+
+
+def test_the_judge_of_an_edit_sees_the_source_before_the_result(endpoint):
+    endpoint.answer = lambda body: (200, '{"score": 5}')
+    edits, media = load_prompts("edits.jsonl")[:2], torch.zeros(2, 3, 64, 64)
+    judge = EditJudge(f"http://127.0.0.1:{endpoint.server_address[1]}/v1", "judge-7b")
+    assert judge(media, edits).tolist() == [0.5, 0.5]
+    shown = []
+    for _, _, body in endpoint.bodies:
+        urls = [part["image_url"]["url"] for part in body["messages"][0]["content"][1:]]
+        shown.append([np.array(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))) for url in urls])
+    sources = [np.asarray(edit.images[0].fitted(64, 64)) for edit in edits]
+    assert all(len(pictures) == 2 and not pictures[1].any() for pictures in shown)
+    assert {pictures[0].tobytes() for pictures in shown} == {source.tobytes() for source in sources}
+    with pytest.raises(ValueError, match="has no image"):
+        EditJudge.check_prompts([Prompt("make it red")])
     judge.close()
 
 

@@ -13,9 +13,10 @@ import httpx
 import pytest
 import torch
 
+from digenrl.data import load_prompts
 from digenrl.rewards import frames
 from digenrl.rewards.client import ClientOptions, RewardClient
-from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
+from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, source_images
 from digenrl.rewards.service import Limits, RewardService, is_loopback, serve
 from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
@@ -265,3 +266,36 @@ def test_a_request_under_way_outlives_the_time_for_heads_and_the_limit_of_connec
         first.join(10)
         assert answers == [200]
         assert all(ended(connection) for connection in flood)
+
+
+class Likeness:
+    """1 - the mean difference from the source; asks for images."""
+
+    reads_images = True
+
+    def __call__(self, media, prompts):
+        return 1.0 - (media - source_images(media, prompts)).abs().flatten(1).mean(1)
+
+
+def test_images_go_once_to_a_scorer_that_asks_and_never_to_another():
+    edits = load_prompts("edits.jsonl")
+    asked = [edits[0], edits[0], edits[1], edits[2]]
+    media = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    with running(RewardService(Likeness())) as url, running(RewardService(Brightness())) as other:
+        client, without = RewardClient([url]), RewardClient([other])
+        assert torch.equal(client.score(media, asked), Likeness()(media, asked))
+        assert torch.equal(without.score(media, asked), Brightness()(media, asked))
+        frame = bytearray(frames.encode_request(media, asked, "request", images=True))
+        files = {image.digest: image.size for prompt in asked for image in prompt.images}
+        plain = frames.encode_request(media, asked, "request")
+        assert len(frame) > len(plain) + sum(files.values())
+        assert len(frame) < len(plain) + sum(files.values()) + 2000, "each file travels once"
+        frame[-30] ^= 1
+        assert "is not what its digest says" in post(url, bytes(frame)).json()["error"]
+        small = RewardService(Likeness(), Limits(max_pixels=64 * 63))
+    with running(small) as url:
+        refused = post(url, frames.encode_request(media, asked, "request", images=True))
+        assert refused.status_code == 422
+        assert "64x64 pixels" in refused.json()["error"]
+        client.close()
+        without.close()

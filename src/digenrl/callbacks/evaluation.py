@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from digenrl.data import load_prompts
+from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl, replaced, unwritten
 from digenrl.rewards.hacking_alarms import canary, of_evaluations
 from digenrl.rollout.engine import RolloutEngine
@@ -76,7 +77,8 @@ def measure(
 
 
 def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
-    """Write the first `per_prompt` pictures of each prompt: `media` uint8 [N, ...], `prompts` (N texts), scores [N].
+    """Write the first `per_prompt` pictures of each prompt: `media` uint8 [N, ...], `prompts` (N texts), scores [N];
+    where every prompt names an image, also `sources` uint8 [N, 3, H, W].
 
     Raises:
         OSError: they cannot be written; nothing is left of them.
@@ -92,6 +94,10 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
         "media": pictures.media[index].numpy(),
         "prompts": np.array([pictures.prompts[row].text for row in kept], dtype=np.str_),
     }
+    sources = [images[0] for row in kept if (images := image_sources(pictures.prompts[row].images))]
+    if len(sources) == len(kept):
+        height, width = pictures.media.shape[-2:]
+        arrays["sources"] = np.stack([np.moveaxis(np.asarray(s.fitted(height, width)), -1, 0) for s in sources])
     scores = {name: values[index].numpy() for name, values in pictures.rewards.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as unfinished, unfinished.open("wb") as file:

@@ -120,7 +120,7 @@ def measure(config: Any) -> dict[str, Measured]:
         return generation
 
     try:
-        encode = _timed(lambda: torch.no_grad()(policy.encode_prompts)([prompt.text]), 1)
+        encode = _timed(lambda: torch.no_grad()(policy.encode_prompts)(policy.wordings([prompt])[0]), 1)
         generation = generate()
         media = engine.decode(generation)
         batch = training_batch(engine.score(generation, media).result(), spec, engine.reward_weights).to(device)

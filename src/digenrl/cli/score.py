@@ -27,6 +27,7 @@ from digenrl.config import ConfigError, config_directory, group_options, instant
 from digenrl.config.compose import KnownKeys, compose_words, own_directories, quoted, with_search_path
 from digenrl.config.help import configuration_help, show, wants_help
 from digenrl.config.loading import command_line_list
+from digenrl.images import ImageLimits
 from digenrl.rewards.needs import require_weights, unscorable
 
 if TYPE_CHECKING:
@@ -132,12 +133,12 @@ def score(config: DictConfig) -> Path:
 
 def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
     """(line, prompt) of every line of a prompt file, repeated ones included: files are matched by position."""
-    from digenrl.types import Prompt
+    from digenrl.data import prompt_of
 
-    file = prompts.read(name)
+    file = prompts.read(name, ImageLimits())
     records = {record.line: record for record in file.records}
     records |= {line: records[first] for line, first in file.duplicates}
-    return [(line, Prompt(r.text, r.negative, r.target, r.metadata)) for line, r in sorted(records.items())]
+    return [(line, prompt_of(record)) for line, record in sorted(records.items())]
 
 
 def _rows(

@@ -16,6 +16,7 @@ from digenrl.config.relations import relation_problems
 from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
 from digenrl.config.targets import nodes, target_problems
 from digenrl.config.validation import problems_by_key, shown
+from digenrl.images import ImageLimits
 from digenrl.record.redact import MASK, is_secret_name, redact_text
 
 _ABSENT = object()
@@ -100,8 +101,9 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
     for leaf in ("prompts", "heldout"):
         if f"data.{leaf}" in broken or data.get(leaf) is None:
             continue
+        bounds = {name: data[f"image_{name}"] for name in vars(ImageLimits()) if f"data.image_{name}" not in broken}
         try:
-            file = prompts.read(data[leaf])
+            file = prompts.read(data[leaf], ImageLimits(**bounds))
         except prompts.PromptFileError as error:
             yield f"data.{leaf}: {error}"
             continue

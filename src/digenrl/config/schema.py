@@ -201,6 +201,10 @@ class Data(Closed):
     prompt_store: Auto | Directory | None = Field(
         description="where encoded prompts are kept for all ranks and later runs; auto: the user's cache; null: nowhere"
     )
+    image_max_mib: Positive = Field(description="MiB of an image that a prompt names; a larger one is refused")
+    image_max_pixels: AtLeast1 = Field(
+        description="width x height of such an image, read from its head; a larger one is refused before it is decoded"
+    )
 
 
 class Tsp(Closed):

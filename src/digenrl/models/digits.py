@@ -30,6 +30,7 @@ from digenrl.diffusion.sigmas import static_grid
 from digenrl.models.latents import pack as pack
 from digenrl.models.latents import token_positions, unpack
 from digenrl.models.policy import Policy, RecomputeConfig
+from digenrl.models.prompt_store import Wording
 
 BASE_FILE = Path(__file__).with_name("digits_base.safetensors")
 SIDE = 8
@@ -154,9 +155,11 @@ class DigitsPolicy(Policy):
             return_dict=False,
         )[0]
 
-    def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         """`text_features` on the policy's device."""
-        return {key: value.to(self.device) for key, value in text_features(texts).items()}
+        return {
+            key: value.to(self.device) for key, value in text_features([wording.text for wording in wordings]).items()
+        }
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, 16, 4] -> images [B, 1, 8, 8] fp32 in [0, 1]."""

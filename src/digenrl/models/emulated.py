@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.models.policy import Policy
+from digenrl.models.prompt_store import Wording
 
 LATENT = (16, 4)
 """[N, C] of the stand-in latents."""
@@ -81,9 +82,9 @@ class EmulatedPolicy(Policy):
             time.sleep(self._durations.step * share)
         return velocity
 
-    def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        time.sleep(self._durations.encode * len(texts))
-        return {"text": torch.zeros(len(texts), 1)}
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
+        time.sleep(self._durations.encode * len(wordings))
+        return {"text": torch.zeros(len(wordings), 1)}
 
     def decode(self, latents: Tensor) -> Tensor:
         time.sleep(self._durations.decode * latents.shape[0] / self._durations.task_size)

@@ -43,6 +43,11 @@ def token_positions(rows: int, columns: int, device: torch.device | None = None)
     return pad(torch.cartesian_prod(*axes).view(rows * columns, 2), (1, 0))
 
 
+def rescale(latents: Tensor, config: Any) -> Tensor:
+    """The inverse of `unscale`."""
+    return (latents - config.shift_factor) * config.scaling_factor
+
+
 def unscale(latents: Tensor, config: Any) -> Tensor:
     """FLUX.1, SD3.5 and Z-Image: latents of unit scale -> the autoencoder's own."""
     return latents / config.scaling_factor + config.shift_factor

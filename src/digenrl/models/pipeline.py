@@ -23,10 +23,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 
+from digenrl.images import PromptImage
 from digenrl.models import deferred, latents, pretrained, tiny_builds
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
-from digenrl.models.prompt_store import Condition, PromptStore, files_digest
+from digenrl.models.prompt_store import Condition, PromptStore, Wording, files_digest
 from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt
 
@@ -229,6 +230,10 @@ class DiffusersPolicy(Policy):
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Conditioning of one text, leading dimension 1, on the encoders' device."""
 
+    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
+        """Likewise of a text and its images; a family that `reads` images adds what it makes of them."""
+        return self.encode_text(pipeline, wording.text)
+
     @abstractmethod
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         """[B, *L] in the VAE's dtype -> [B, C, H, W] or [B, C, F, H, W] in [-1, 1]."""
@@ -238,9 +243,9 @@ class DiffusersPolicy(Policy):
 
     # ---- the protocol
 
-    def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """One text at a time: values must not depend on which prompts happened to be encoded together."""
-        rows = list(self._encode_each(texts, self.device))
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
+        """One at a time: values must not depend on which prompts happened to be encoded together."""
+        rows = list(self._encode_each(wordings, self.device))
         if self.offload_encoders:
             for encoder in self._encoders():
                 encoder.to("cpu")
@@ -250,27 +255,33 @@ class DiffusersPolicy(Policy):
         self, root: Path, prompts: Iterable[Prompt], device: torch.device, progress: Callable[[], None] = lambda: None
     ) -> tuple[int, int] | None:
         """As of `Policy`; encoders of other weights, dtype, length, libraries or kind of device have another store."""
-        facts = {
+        files = pretrained.component_files(self.path, "text_encoder*", "tokenizer*")
+        facts: dict[str, Any] = {}
+        if self.reads:
+            files += pretrained.component_files(self.path, "vae", "image_encoder*", "image_processor*", "processor*")
+            facts = {"size": [self.height, self.width, self.frames], "vae_dtype": str(self.vae_dtype)}
+        facts |= {
             "family": self.family,
-            "encoders": files_digest(pretrained.encoder_files(self.path), root / "digests"),
+            "encoders": files_digest(files, root / "digests"),
             "dtype": str(self.dtype),
             "length": self.max_sequence_length,
             "device": device.type,
             "libraries": {name: version(name) for name in ("diffusers", "transformers", "tokenizers", "torch")},
         }
         self.store = PromptStore(root, facts)
-        positive, negative = self._texts(prompts)
-        texts = dict.fromkeys(positive + negative)
+        positive, negative = self.wordings(prompts)
+        wordings = dict.fromkeys(positive + negative)
         try:
-            encoded = self.store.fill(texts, partial(self._encode_each, device=device), progress)
+            encoded = self.store.fill(wordings, partial(self._encode_each, device=device), progress)
         finally:
             self.__dict__.pop("_pipeline", None)
+            self.__dict__.pop("_vae", None)
             torch.cuda.empty_cache()
-        return len(texts), encoded
+        return len(wordings), encoded
 
     def decode(self, latents: Tensor) -> Tensor:
         """[B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32, decoded one sample at a time."""
-        vae = self._decoder
+        vae = self._vae
         if away := vae.device != latents.device:  # asking every module costs as much as a small picture
             vae.to(latents.device)
         with torch.no_grad():
@@ -373,21 +384,27 @@ class DiffusersPolicy(Policy):
         """Components that the encoder pipeline must not load by itself, by name; None = leave it out."""
         return {"transformer": None, "vae": None, "scheduler": None}
 
+    def pixels(self, image: PromptImage) -> Tensor:
+        """[1, 3, height, width] fp32 in [-1, 1]."""
+        picture = np.asarray(image.fitted(self.height, self.width), dtype=np.float32)
+        return torch.from_numpy(picture).movedim(-1, 0).unsqueeze(0) / 127.5 - 1.0
+
     def image_grid(self) -> tuple[int, int]:
         """Latent height and width in pixels of the VAE's output."""
         return self.height // 8, self.width // 8
 
     @torch.no_grad()
-    def _encode_each(self, texts: Sequence[str], device: torch.device) -> Iterator[Condition]:
-        """Conditioning of one text after the other, by encoders that stay on `device`."""
+    def _encode_each(self, wordings: Sequence[Wording], device: torch.device) -> Iterator[Condition]:
+        """Conditioning of one wording after the other, by encoders that stay on `device`."""
         for encoder in self._encoders():
             encoder.to(device)
-        for text in texts:
-            encoded = self.encode_text(self._pipeline, text)
+        for wording in wordings:
+            encoded = self.encode_wording(self._pipeline, wording)
             yield {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in encoded.items()}
 
     def _encoders(self) -> list[nn.Module]:
-        return [module for module in self._pipeline.components.values() if isinstance(module, nn.Module)]
+        encoders = [module for module in self._pipeline.components.values() if isinstance(module, nn.Module)]
+        return [*encoders, self._vae] if self.reads else encoders
 
     @cached_property
     def _pipeline(self) -> Any:
@@ -412,7 +429,7 @@ class DiffusersPolicy(Policy):
         return pipeline
 
     @cached_property
-    def _decoder(self) -> Any:
+    def _vae(self) -> Any:
         vae: Any = pretrained.load_component(self.vae_class, self.path, "vae", self.vae_dtype)
         vae.requires_grad_(False)
         if self.vae_tiling:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from digenrl.models import checkpointing
 from digenrl.models.lora import CastLinear, LoraSpec, inject_lora, wide
-from digenrl.models.prompt_store import Condition, PromptStore
+from digenrl.models.prompt_store import Condition, PromptStore, Wording
 from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt, move
 
@@ -34,7 +34,7 @@ NEGATIVE = "negative_"
 RecomputeConfig = bool | float | str | Mapping[str, float] | None
 """`model.gradient_checkpointing` (see `digenrl.recompute`)."""
 CACHED_TEXTS = 1024
-"""Texts whose embeddings stay on the CPU (4 MB each at 512 tokens x 4096 in bf16); least recently used go first."""
+"""Wordings whose embeddings stay on the CPU (4 MB each at 512 tokens x 4096 in bf16); least recently used go first."""
 
 
 def _widen(tensor: Tensor) -> Tensor:
@@ -51,6 +51,8 @@ class Policy(nn.Module, ABC):
     """A frozen or trained velocity network with its text encoders and decoder (see the module docstring)."""
 
     family: ClassVar[str]
+    reads: ClassVar[Mapping[str, tuple[int, int]]] = {}
+    """Role of an image (`digenrl.images.ROLES`) -> how many of them a prompt has here: at least, at most."""
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     """The transformer's lists of blocks."""
     context_plan: ClassVar[dict[str, Any]] = {}
@@ -105,7 +107,7 @@ class Policy(nn.Module, ABC):
             transformer, [b for b in self.wrap_units() if b in trained], parse_recompute(gradient_checkpointing)
         )
         self._in_reference = False
-        self._embeddings: OrderedDict[str, Condition] = OrderedDict()
+        self._embeddings: OrderedDict[Wording, Condition] = OrderedDict()
         self.store: PromptStore | None = None
         self._said: set[str] = set()
 
@@ -123,6 +125,15 @@ class Policy(nn.Module, ABC):
                 "and hunyuan_video can be; set parallel.context=1, or parallel.sharding=fsdp to save memory."
             )
 
+    @classmethod
+    def check_prompt(cls, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt with fewer or more images of a role than the family takes."""
+        for role, (least, most) in cls.reads.items():
+            given = sum(image.role == role for image in prompt.images)
+            if not least <= given <= most:
+                takes = least if least == most else f"{least} to {most}"
+                raise ValueError(f"{cls.family} takes {takes} images of role {role}, the prompt has {given}.")
+
     # ---- what a family implements
 
     @abstractmethod
@@ -130,9 +141,9 @@ class Policy(nn.Module, ABC):
         """One forward of `self.network`: latents [B, *L] in `self.dtype`, sigmas [B] fp32 -> velocity [B, *L]."""
 
     @abstractmethod
-    def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Conditioning of `texts` on `self.device`: every tensor has leading dimension len(texts) and a shape and
-        values that do not depend on the other texts, so that rows of different prompts can be concatenated."""
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
+        """Conditioning of `wordings` on `self.device`: every tensor has leading dimension len(wordings) and a shape and
+        values that do not depend on the other wordings, so that rows of different prompts can be concatenated."""
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -201,27 +212,29 @@ class Policy(nn.Module, ABC):
         return self.guide(conditional, unconditional)
 
     def encode(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """Conditioning with leading dimension len(prompts), on `self.device`; each text is encoded once and kept.
+        """Conditioning with leading dimension len(prompts), on `self.device`; each wording is encoded once and kept.
 
         Under classifier-free guidance it includes the `negative_...` tensors. Raises ValueError when a negative prompt
         is needed and neither the prompt nor the family has one.
         """
-        positive, negative = self._texts(prompts)
+        positive, negative = self.wordings(prompts)
         wanted = list(dict.fromkeys(positive + negative))
-        missing = [text for text in wanted if text not in self._embeddings and not self._stored(text)]
+        missing = [each for each in wanted if each not in self._embeddings and not self._stored(each)]
         if missing:
             with torch.no_grad():
                 encoded = self.encode_prompts(missing)
-            for row, text in enumerate(missing):
-                self._embeddings[text] = {key: value[row : row + 1].cpu().clone() for key, value in encoded.items()}
-        for text in wanted:
-            self._embeddings.move_to_end(text)
+            for row, each in enumerate(missing):
+                self._embeddings[each] = {key: value[row : row + 1].cpu().clone() for key, value in encoded.items()}
+        for each in wanted:
+            self._embeddings.move_to_end(each)
         condition = self._rows(positive)
         if negative:
             condition |= {NEGATIVE + key: value for key, value in self._rows(negative).items()}
         elif any(prompt.negative for prompt in prompts):
             message = f"negative prompts are ignored: {self.family} runs without classifier-free guidance here"
             self.say_once("negative", message)
+        if not self.reads and any(image.role != "target_image" for prompt in prompts for image in prompt.images):
+            self.say_once("images", f"images of prompts are ignored: {self.family} reads none")
         while len(self._embeddings) > CACHED_TEXTS:
             self._embeddings.popitem(last=False)
         return move(self.trimmed(condition), self.device)
@@ -237,8 +250,9 @@ class Policy(nn.Module, ABC):
         """Have the conditioning of all `prompts` in the store under `root`, from which `encode` then reads, whether or
         not all of it could be written; the encoders are moved to `device` once, if at all, and leave memory.
 
-        Returns (texts, those that this process has encoded); None where a family has no encoders worth it. `progress`
-        as in `PromptStore.fill`; raises ValueError as `encode` does, OSError where the store cannot be written.
+        Returns (wordings, those that this process has encoded); None where a family has no encoders worth it.
+        `progress` as in `PromptStore.fill`; raises ValueError as `encode` does, OSError where the store cannot be
+        written.
         """
         return None
 
@@ -340,21 +354,27 @@ class Policy(nn.Module, ABC):
         """Names of trained parameters whose .grad is None: after a backward this must be empty."""
         return [name for name, parameter in self.trained_parameters().items() if parameter.grad is None]
 
-    def _texts(self, prompts: Iterable[Prompt]) -> tuple[list[str], list[str]]:
-        """The texts of both branches of guidance; the second is empty where one forward serves."""
-        prompts = list(prompts)
-        negative = [self._negative_text(prompt) for prompt in prompts] if self.two_forwards else []
-        return [prompt.text for prompt in prompts], negative
+    def wordings(self, prompts: Iterable[Prompt]) -> tuple[list[Wording], list[Wording]]:
+        """What is encoded for either branch of guidance, both with the prompt's images; the second is empty where one
+        forward serves. Raises as `check_prompt` does."""
+        positive, negative = list[Wording](), list[Wording]()
+        for prompt in prompts:
+            self.check_prompt(prompt)
+            images = tuple(image for image in prompt.images if image.role in self.reads)
+            positive.append(Wording(prompt.text, images))
+            if self.two_forwards:
+                negative.append(Wording(self._negative_text(prompt), images))
+        return positive, negative
 
-    def _stored(self, text: str) -> bool:
-        """Whether the store has the text; then it is taken from there."""
-        found = None if self.store is None else self.store.read(text)
+    def _stored(self, wording: Wording) -> bool:
+        """Whether the store has the wording; then it is taken from there."""
+        found = None if self.store is None else self.store.read(wording)
         if found is not None:
-            self._embeddings[text] = found
+            self._embeddings[wording] = found
         return found is not None
 
-    def _rows(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        rows = [self._embeddings[text] for text in texts]
+    def _rows(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
+        rows = [self._embeddings[each] for each in wordings]
         return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
     def _negative_text(self, prompt: Prompt) -> str:

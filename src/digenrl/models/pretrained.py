@@ -96,15 +96,15 @@ def _load_config(owner: Any, path: str, file: str, **where: str) -> dict[str, An
         raise CheckpointError(missing_message(path, file, _first_line(error))) from error
 
 
-def encoder_files(path: str) -> list[Path]:
-    """Files of the text encoders and tokenizers of a checkpoint; raises CheckpointError where it has none."""
+def component_files(path: str, *kinds: str) -> list[Path]:
+    """Files of a checkpoint's components whose names match `kinds`; raises CheckpointError where there is none."""
     try:
         folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, local_files_only=True))
     except (OSError, ValueError) as error:
-        raise CheckpointError(missing_message(path, "text encoders", _first_line(error))) from error
-    files = [file for kind in ("text_encoder*", "tokenizer*") for file in folder.glob(f"{kind}/**/*") if file.is_file()]
+        raise CheckpointError(missing_message(path, kinds[0], _first_line(error))) from error
+    files = [file for kind in kinds for file in folder.glob(f"{kind}/**/*") if file.is_file()]
     if not files:
-        raise CheckpointError(missing_message(path, "text_encoder/", "no such directory"))
+        raise CheckpointError(missing_message(path, f"{kinds[0]}/", "no such directory"))
     return sorted(files)
 
 

@@ -1,4 +1,4 @@
-"""Conditionings of texts on disk: one safetensors file a text, mapped into memory by every process that reads it.
+"""Conditionings of texts on disk: one safetensors file a wording, mapped into memory by every process that reads it.
 
 A file appears by one rename, when it is whole and on the disk. Who writes holds the directory's lock, so that one
 process encodes what many miss, and the others find it. The lock goes with its owner; what a killed owner had not
@@ -16,17 +16,31 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from digenrl.images import PromptImage
+
 Condition = dict[str, Tensor]
-"""Conditioning of one text: every tensor has leading dimension 1."""
+"""Conditioning of one wording: every tensor has leading dimension 1."""
 _LOCK, _UNFINISHED = ".lock", ".tmp"
 _POLL_S = 0.2
+
+
+class Wording(NamedTuple):
+    """What is encoded at once: a text with the images that the family reads beside it."""
+
+    text: str
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def key(self) -> str | list[Any]:
+        """What JSON tells it by."""
+        return [self.text, *([image.role, image.digest] for image in self.images)] if self.images else self.text
 
 
 def digest_of(facts: object) -> str:
@@ -39,37 +53,37 @@ class PromptStore:
 
     Args:
         root: directory of all stores; need not exist.
-        facts: whatever else than the text decides about a conditioning. Other facts, another store.
+        facts: whatever else than the wording decides about a conditioning. Other facts, another store.
     """
 
     def __init__(self, root: Path, facts: Mapping[str, Any]) -> None:
         self.directory = root / digest_of(facts)
 
-    def read(self, text: str) -> Condition | None:
-        """Views of the text's file, on the CPU; None where there is none, or a damaged one."""
+    def read(self, wording: Wording) -> Condition | None:
+        """Views of the wording's file, on the CPU; None where there is none, or a damaged one."""
         try:
-            with safe_open(self._path(text), framework="pt") as file:
+            with safe_open(self._path(wording), framework="pt") as file:
                 return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
         except (OSError, SafetensorError):
             return None
 
     def fill(
         self,
-        texts: Iterable[str],
-        encode: Callable[[Sequence[str]], Iterator[Condition]],
+        wordings: Iterable[Wording],
+        encode: Callable[[Sequence[Wording]], Iterator[Condition]],
         progress: Callable[[], None] = lambda: None,
     ) -> int:
-        """Have every text in the store; returns how many this process has encoded.
+        """Have every wording in the store; returns how many this process has encoded.
 
         Args:
-            texts: whatever may be asked for.
+            wordings: whatever may be asked for.
             encode: called once, with what is missing, and only where something is.
             progress: called when an entry has appeared, this process's or that of the one it waits for.
 
         Raises:
             OSError: an entry cannot be written. Nothing is left of it; those before it stay.
         """
-        wanted = list(dict.fromkeys(texts))
+        wanted = list(dict.fromkeys(wordings))
         if not self._missing(wanted):
             return 0
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -77,16 +91,16 @@ class PromptStore:
             for unfinished in self.directory.glob(f"*{_UNFINISHED}"):
                 unfinished.unlink(missing_ok=True)
             missing = self._missing(wanted)
-            for text, condition in zip(missing, encode(missing) if missing else (), strict=True):
-                self._write(self._path(text), condition)
+            for wording, condition in zip(missing, encode(missing) if missing else (), strict=True):
+                self._write(self._path(wording), condition)
                 progress()
         return len(missing)
 
-    def _missing(self, texts: Sequence[str]) -> list[str]:
-        return [text for text in texts if self.read(text) is None]
+    def _missing(self, wordings: Sequence[Wording]) -> list[Wording]:
+        return [wording for wording in wordings if self.read(wording) is None]
 
-    def _path(self, text: str) -> Path:
-        return self.directory / f"{digest_of(text)}.safetensors"
+    def _path(self, wording: Wording) -> Path:
+        return self.directory / f"{digest_of(wording.key)}.safetensors"
 
     def _write(self, path: Path, condition: Condition) -> None:
         unfinished = path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")

@@ -1,7 +1,8 @@
 """Prompt files: where they are and what a valid one looks like. Standard library only (no torch).
 
-`.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, ...metadata}` a line. Blank lines
-are skipped; a byte order mark and CRLF are accepted. Text is kept as written: no Unicode normalisation.
+`.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, ...metadata}` a line, with images
+as paths relative to the file: `image` (or `images`, a list), `last_image`, `target_image`. Blank lines are skipped; a
+byte order mark and CRLF are accepted. Text is kept as written: no Unicode normalisation.
 The files beside this module are the project's own sets; `python -m digenrl.prompts.generate` writes them again.
 """
 
@@ -15,9 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from digenrl.images import ROLES, ImageLimits, PromptImage, read_image
+
 DIRECTORY = Path(__file__).resolve().parent
 SUFFIXES = (".txt", ".jsonl")
-FIELDS = ("prompt", "negative", "target")
+FIELDS = ("prompt", "negative", "target", "images", *ROLES)
 """Fields of a .jsonl line that have a meaning here; all others are metadata, unless they look like one of these
 misspelt."""
 MAX_CHARACTERS = 10_000
@@ -41,6 +44,8 @@ class Record:
     target: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Every other field, `id` included."""
+    images: tuple[PromptImage, ...] = ()
+    """In the order of `images.ROLES`."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,14 @@ def locate(name: str | Path) -> Path:
     )
 
 
-def read(name: str | Path) -> PromptFile:
+def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
     """Read and check the prompt file `name` (see `locate`).
 
+    Args:
+        limits: decode every image once within these bounds; None = images are only read, for their digests.
+
     Raises:
-        PromptFileError: missing, unreadable, not UTF-8, empty, or with malformed lines.
+        PromptFileError: missing, unreadable, not UTF-8, empty, or with malformed lines or unusable images.
     """
     path = locate(name)
     if path.suffix not in SUFFIXES:
@@ -90,7 +98,12 @@ def read(name: str | Path) -> PromptFile:
         content = path.read_bytes()
     except OSError as error:
         raise PromptFileError(f"{path}: cannot be read ({error.strerror}).") from error
-    parse = _json_record if path.suffix == ".jsonl" else lambda text, line: Record(_checked(text, "prompt"), line)
+
+    def parse(text: str, line: int) -> Record:
+        if path.suffix == ".jsonl":
+            return _json_record(text, line, path.parent, limits)
+        return Record(_checked(text, "prompt"), line)
+
     records: list[Record] = []
     duplicates: list[tuple[int, int]] = []
     problems: list[str] = []
@@ -101,7 +114,8 @@ def read(name: str | Path) -> PromptFile:
         except ValueError as error:
             problems.append(f"{path}:{line}: {error}")
             continue
-        identity = json.dumps([record.text, record.negative, record.target, record.metadata], sort_keys=True)
+        images = [(image.role, image.digest) for image in record.images]
+        identity = json.dumps([record.text, record.negative, record.target, record.metadata, images], sort_keys=True)
         if identity in first_line:
             duplicates.append((line, first_line[identity]))
         else:
@@ -152,7 +166,7 @@ def _finite(number: str) -> float:
     return value
 
 
-def _json_record(text: str, line: int) -> Record:
+def _json_record(text: str, line: int, folder: Path, limits: ImageLimits | None) -> Record:
     try:
         fields = json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
@@ -176,4 +190,18 @@ def _json_record(text: str, line: int) -> Record:
     if not prompt.strip():
         raise ValueError("prompt is empty.")
     given = {name: text for name in ("negative", "target") if (text := fields.pop(name, None)) is not None}
-    return Record(prompt, line, **{name: _checked(text, name) for name, text in given.items()}, metadata=fields)
+    words = {name: _checked(text, name) for name, text in given.items()}
+    return Record(prompt, line, **words, images=tuple(_images(fields, folder, limits)), metadata=fields)
+
+
+def _images(fields: dict[str, Any], folder: Path, limits: ImageLimits | None) -> Iterator[PromptImage]:
+    """The images that a line names, taken out of `fields`."""
+    several = fields.pop("images", None)
+    if several is not None and fields.get("image") is not None:
+        raise ValueError('give "image" or "images", not both.')
+    if not isinstance(several, list | None):
+        raise ValueError(f"images = {json.dumps(several)[:60]} must be a list of paths.")
+    for role in ROLES:
+        one = fields.pop(role, None)
+        for name in several if role == "image" and several else [] if one is None else [one]:
+            yield read_image(role, _checked(name, role), folder, limits)

@@ -34,6 +34,8 @@ class Samples:
     """N texts."""
     scores: dict[str, NDArray[np.float32]]
     """name -> [N], of every further array with one number per sample."""
+    sources: NDArray[np.uint8] | None = None
+    """[N, 3, H, W]: the image that each sample was made from; None where prompts name none."""
 
     @property
     def is_video(self) -> bool:
@@ -60,12 +62,15 @@ def read_samples(path: str | os.PathLike[str]) -> Samples:
             for name in arrays.files
             if arrays[name].shape == (len(prompts),) and arrays[name].dtype.kind == "f"
         }
+        sources = arrays["sources"] if "sources" in arrays.files else None
+        if sources is not None and (sources.dtype != np.uint8 or sources.shape != (len(prompts), 3, *media.shape[-2:])):
+            raise ValueError(f"{path.name}: sources is {sources.dtype} {sources.shape}; use uint8 [N, 3, H, W]")
     if media.dtype != np.uint8 or media.ndim not in (4, 5) or len(media) != len(prompts):
         raise ValueError(
             f"{path.name}: media is {media.dtype} {media.shape} for {len(prompts)} prompts; "
             "use uint8 [N, C, H, W] or [N, F, C, H, W] with one prompt per sample"
         )
-    return Samples(int(number[1]) if number else 0, media, prompts, scores)
+    return Samples(int(number[1]) if number else 0, media, prompts, scores, sources)
 
 
 def sample_files(run: Run) -> list[Path]:
@@ -116,21 +121,25 @@ def _image_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int
     prompts, rows, cell, head, letters = (10, 3, 0.72, 0.5, 9) if width <= NARROW else (6, 2, 1.55, 0.85, 24)
     texts = list(pairs)[:prompts]
     rows = min(rows, max(len(pairs[text]) for text in texts))
-    figure = Figure(figsize=(0.75 + cell * len(texts), head + 2 * rows * cell * height / width + 0.15))
+    sides: list[tuple[NDArray[np.uint8], int, str, str]] = [
+        (before.media, 0, _moment(before, "before"), VERMILION),
+        (after.media, 1, _moment(after, "after"), BLUE),
+    ]
+    if before.sources is not None:
+        sides.insert(0, (before.sources, 0, "source", INK))
+    figure = Figure(figsize=(0.75 + cell * len(texts), head + len(sides) * rows * cell * height / width + 0.15))
     blocks = figure.add_gridspec(
-        2, 1, hspace=0.1, left=0.75 / figure.get_figwidth(), right=0.995, bottom=0.01,
+        len(sides), 1, hspace=0.1, left=0.75 / figure.get_figwidth(), right=0.995, bottom=0.01,
         top=1 - head / figure.get_figheight(),
     )  # fmt: skip
-    for block, (samples, side, title, colour) in enumerate(
-        [(before, 0, _moment(before, "before"), VERMILION), (after, 1, _moment(after, "after"), BLUE)]
-    ):
+    for block, (pictures, side, title, colour) in enumerate(sides):
         grid = blocks[block].subgridspec(rows, len(texts), hspace=0.06, wspace=0.06)
         for column, text in enumerate(texts):
             for row in range(rows):
                 axes = figure.add_subplot(grid[row, column])
                 axes.set_axis_off()
                 if row < len(pairs[text]):
-                    _show(axes, samples.media[pairs[text][row][side]])
+                    _show(axes, pictures[pairs[text][row][side]])
                 if block == 0 and row == 0:
                     caption = "\n".join(textwrap.wrap(text, letters, max_lines=3, placeholder=" ..."))
                     axes.set_title(caption, fontsize=8, fontweight="normal", loc="center", color=INK, pad=4)

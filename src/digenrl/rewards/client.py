@@ -30,6 +30,7 @@ import torch
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 from torch import Tensor
 
+from digenrl.images import ImageError
 from digenrl.rewards import frames
 from digenrl.rewards.breaker import Breaker, retry_after_s
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
@@ -87,6 +88,8 @@ class _Endpoint:
     breaker: Breaker
     limits: frames.WireLimits | None = None
     """None until the first answer of GET /identity."""
+    images: bool = False
+    """Whether it asks for the images of prompts."""
     not_before: float = 0.0
     """Monotonic time of the next call: after a failure's back-off, or what Retry-After asked for."""
     failure: _Retry | None = None
@@ -185,7 +188,8 @@ class RewardClient:
         try:
             if not any(endpoint.limits for endpoint in self._endpoints):
                 await self._attempts(None, deadline)
-            parts = self._cut(media, prompts)
+            images = any(endpoint.images for endpoint in self._endpoints)
+            parts = self._cut(media, prompts, images)
         except (RewardUnavailable, _Malformed) as error:
             outcome.errors.append(error)
             return outcome
@@ -195,12 +199,14 @@ class RewardClient:
             async with gate:
                 try:
                     request_id = uuid.uuid4().hex
-                    body = frames.encode_request(media[rows], prompts[rows], request_id, self.options.dtype)
+                    body = frames.encode_request(media[rows], prompts[rows], request_id, self.options.dtype, images)
                     scores = await self._attempts((body, request_id, len(prompts[rows])), deadline)
                     assert scores is not None
                     outcome.scores[rows] = scores
                 except (RewardUnavailable, _Malformed) as error:
                     outcome.errors.append(error)
+                except ImageError as error:
+                    raise RewardError(str(error)) from error
 
         results = await asyncio.gather(*(one(rows) for rows in parts), return_exceptions=True)
         for result in results:
@@ -208,18 +214,19 @@ class RewardClient:
                 raise result
         return outcome
 
-    def _cut(self, media: Tensor, prompts: Sequence[Prompt]) -> list[slice]:
+    def _cut(self, media: Tensor, prompts: Sequence[Prompt], images: bool) -> list[slice]:
         """Rows of each request: as many as the tightest known service takes."""
         limits = [endpoint.limits for endpoint in self._endpoints if endpoint.limits is not None]
         sample_bytes = media[0].numel() * frames.WIRE_DTYPES[self.options.dtype].itemsize
         longest = max(len(repr(prompt)) * 6 for prompt in prompts)  # JSON writes a character as at most 6 bytes
-        room = sample_bytes + longest + _JSON_ALLOWANCE
+        files = max(sum(image.size for image in prompt.images) for prompt in prompts) if images else 0
+        room = sample_bytes + longest + files + _JSON_ALLOWANCE
         fits = min((limit.max_body_bytes - frames.HEADER.size) // room for limit in limits)
         pixels = media[0].numel() // media.shape[-3]
         if fits < 1 or pixels > min(limit.max_pixels for limit in limits):
             raise RewardError(
-                f"A sample {list(media.shape[1:])} ({self.options.dtype}) is {sample_bytes} bytes, {pixels} pixels; "
-                f"the reward service takes {limits}: raise its limits, or send dtype=uint8."
+                f"A sample {list(media.shape[1:])} ({self.options.dtype}) is {sample_bytes + files} bytes, {pixels} "
+                f"pixels; the reward service takes {limits}: raise its limits, or send dtype=uint8."
             )
         step = min(fits, *(limit.max_samples for limit in limits))
         return [slice(start, min(start + step, len(prompts))) for start in range(0, len(prompts), step)]
@@ -278,7 +285,7 @@ class RewardClient:
         if endpoint.limits is None:
             description = self._parse(frames.decode_description, await self._exchange(endpoint, "GET", "/identity"))
             self._pin(endpoint, description.identity)
-            endpoint.limits = description.limits
+            endpoint.limits, endpoint.images = description.limits, description.images
         if request is None:
             return None
         body, request_id, samples = request

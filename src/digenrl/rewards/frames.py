@@ -1,9 +1,10 @@
 """What crosses a process or network border when samples are scored: strict JSON and raw tensor bytes, never pickle.
 
 A *frame* is `MAGIC | json bytes (u32) | payload bytes (u64) | json | payload`, integers big-endian. A request's payload
-is the media as contiguous bytes whose number follows from shape and dtype, so that nothing is ever decompressed. A
-response is the JSON of `ScoreResponse` alone. Every model is strict: an unknown field, `true` or "0.5" for a number,
-NaN, infinity and null are refused, and each score names the sample that it belongs to.
+is the media as contiguous bytes whose number follows from shape and dtype, so that they are never decompressed; behind
+them, for a scorer that asks, the files of the prompts' images, each once and of declared length. A response is the JSON
+of `ScoreResponse` alone. Every model is strict: an unknown field, `true` or "0.5" for a number, NaN, infinity and null
+are refused, and each score names the sample that it belongs to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import struct
 from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
+from digenrl.images import ROLES, ImageError, ImageLimits, PromptImage, received
 from digenrl.rewards.protocol import Identity
 from digenrl.types import Prompt
 
@@ -52,6 +55,21 @@ class MediaHeader(_Strict):
         return math.prod(self.shape) * WIRE_DTYPES[self.dtype].itemsize
 
 
+class WireImage(_Strict):
+    """A file behind the media."""
+
+    digest: str = Field(max_length=64)
+    size: Annotated[int, Field(ge=1)]
+    """Bytes."""
+
+
+class WireRole(_Strict):
+    """What an image is to a prompt."""
+
+    role: str = Field(max_length=32)
+    digest: str = Field(max_length=64)
+
+
 class WirePrompt(_Strict):
     """A `Prompt`, field by field."""
 
@@ -59,6 +77,7 @@ class WirePrompt(_Strict):
     negative: str | None
     target: str | None
     metadata: dict[str, JsonValue]
+    images: list[WireRole] = []
 
 
 class ScoreRequest(_Strict):
@@ -70,6 +89,13 @@ class ScoreRequest(_Strict):
     ids: list[Annotated[str, Field(max_length=64)]]
     """One name per sample, unique; echoed in order."""
     prompts: list[WirePrompt]
+    images: list[WireImage] = []
+    """In the order of the payload."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Length that the payload must have."""
+        return self.media.payload_bytes + sum(image.size for image in self.images)
 
     @model_validator(mode="after")
     def _rows_agree(self) -> ScoreRequest:
@@ -119,6 +145,8 @@ class ServiceDescription(_Strict):
     protocol: _Protocol
     identity: Identity
     limits: WireLimits
+    images: bool = False
+    """Whether the scorer asks for the images of prompts; a client sends none where it does not."""
 
 
 def encode_frame(document: str, payload: bytes = b"") -> bytes:
@@ -137,51 +165,80 @@ def parse_header(raw: bytes) -> tuple[int, int]:
     return json_bytes, payload_bytes
 
 
-def encode_request(media: Tensor, prompts: Sequence[Prompt], request_id: str, dtype: DtypeName = "float32") -> bytes:
-    """The frame that asks for scores of `media` [B, ...] in [0, 1].
+def encode_request(
+    media: Tensor, prompts: Sequence[Prompt], request_id: str, dtype: DtypeName = "float32", images: bool = False
+) -> bytes:
+    """The frame that asks for scores of `media` [B, ...] in [0, 1]; with `images`, it carries those of the prompts.
 
-    Raises WireError if a prompt's metadata is no JSON.
+    Raises WireError if a prompt's metadata is no JSON, and ImageError for an image that changed since it was read.
     """
     if dtype == "uint8":
         media = media.clamp(0, 1).mul(255).round()
     tensor = media.detach().to("cpu", WIRE_DTYPES[dtype]).contiguous()
+    sent = {image.digest: image for prompt in prompts for image in prompt.images} if images else {}
+    files = {digest: image.content() for digest, image in sent.items()}
     document = {
         "protocol": 1,
         "request_id": request_id,
         "media": {"shape": list(tensor.shape), "dtype": dtype},
         "ids": [f"{request_id[:8]}-{row}" for row in range(len(prompts))],
         "prompts": [
-            {"text": p.text, "negative": p.negative, "target": p.target, "metadata": dict(p.metadata)} for p in prompts
+            {"text": p.text, "negative": p.negative, "target": p.target, "metadata": dict(p.metadata)}
+            | ({"images": [{"role": image.role, "digest": image.digest} for image in p.images]} if sent else {})
+            for p in prompts
         ],
     }
+    if sent:  # a service from before there were images knows no such field
+        document["images"] = [{"digest": digest, "size": len(content)} for digest, content in files.items()]
     try:
         text = json.dumps(document, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise WireError(f"Prompt metadata must be JSON (finite numbers, strings, lists, objects): {error}") from error
-    return encode_frame(text, tensor.numpy().tobytes())
+    return encode_frame(text, tensor.numpy().tobytes() + b"".join(files.values()))
 
 
 def decode_request(document: bytes, payload_bytes: int) -> ScoreRequest:
     """The request of a frame's JSON, checked against the length of its payload. Raises WireError."""
     request = _validate(ScoreRequest, document)
-    if request.media.payload_bytes != payload_bytes:
+    if request.payload_bytes != payload_bytes:
         raise WireError(
-            f"Media {request.media.shape} {request.media.dtype} has {request.media.payload_bytes} bytes, "
-            f"the frame carries {payload_bytes}."
+            f"Media {request.media.shape} {request.media.dtype} and {len(request.images)} images have "
+            f"{request.payload_bytes} bytes, the frame carries {payload_bytes}."
         )
     return request
 
 
 def decode_media(header: MediaHeader, payload: bytearray) -> Tensor:
-    """Media fp32 in [0, 1] of a payload of the right length (shares its memory where the dtype allows)."""
-    array = np.frombuffer(payload, dtype=np.dtype(header.dtype))
+    """Media fp32 in [0, 1] of a payload that begins with them (shares its memory where the dtype allows)."""
+    array = np.frombuffer(payload, dtype=np.dtype(header.dtype), count=math.prod(header.shape))
     media = torch.from_numpy(array).reshape(header.shape)
     return media.float().div(255) if header.dtype == "uint8" else media.float()
 
 
-def decode_prompts(request: ScoreRequest) -> list[Prompt]:
-    """The request's prompts."""
-    return [Prompt(p.text, p.negative, p.target, p.metadata) for p in request.prompts]
+def decode_prompts(request: ScoreRequest, payload: bytes | bytearray = b"", max_pixels: int = 1 << 26) -> list[Prompt]:
+    """The request's prompts, with the images at the end of its payload.
+
+    Raises WireError for an image that is broken, has more than `max_pixels`, or that nobody sent.
+    """
+    found: dict[str, bytes] = {}
+    start = request.media.payload_bytes
+    for image in request.images:
+        found[image.digest] = bytes(payload[start : start + image.size])
+        start += image.size
+
+    @cache
+    def image_of(role: str, digest: str) -> PromptImage:
+        if role not in ROLES or digest not in found:
+            raise WireError(f"No image {digest!r} of role {role!r} came with the request; roles: {', '.join(ROLES)}.")
+        try:
+            return received(role, digest, found[digest], ImageLimits(max_pixels=max_pixels))
+        except ImageError as error:
+            raise WireError(f"The image {digest!r} {error}") from error
+
+    return [
+        Prompt(p.text, p.negative, p.target, p.metadata, tuple(image_of(each.role, each.digest) for each in p.images))
+        for p in request.prompts
+    ]
 
 
 def encode_response(request: ScoreRequest, scores: Tensor, identity: Identity) -> str:

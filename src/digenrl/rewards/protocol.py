@@ -10,21 +10,27 @@ A *scorer* is any callable `scorer(media, prompts) -> scores`:
 A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name it: `model_id` (what
 is scored with) and `weights_digest` (hex digest of its weights, "none" where it has none); see `identity_of`.
 Two methods are optional: `check_prompts(prompts)`, static, raises ValueError for a prompt that it could never score;
-`close()` ends processes and connections.
+`close()` ends processes and connections. A scorer that looks at the images of prompts says `reads_images = True`: then
+a service is sent them, and `source_images` gives them in the size of the media.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 from torch.nn import functional
 
+from digenrl.images import ImageError, PromptImage
 from digenrl.types import Prompt
+
+MISSING_IMAGE = "name a file in the field {role} of its line, in a .jsonl prompt file."
 
 
 class RewardError(RuntimeError):
@@ -108,6 +114,37 @@ def as_rgb(media: Tensor) -> Tensor:
     shape = list(media.shape)
     shape[-3] = 3
     return media.expand(shape)
+
+
+def source_images(media: Tensor, prompts: Sequence[Prompt], role: str = "image") -> Tensor:
+    """[B, 3, H, W] fp32 in [0, 1] on the CPU: each prompt's first image of `role`, fitted to the size of `media`.
+
+    Raises RewardError for a prompt without one, or whose file has changed.
+    """
+    pictures = []
+    for prompt in prompts:
+        found = [image for image in prompt.images if image.role == role]
+        if not found:
+            raise RewardError(f"'{prompt.text[:60]}' has no {role}: {MISSING_IMAGE.format(role=role)}")
+        pictures.append(_fitted(found[0], media.shape[-2], media.shape[-1]))
+    return torch.stack(pictures)
+
+
+def require_images(prompts: Sequence[Prompt], *roles: str) -> None:
+    """For `check_prompts`: raise ValueError for a prompt that lacks an image of one of `roles`."""
+    for prompt in prompts:
+        for role in roles:
+            if all(image.role != role for image in prompt.images):
+                raise ValueError(f"it has no {role}; {MISSING_IMAGE.format(role=role)}")
+
+
+@lru_cache(maxsize=64)
+def _fitted(image: PromptImage, height: int, width: int) -> Tensor:
+    try:
+        picture = np.asarray(image.fitted(height, width), dtype=np.float32)
+    except ImageError as error:
+        raise RewardError(str(error)) from error
+    return torch.from_numpy(picture / 255.0).movedim(-1, 0)
 
 
 def luma(media: Tensor) -> Tensor:

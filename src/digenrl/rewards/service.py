@@ -121,7 +121,8 @@ class RewardService:
 
     async def _describe(self, request: Request) -> Response:
         limits = {name: getattr(self.limits, name) for name in frames.WireLimits.model_fields}
-        return JSONResponse({"protocol": 1, "identity": vars(self.identity), "limits": limits})
+        images = bool(getattr(self.scorer, "reads_images", False))
+        return JSONResponse({"protocol": 1, "identity": vars(self.identity), "limits": limits, "images": images})
 
     async def _score(self, request: Request) -> Response:
         if self._pending >= self.limits.max_pending:
@@ -191,10 +192,11 @@ class RewardService:
             raise _Refused(422, str(error)) from error
 
     def _call(self, asked: frames.ScoreRequest, payload: bytearray) -> Tensor:
-        media, prompts = frames.decode_media(asked.media, payload), frames.decode_prompts(asked)
         try:
+            media = frames.decode_media(asked.media, payload)
+            prompts = frames.decode_prompts(asked, payload, self.limits.max_pixels)
             check_media(media, prompts)
-        except ValueError as error:
+        except ValueError as error:  # of which WireError is one
             raise _Refused(422, str(error)) from error
         try:
             with torch.no_grad():

@@ -1,0 +1,159 @@
+"""Images that a line of a prompt file names: what is edited, animated or compared with. Pillow, no torch.
+
+An image is known by the digest of its file, never by its path: a prompt keeps its identity when a data set moves, and a
+file that changes under a run is an error where it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ROLES = ("image", "last_image", "target_image")
+"""image: what a model edits, or a video begins with; last_image: what it ends with; target_image: for scorers alone."""
+FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+class ImageError(ValueError):
+    """An image that cannot be used; the message says why, not where it was named."""
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Bounds of one file."""
+
+    max_mib: float = 32.0
+    max_pixels: int = 1 << 26
+    """Width x height, taken from the file's head before anything is decoded."""
+
+
+@dataclass(frozen=True)
+class PromptImage:
+    """One image of a prompt; equal where role and content are."""
+
+    role: str
+    """One of `ROLES`."""
+    digest: str
+    """Of the file's bytes."""
+    size: int = field(default=0, compare=False)
+    """Bytes."""
+    path: str = field(default="", compare=False)
+    """Where it was found; "" for one that came with a request."""
+    data: bytes | None = field(default=None, compare=False, repr=False)
+    """The file's bytes where there is no path."""
+
+    def content(self) -> bytes:
+        """The file's bytes.
+
+        Raises:
+            ImageError: the file is gone, or another one than when the prompts were read.
+        """
+        if self.data is not None:
+            return self.data
+        content = _read(self.path)
+        if _digest(content) != self.digest:
+            raise ImageError(f"{self.path} changed after the prompts were read; start again with the file as it is.")
+        return content
+
+    def fitted(self, height: int, width: int) -> Image:
+        """The picture as RGB of exactly this size: its middle part of that aspect ratio, resampled (Lanczos)."""
+        from PIL import Image, ImageOps
+
+        with Image.open(io.BytesIO(self.content()), formats=FORMATS) as opened:
+            picture = ImageOps.exif_transpose(opened)
+            if picture.has_transparency_data:
+                white = Image.new("RGBA", picture.size, "white")
+                picture = Image.alpha_composite(white, picture.convert("RGBA"))
+            return ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
+
+
+def sources(images: tuple[PromptImage, ...]) -> tuple[PromptImage, ...]:
+    """What the prompt changes: those of role `image`, in the order of the file."""
+    return tuple(image for image in images if image.role == "image")
+
+
+def read_image(role: str, name: str, folder: Path, limits: ImageLimits | None = None) -> PromptImage:
+    """The image that `name` (relative to `folder`, or absolute) means.
+
+    Args:
+        limits: decode it once within these bounds, so that a broken file shows here; None = only its digest is taken.
+
+    Raises:
+        ImageError: missing, unreadable, or, with limits, too large, of another format or broken.
+    """
+    if "://" in name:
+        raise ImageError(f"{role} = {name[:80]} is an address; download it and name the file.")
+    path = folder / Path(name).expanduser()
+    try:
+        stat = path.stat()
+        digest = _known(str(path), stat.st_size, stat.st_mtime_ns, limits)
+        return PromptImage(role, digest, stat.st_size, str(path))
+    except OSError as error:
+        raise ImageError(f"{role} = {name[:200]}: cannot be read ({error.strerror}; looked for {path}).") from error
+    except ImageError as error:
+        raise ImageError(f"{role} = {name[:200]}: {error}") from error
+
+
+@lru_cache(maxsize=1 << 20)
+def _known(path: str, size: int, changed_ns: int, limits: ImageLimits | None) -> str:
+    """Digest of a file as it is, taken once per process; with limits, checked once."""
+    if limits is not None and size > limits.max_mib * 2**20:
+        raise ImageError(f"has {size / 2**20:.1f} MiB, at most {limits.max_mib:g} (data.image_max_mib).")
+    content = _read(path)
+    if limits is not None:
+        examine(content, limits)
+    return _digest(content)
+
+
+def examine(content: bytes, limits: ImageLimits) -> None:
+    """Raise ImageError unless `content` is one picture within `limits` that decodes to its end."""
+    from PIL import Image
+
+    if len(content) > limits.max_mib * 2**20:
+        raise ImageError(f"has {len(content) / 2**20:.1f} MiB, at most {limits.max_mib:g} (data.image_max_mib).")
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
+            pixels = picture.width * picture.height
+            if pixels > limits.max_pixels:
+                raise ImageError(
+                    f"has {picture.width}x{picture.height} pixels, at most {limits.max_pixels} "
+                    "(data.image_max_pixels): scale it down, or raise the key."
+                )
+            if getattr(picture, "n_frames", 1) > 1:
+                raise ImageError("is an animation; save one picture of it.")
+            picture.draft("RGB", (picture.width // 8, picture.height // 8))  # JPEG: read to its end, at an eighth
+            picture.load()
+    except ImageError:
+        raise
+    except Image.UnidentifiedImageError as error:
+        raise ImageError(f"is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file.") from error
+    except Image.DecompressionBombError as error:  # Pillow's own bound, above which it opens nothing
+        raise ImageError(f"has far too many pixels ({error}).") from error
+    except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
+        raise ImageError(f"is broken ({' '.join(str(error).split())[:120]}).") from error
+
+
+def received(role: str, digest: str, content: bytes, limits: ImageLimits) -> PromptImage:
+    """An image that came with a request; raises ImageError as `examine` does, and where it is not what was named."""
+    if _digest(content) != digest:
+        raise ImageError(f"image {digest[:64]} is not what its digest says.")
+    examine(content, limits)
+    return PromptImage(role, digest, len(content), data=content)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ImageError(f"cannot be read ({error.strerror}; looked for {path}).") from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
