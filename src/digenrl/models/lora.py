@@ -46,7 +46,8 @@ class AdaptedLinear(LoraLinear):
         if self._disable_adapters:
             return rows
         low: Tensor = self.lora_A[ADAPTER](x)
-        second = (self.lora_B[ADAPTER].weight * self.scaling[ADAPTER]).to(rows.dtype)
+        # Cast first: a rank that only generates holds what the cast gives.
+        second = self.lora_B[ADAPTER].weight.to(rows.dtype) * self.scaling[ADAPTER]
         return torch.addmm(rows.flatten(0, -2), low.flatten(0, -2), second.t()).view(rows.shape)
 
 
