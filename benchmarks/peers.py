@@ -1,15 +1,18 @@
-"""Against what the peers do: their per-timestep training loop, and their published workload on the tiny SD3.
+"""Against what the peers do: their per-timestep training loop, and a whole step of theirs on the tiny SD3.
 
-    python -m benchmarks.peers [samples=8] [repeats=7] [rl_steps=8]
+    python -m benchmarks.peers [samples=8] [repeats=7] [rl_steps=8] [peer=DIR] [sittings=3]
 
 Loops: one forward and backward per (sample batch, trained step), as in Flow-GRPO's and DanceGRPO's scripts, written out
 here, against this system's training step on one block of all trained steps; same model, trajectories and advantages;
 the gradients must agree (exit code 1 if not).
-Workload: real runs of this system (`digenrl.cli.train`) on the workload of which the peers' figures are known.
+Workload: real runs of this system (`digenrl.cli.train`). With peer=DIR, a checkout of yifan123/flow_grpo at ac4c86e
+that this Python can run (it needs ml_collections and wandb beside our requirements), its own training script does the
+same work in turns with ours: same weights, prompts, text tokens, sizes, steps and processes, one thread each.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -28,22 +31,18 @@ from torch import Tensor
 
 from benchmarks._shared import Report, options
 from digenrl import config as configuration
+from digenrl.data import load_prompts
 from digenrl.diffusion.denoise import SampleKey, replay, sample
+from digenrl.models import tiny_builds
 from digenrl.preflight import settled
 from digenrl.types import CellBlock, Prompt, TrainBatch
 
 LOOPS = ("sd35_flowgrpo", "flux1_flowgrpo", "wan21_flowgrpo")
+DEFAULTS = {"samples": "8", "repeats": "7", "rl_steps": "8", "peer": "", "sittings": "3"}
 STEPS = 10
 """Denoising steps, all but one trained."""
 TOLERANCE = 1e-5
 """Largest relative difference of the two loops' gradients in norm (fp32)."""
-PEERS = {
-    "Flow-Factory a0b2bc5": {"1x1": 18.0, "2x1": 33.0},
-    "flow_grpo ac4c86e": {"1x1": 32.0, "2x1": 57.0},
-}
-"""Samples per second by processes x threads: medians of 7 iterations on another two-core CPU machine, torch 2.13,
-unmodified sources, same tiny SD3 widths, 64 x 64 px, 10 steps of which 9 trained, no guidance, 4 prompts x 8 samples,
-micro-batches of 8, one optimizer step per iteration."""
 WORKLOAD = (
     "experiment=sd35_flowgrpo",
     "hardware=cpu_tiny",
@@ -61,10 +60,29 @@ WORKLOAD = (
     "logger=none",
 )
 CASES = {
-    "1x1": ("schedule=colocated", "allocation.trainers=1"),
-    "2x1": ("schedule=colocated", "allocation.trainers=2"),
-    "2x1, one rollout and one trainer": ("schedule=full", "allocation.trainers=1", "allocation.rollouts=1"),
+    "1, colocated": (1, ("schedule=colocated", "allocation.trainers=1")),
+    "2, colocated": (2, ("schedule=colocated", "allocation.trainers=2")),
+    "2, one rollout and one trainer": (2, ("schedule=full", "allocation.trainers=1", "allocation.rollouts=1")),
 }
+"""Name -> processes, and what makes them."""
+SAMPLES = 32
+PEER = (
+    "--config.mixed_precision=no",
+    "--config.resolution=64",
+    "--config.prompt_fn=general_ocr",
+    f"--config.sample.num_steps={STEPS}",
+    "--config.sample.eval_num_steps=1",
+    "--config.sample.guidance_scale=1.0",
+    "--config.sample.train_batch_size=8",
+    "--config.sample.num_image_per_prompt=8",
+    "--config.sample.global_std=False",
+    "--config.train.batch_size=8",
+    "--config.train.cfg=False",
+    "--config.train.timestep_fraction=0.99",
+)
+"""flow_grpo's words for `WORKLOAD`; one process takes four batches, two take two each."""
+PEER_STEP = "advantages: "
+"""What its main process prints once in every iteration."""
 
 
 class Loop:
@@ -142,8 +160,8 @@ def compare_loops(experiment: str, rows: int, repeats: int) -> tuple[float, floa
     return statistics.median(times["per_timestep"]), statistics.median(times["batched"]), difference
 
 
-def samples_per_second(words: tuple[str, ...], rl_steps: int) -> tuple[float, float]:
-    """Median seconds of an RL step, and samples per second, of a run of this system."""
+def own_step_s(words: tuple[str, ...], rl_steps: int) -> float:
+    """Median seconds of an RL step of this system."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "digenrl.cli.train", *WORKLOAD, *words]
         command += [f"max_rl_steps={rl_steps}", f"output_root={folder}"]
@@ -151,11 +169,44 @@ def samples_per_second(words: tuple[str, ...], rl_steps: int) -> tuple[float, fl
         if run.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{run.stderr[-2000:]}")
         summary = json.loads((Path(run.stdout.splitlines()[-1]) / "summary.json").read_text())
-    return summary["step_s"], 32 / summary["step_s"]
+    return float(summary["step_s"])
+
+
+def peer_step_s(sources: Path, processes: int, rl_steps: int) -> float:
+    """Median seconds of an iteration of flow_grpo's own script, from one line of its output to the next.
+
+    Raises:
+        SystemExit: it ended by itself; with its last lines.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        texts = [prompt.text for prompt in load_prompts("signs.jsonl")]
+        Path(folder, "train.txt").write_text("\n".join(texts))
+        Path(folder, "test.txt").write_text(texts[0])
+        batches = SAMPLES // 8 // processes
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command += ["-m", "benchmarks._flow_grpo", str(sources)]
+        command += [f"--config={sources / 'config' / 'grpo.py'}:compressibility", *PEER, f"--config.dataset={folder}"]
+        command += [f"--config.pretrained.model={tiny_builds.ensure('sd3')}", f"--config.logdir={folder}"]
+        command += [f"--config.sample.num_batches_per_epoch={batches}"]
+        command += [f"--config.train.gradient_accumulation_steps={batches}"]
+        alone = {"WANDB_MODE": "disabled", "ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
+        with (
+            Path(folder, "stderr").open("w+") as errors,
+            subprocess.Popen(command, env=os.environ | alone, stdout=subprocess.PIPE, stderr=errors, text=True) as run,
+        ):
+            assert run.stdout is not None
+            times = (time.perf_counter() for line in run.stdout if line.startswith(PEER_STEP))
+            ended = list(itertools.islice(times, rl_steps + 1))
+            run.terminate()
+            run.wait()
+            if len(ended) <= rl_steps:
+                errors.seek(0)
+                raise SystemExit(f"{' '.join(command)} ended after {len(ended)} iterations:\n{errors.read()[-2000:]}")
+    return statistics.median(after - before for before, after in itertools.pairwise(ended))
 
 
 def main(words: list[str]) -> int:
-    given = options(words, {"samples": "8", "repeats": "7", "rl_steps": "8"}, quick={"repeats": "2", "rl_steps": "3"})
+    given = options(words, DEFAULTS, quick={"repeats": "2", "rl_steps": "3", "sittings": "1"})
     torch.set_num_threads(1)
     report = Report(
         "Against the peers",
@@ -171,16 +222,28 @@ def main(words: list[str]) -> int:
             experiment, f"{1e3 * loop:.1f}", f"{1e3 * batched:.1f}", f"{loop / batched:.2f}", f"{difference:.1e}"
         )
     report.verdict(worst <= TOLERANCE, f"gradients differ by {worst:.1e} in norm, at most {TOLERANCE:.0e} wanted")
-    report.table(("tiny SD3, processes x threads", "step s", "samples/s", *PEERS))
-    for name, case in CASES.items():
-        seconds, rate = samples_per_second(case, int(given["rl_steps"]))
-        known = [figures.get(name.split(",")[0]) for figures in PEERS.values()]
-        report.row(name, f"{seconds:.2f}", f"{rate:.1f}", *(f"{figure:.0f}" for figure in known if figure is not None))
+    peer, rl_steps = Path(given["peer"]).resolve() if given["peer"] else None, int(given["rl_steps"])
+    report.table(
+        ("processes, schedule              ", "step s", "samples/s", *(["flow_grpo", "ratio"] if peer else []))
+    )
+    own: dict[str, list[float]] = {name: [] for name in CASES}
+    theirs: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(int(given["sittings"])):
+        for name, (_, words_) in CASES.items():
+            own[name].append(own_step_s(words_, rl_steps))
+        for processes, seconds in theirs.items() if peer else ():
+            seconds.append(peer_step_s(peer, processes, rl_steps))
+    for name, (processes, _) in CASES.items():
+        step_s = statistics.median(own[name])
+        cells = [name, f"{step_s:.2f}", f"{SAMPLES / step_s:.1f}"]
+        if peer:
+            peer_s = statistics.median(theirs[processes])
+            cells += [f"{SAMPLES / peer_s:.1f}", f"{peer_s / step_s:.2f}"]
+        report.row(*cells)
     report.say(
-        "The peers' columns are theirs, measured on another idle machine of two cores (see PEERS in the script); this "
-        "run shares its machine with whatever else ran. Not like for like: Flow-Factory trains LoRA of rank 8 under "
-        "bf16 autocast with 512 text tokens and cached text; flow_grpo rank 32, 128 tokens, fp32, a JPEG reward. This "
-        "system: LoRA of rank 32, 141 text tokens (64 of T5), cached text, fp32, a JPEG reward."
+        f"Medians of {given['sittings']} sittings in turns, {rl_steps} RL steps each. Both: 4 prompts x 8 samples, "
+        f"64 px, {STEPS} steps of which {STEPS - 1} trained, LoRA of rank 32, fp32, a JPEG reward, 141 text tokens, "
+        "one thread a process. This system encodes each prompt once; flow_grpo once per sample and iteration."
     )
     return report.close(given)
 

@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from digenrl.prompts import Record, read
+from digenrl.schedule import groups_of_step
 from digenrl.types import Prompt
 
 
@@ -118,7 +119,7 @@ class PromptData(pl.LightningDataModule):
         self.prompts = load_prompts(settings.prompts)
         self.heldout = self.prompts if settings.heldout is None else load_prompts(settings.heldout)
         """Evaluation prompts, never trained (the training prompts themselves where the set has no held-out split)."""
-        self.sampler = PromptSampler(self.prompts, settings.prompts_per_batch + settings.oversample, seed)
+        self.sampler = PromptSampler(self.prompts, groups_of_step(settings), seed)
 
     def train_dataloader(self) -> range:
         """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to Lightning.)"""

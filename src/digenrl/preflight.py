@@ -12,7 +12,7 @@ from omegaconf import ListConfig, OmegaConf
 from digenrl.config import Composed, config_directory, instantiate
 from digenrl.config.relations import relation_problems
 from digenrl.recompute import AUTO, parse_recompute
-from digenrl.schedule import ScheduleSpec, steps_per_forward
+from digenrl.schedule import ScheduleSpec, groups_of_step, steps_per_forward
 from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.floor import training_floor
@@ -141,7 +141,7 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
 def without_effect(config: Any) -> Iterator[str]:
     """A line for each schedule setting that has no effect with the settled allocation and the other settings."""
     schedule, trainers, rollouts = config.schedule, config.allocation.trainers, config.allocation.rollouts
-    groups = (config.data.prompts_per_batch + config.data.oversample) // config.algorithm.updates_per_batch
+    groups = groups_of_step(config.data) // config.algorithm.updates_per_batch
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
@@ -356,7 +356,7 @@ def workload(composed: Composed) -> Workload:
         frames=sampling.frames,
         steps=sampling.steps,
         trained_steps=trained_steps(config),
-        prompts=config.data.prompts_per_batch + config.data.oversample,
+        prompts=groups_of_step(config.data),
         oversample=config.data.oversample,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,

@@ -5,11 +5,13 @@
     attention   the outputs of attention and of linear layers with several inputs per output (the second of a
                 feed-forward), which cost the most FLOPs per byte; the other linear layers are repeated too
     inputs      the block's input alone; the whole block is repeated
+    offload     everything, in pinned memory of the host: nothing is computed twice, but all of it is copied twice,
+                beside the other blocks' work
 
 Gradients are the same bits in every case. `model.gradient_checkpointing` is false (all), true (inputs), products,
-attention, a share of the blocks that keep their inputs alone, a mapping {products|attention|inputs: share of the
-blocks}, or auto: the least repetition that fits into the memory of each rank's GPU (`simulate.memory`); none where a
-tiny build is short of nothing. A run's config.yaml has what was chosen.
+attention, offload, a share of the blocks that keep their inputs alone, a mapping {products|attention|inputs|offload:
+share of the blocks}, or auto: the least repetition that fits into the memory of each rank's GPU (`simulate.memory`);
+none where a tiny build is short of nothing. auto never off-loads. A run's config.yaml has what was chosen.
 
 Pure: standard library only. Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198).
 """
@@ -20,9 +22,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ALL, PRODUCTS, ATTENTION, INPUTS = "all", "products", "attention", "inputs"
+ALL, PRODUCTS, ATTENTION, INPUTS, OFFLOAD = "all", "products", "attention", "inputs", "offload"
 MODES = (ALL, PRODUCTS, ATTENTION, INPUTS)
-"""From the most memory to the least."""
+"""From the most memory to the least: what auto chooses among."""
+CHANGES = (PRODUCTS, ATTENTION, INPUTS, OFFLOAD)
+"""What blocks may do instead of keeping all."""
 AUTO = "auto"
 
 
@@ -33,9 +37,10 @@ class Recompute:
     products: float = 0.0
     attention: float = 0.0
     inputs: float = 0.0
+    offload: float = 0.0
 
     def __post_init__(self) -> None:
-        shares = (self.products, self.attention, self.inputs)
+        shares = tuple(getattr(self, mode) for mode in CHANGES)
         if min(shares) < 0.0 or sum(shares) > 1.0 + 1e-9:
             raise ValueError(
                 f"model.gradient_checkpointing = {self.config}: shares of the blocks must be 0 .. 1, their sum too"
@@ -44,13 +49,13 @@ class Recompute:
     @property
     def shares(self) -> dict[str, float]:
         """Mode -> share of the blocks; they sum to 1."""
-        rest = max(0.0, 1.0 - self.products - self.attention - self.inputs)
-        return {ALL: rest, PRODUCTS: self.products, ATTENTION: self.attention, INPUTS: self.inputs}
+        changes = {mode: getattr(self, mode) for mode in CHANGES}
+        return {ALL: max(0.0, 1.0 - sum(changes.values()))} | changes
 
     @property
     def config(self) -> bool | str | dict[str, float]:
         """The shortest value of `model.gradient_checkpointing` that means the same."""
-        some = {m: s for m in MODES[1:] if (s := getattr(self, m)) > 0.0}
+        some = {m: s for m in CHANGES if (s := getattr(self, m)) > 0.0}
         if not some:
             return False
         if list(some.values()) == [1.0]:
@@ -60,12 +65,12 @@ class Recompute:
 
     def modes(self, blocks: int) -> tuple[str, ...]:
         """What each of `blocks` keeps, every mode spread evenly over the depth."""
-        credit = dict.fromkeys(MODES, 0.0)
+        credit = dict.fromkeys(self.shares, 0.0)
         chosen = []
         for _ in range(blocks):
             for mode, share in self.shares.items():
                 credit[mode] += share
-            best = max(MODES, key=lambda mode: credit[mode])
+            best = max(credit, key=lambda mode: credit[mode])
             credit[best] -= 1.0
             chosen.append(best)
         return tuple(chosen)
@@ -83,13 +88,13 @@ def parse_recompute(value: Any) -> Recompute:
         return Recompute(inputs=float(bool(value)))
     if value == AUTO:
         return Recompute(inputs=1.0)
-    if isinstance(value, str) and value in MODES:
+    if isinstance(value, str) and value in (ALL, *CHANGES):
         return Recompute(**{value: 1.0}) if value != ALL else Recompute()
     if isinstance(value, (int, float)):
         return Recompute(inputs=float(value))
-    if isinstance(value, Mapping) and set(value) <= set(MODES[1:]):
+    if isinstance(value, Mapping) and set(value) <= set(CHANGES):
         return Recompute(**{str(mode): float(share) for mode, share in value.items()})
     raise ValueError(
-        f"model.gradient_checkpointing = {value}: use true, false, auto, {', '.join(MODES[1:])}, a share of the blocks "
-        f"0 .. 1, or a mapping of {', '.join(MODES[1:])} to shares"
+        f"model.gradient_checkpointing = {value}: use true, false, auto, {', '.join(CHANGES)}, a share of the blocks "
+        f"0 .. 1, or a mapping of {', '.join(CHANGES)} to shares"
     )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.live_bytes import count_bytes
+from digenrl.models import offload
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.recompute import Recompute, parse_recompute
 from tests.models.tiny_policies import FAMILIES, make, prompt, randomise_lora
@@ -50,9 +56,57 @@ def test_gradients_are_the_same_bits_and_fewer_bytes_are_kept(family: str, lora:
     assert flops[False] <= flops["products"] < flops["attention"] < flops[True]
 
 
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "flux" else pytest.mark.slow) for name in FAMILIES]
+)
+def test_what_waits_on_the_host_comes_back_as_the_same_bits(family: str) -> None:
+    plain, _, spent = gradients(make(family, guidance_scale=4.0))
+    for grade in ("offload", {"offload": 0.5, "inputs": 0.5}):
+        found, _, flops = gradients(make(family, guidance_scale=4.0, gradient_checkpointing=grade))
+        assert set(found) == set(plain)
+        assert all(torch.equal(found[name], gradient) for name, gradient in plain.items()), grade
+        assert (flops == spent) == (grade == "offload")
+
+
+def test_the_device_holds_two_blocks_of_what_is_off_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing after the forward but what its caller holds; on the backward the block that computes and the next."""
+    records: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+    bring_back = offload._Kept._bring_back
+
+    def watched(kept: Any) -> None:
+        nonlocal most
+        bring_back(kept)
+        most = max(most, sum(bool(record._back) for record in records))
+
+    class Watched(offload._Kept):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            records.add(self)
+
+    monkeypatch.setattr(offload, "_Kept", Watched)
+    monkeypatch.setattr(Watched, "_bring_back", watched)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    run, hidden = offload.Offload(), torch.randn(32, 64, requires_grad=True)
+    loss = hidden
+    for block in blocks:
+        loss = loss + run(block, loss)
+    originals = [reference for record in records for reference, _ in record._host]
+    assert len(originals) == 6 * 3, "the input of each layer, and of the activation"
+    loss = loss.sum()
+    gc.collect()
+    alive = sum(not reference.expired() for reference in originals)
+    assert alive <= 1, "the test's own tensor"
+    del originals
+    loss.backward()
+    gc.collect()
+    assert most == 2
+    assert not records, "the host's copies are freed with the graph"
+
+
 def test_half_precision_autocast_recomputes_the_same_bits() -> None:
     plain = gradients(make("flux", lora="full", dtype="bfloat16"))[0]
-    for grade in ("products", "attention", True):
+    for grade in ("products", "attention", True, "offload"):
         found = gradients(make("flux", lora="full", dtype="bfloat16", gradient_checkpointing=grade))[0]
         assert all(torch.equal(found[name], gradient) for name, gradient in plain.items()), grade
 
@@ -62,7 +116,7 @@ def test_values_mean_what_they_say() -> None:
     assert parse_recompute(None) == parse_recompute(False) == Recompute()
     assert parse_recompute({"products": 0.75, "attention": 0.25}).modes(8).count("attention") == 2
     assert parse_recompute(0.25).modes(8) == ("all", "all", "inputs", "all", "all", "all", "inputs", "all")
-    for value in (True, False, "products", "attention", 0.5, {"products": 0.5, "inputs": 0.25}):
+    for value in (True, False, "products", "attention", "offload", 0.5, {"products": 0.5, "offload": 0.25}):
         assert parse_recompute(parse_recompute(value).config) == parse_recompute(value)
     for wrong in ("some", 1.5, {"everything": 1.0}, {"products": 0.7, "inputs": 0.7}):
         with pytest.raises(ValueError, match=r"model.gradient_checkpointing = .*"):

@@ -27,7 +27,7 @@ def noise_of(policy) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exported_adapter_in_a_plain_transformer_is_the_policy_bit_for_bit(family, tmp_path):
+def test_exported_adapter_in_a_plain_transformer_is_the_policy(family, tmp_path):
     policy = make(family)
     randomise_lora(policy)
     assert diffusers_export.export_policy(policy, tmp_path) == [tmp_path / diffusers_export.LORA_FILE]
@@ -43,7 +43,7 @@ def test_exported_adapter_in_a_plain_transformer_is_the_policy_bit_for_bit(famil
             base = policy.velocity(noise_of(policy), sigma, condition)
         policy.transformer = plain
         theirs = policy.velocity(noise_of(policy), sigma, condition)
-    assert torch.equal(ours, theirs)
+    assert (ours - theirs).abs().max() <= 1e-5, "peft adds the adapter's output in another order"
     assert (ours - base).abs().max() > 1e-3
 
 

@@ -10,7 +10,7 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import StepPlan
 from digenrl.types import CellBlock
-from tests.models.tiny_policies import FAMILIES, diffusers_latents, make, prompt, randomise_lora
+from tests.models.tiny_policies import FAMILIES, LORA, diffusers_latents, make, prompt, randomise_lora
 
 pytestmark = pytest.mark.heavy
 
@@ -265,8 +265,9 @@ def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refu
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_that_only_generates_holds_16_bit_adapters_and_computes_the_same(family):
-    """What travels to it is what every forward of a trainer casts to."""
-    trained, halved = (make(family, dtype="bfloat16", guidance_scale=4.0) for _ in range(2))
+    """What travels to it is what every forward of a trainer casts to; the scale is one that 16 bits round."""
+    lora = LORA | {"alpha": 1.3 * LORA["rank"]}
+    trained, halved = (make(family, lora=lora, dtype="bfloat16", guidance_scale=4.0) for _ in range(2))
     for policy in (trained, halved):
         randomise_lora(policy)
     halved.only_generate()

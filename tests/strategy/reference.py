@@ -16,7 +16,7 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.models.policy import Policy
-from digenrl.schedule import ScheduleSpec, group_version
+from digenrl.schedule import ScheduleSpec, group_version, groups_of_step
 from digenrl.types import CellBlock, Prompt
 from tests.strategy.processes import Cell, Record
 
@@ -45,7 +45,7 @@ class Reference:
             list(self.policy.trained_parameters().values())
         )
         self.record = Record()
-        self.groups = config.data.prompts_per_batch + config.data.oversample
+        self.groups = groups_of_step(config.data)
 
     def run(self) -> Record:
         """All RL steps."""

@@ -18,6 +18,7 @@ from digenrl.config.targets import nodes, target_problems
 from digenrl.config.validation import problems_by_key, shown
 from digenrl.images import ImageLimits
 from digenrl.record.redact import MASK, is_secret_name, redact_text
+from digenrl.schedule import groups_of_step
 
 _ABSENT = object()
 
@@ -109,8 +110,8 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
             continue
         if leaf != "prompts" or {"data.prompts_per_batch", "data.oversample"} & set(broken):
             continue
-        wanted, more = data.get("prompts_per_batch", 1), data.get("oversample", 0)
-        if len(file.records) < wanted + more:
+        wanted, more = data["prompts_per_batch"], data.get("oversample", 0)
+        if len(file.records) < groups_of_step(data):
             yield (
                 f"data.prompts_per_batch = {wanted}{f' with data.oversample = {more}' * bool(more)}: {file.path.name} "
                 f"holds {len(file.records)} different prompts and a batch needs distinct ones; allowed: 1 .. "

@@ -80,11 +80,11 @@ Component = Annotated[
     WithJsonSchema({"phrase": "a group of keys with _target_ and _partial_=true"}),
 ]
 Kept = Annotated[
-    dict[Literal["products", "attention", "inputs"], Share],
+    dict[Literal["products", "attention", "inputs", "offload"], Share],
     AfterValidator(_at_most_all),
-    WithJsonSchema({"phrase": "{products|attention|inputs: share of the blocks}"}),
+    WithJsonSchema({"phrase": "{products|attention|inputs|offload: share of the blocks}"}),
 ]
-Recomputation = bool | Share | Literal["auto", "products", "attention"] | Kept
+Recomputation = bool | Share | Literal["auto", "products", "attention", "offload"] | Kept
 ByTrainer = Annotated[
     list[Recomputation], Field(min_length=1), WithJsonSchema({"phrase": "a list of these, one for each trainer"})
 ]
@@ -332,7 +332,9 @@ class Model(Open):
 
     path: Text | None = Field(ABSENT, description="the base model: a directory, a file or a hub id")
     gradient_checkpointing: Recomputation | ByTrainer = Field(
-        ABSENT, description="which blocks are computed again in the backward pass; auto: what memory asks for"
+        ABSENT,
+        description="which blocks are computed again in the backward pass, or wait on the host for it; auto: what the "
+        "GPU's memory asks for, without the host",
     )
     lora: Lora | None = Field(ABSENT)
 

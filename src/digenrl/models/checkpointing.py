@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from digenrl.recompute import ALL, ATTENTION, INPUTS, Recompute
+from digenrl.models.offload import Offload
+from digenrl.recompute import ALL, ATTENTION, INPUTS, OFFLOAD, Recompute
 
 _PRODUCTS = {
     torch.ops.aten.mm.default: 0,
@@ -33,13 +34,15 @@ def enable(transformer: Any, blocks: Sequence[nn.Module], recompute: Recompute) 
     modes = dict(zip(blocks, recompute.modes(len(blocks)), strict=True))
     if set(modes.values()) <= {ALL}:
         return
-    transformer.enable_gradient_checkpointing(partial(_run, modes))
+    transformer.enable_gradient_checkpointing(partial(_run, modes, Offload()))
 
 
-def _run(modes: dict[nn.Module, str], block: nn.Module, *args: Any) -> Any:
+def _run(modes: dict[nn.Module, str], offload: Offload, block: nn.Module, *args: Any) -> Any:
     mode = modes.get(block, ALL)
     if mode == ALL:
         return block(*args)
+    if mode == OFFLOAD:
+        return offload(block, *args)
     selected: dict[str, Any] = {}
     if mode != INPUTS:
         keeps = partial(_keeps, ATTENTION_FROM if mode == ATTENTION else PRODUCTS_FROM)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -31,6 +32,23 @@ class CastLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.weight.to(input.dtype))
+
+
+class AdaptedLinear(LoraLinear):
+    """A linear layer with its adapter, whose output is written once.
+
+    peft scales the adapter's output and adds it in two more passes over the activations, each way. Here the scale goes
+    into the second factor, and the sum into its product.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.base_layer(x)
+        if self._disable_adapters:
+            return rows
+        low: Tensor = self.lora_A[ADAPTER](x)
+        # Cast first: a rank that only generates holds what the cast gives.
+        second = self.lora_B[ADAPTER].weight.to(rows.dtype) * self.scaling[ADAPTER]
+        return torch.addmm(rows.flatten(0, -2), low.flatten(0, -2), second.t()).view(rows.shape)
 
 
 @dataclass(frozen=True)
@@ -128,7 +146,7 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
             parameter.data = parameter.data.to(wide(parameter.dtype))
     for adapted_layer in adapted.values():
         layer: Any = adapted_layer
-        layer.cast_input_dtype_enabled = False
+        layer.__class__ = AdaptedLinear
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.__class__ = CastLinear
     return names

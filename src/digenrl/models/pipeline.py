@@ -61,6 +61,7 @@ class DiffusersPolicy(Policy):
             that all prompts have one shape.
         offload_encoders: move encoders and VAE back to the CPU after each use.
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
+        decode_pixels: pixels that are decoded together, over samples and frames; one sample at least.
         empty: the transformer has no values until `fill`; a run sets it where weights are sharded before.
     """
 
@@ -89,6 +90,8 @@ class DiffusersPolicy(Policy):
     """Modules of the last block (of the first list) that only its unread text output depends on, or that are absent.
 
     They would get no gradient: LoRA leaves them out, full fine-tuning keeps them frozen."""
+    skipped: ClassVar[frozenset[str]] = frozenset()
+    """Of `unread`, the linear layers that may be given no tokens at all: what follows takes an empty output."""
 
     def __init__(
         self,
@@ -112,6 +115,7 @@ class DiffusersPolicy(Policy):
         offload_encoders: bool = True,
         vae_dtype: str = "float32",
         vae_tiling: bool = False,
+        decode_pixels: int = 512 * 512,
         empty: bool = False,
     ) -> None:
         self._check_geometry(height, width, frames)
@@ -125,10 +129,10 @@ class DiffusersPolicy(Policy):
                 "classifier-free guidance from sampling.guidance_scale"
             )
         kept = parse_recompute(gradient_checkpointing)
-        if compile and kept.products + kept.attention > 0:
+        if compile and kept.products + kept.attention + kept.offload > 0:
             raise ValueError(
-                f"model.gradient_checkpointing={gradient_checkpointing} chooses among operators, which compiled blocks "
-                "do not show: set model.compile=false, or model.gradient_checkpointing to true, false or a share"
+                f"model.gradient_checkpointing={gradient_checkpointing} needs to see the operators, which compiled "
+                "blocks do not show: set model.compile=false, or model.gradient_checkpointing to true, false or a share"
             )
         self.path = str(tiny_builds.ensure(self.family)) if build == "tiny" else path
         pretrained.require_family(self.path, self.pipelines, self.family)
@@ -161,6 +165,10 @@ class DiffusersPolicy(Policy):
             for name, parameter in last.named_parameters():
                 if any(name.startswith(f"{module}.") for module in self.unread):
                     parameter.requires_grad_(False)
+        for network in self.networks():
+            for name in self.skipped:
+                layer = getattr(network, self.block_lists[0])[-1].get_submodule(name)
+                layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :0],))
         if compile:
             dynamo = torch._dynamo.config
             dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
@@ -176,6 +184,7 @@ class DiffusersPolicy(Policy):
         self.negative_prompt = negative_prompt
         self.offload_encoders = offload_encoders
         self.vae_dtype, self.vae_tiling = getattr(torch, vae_dtype), vae_tiling
+        self._decoded_together = max(1, decode_pixels // (height * width * frames))
 
     @classmethod
     def check(cls, settings: Mapping[str, Any]) -> None:
@@ -280,12 +289,12 @@ class DiffusersPolicy(Policy):
         return len(wordings), encoded
 
     def decode(self, latents: Tensor) -> Tensor:
-        """[B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32, decoded one sample at a time."""
+        """[B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32; see `decode_pixels`."""
         vae = self._vae
         if away := vae.device != latents.device:  # asking every module costs as much as a small picture
             vae.to(latents.device)
         with torch.no_grad():
-            rows = [self.decode_latents(vae, row.unsqueeze(0).to(self.vae_dtype)) for row in latents]
+            rows = [self.decode_latents(vae, part.to(self.vae_dtype)) for part in latents.split(self._decoded_together)]
         if away and self.offload_encoders:
             vae.to("cpu")
         media = (torch.cat(rows).float() / 2 + 0.5).clamp(0, 1)

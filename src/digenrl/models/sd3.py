@@ -28,6 +28,8 @@ class SD3Policy(DiffusersPolicy):
         {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"}
     )
 
+    skipped = frozenset({"attn.add_q_proj"})  # the last block's text asks nothing: fewer queries of its attention
+
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return self.network(
             hidden_states=latents,

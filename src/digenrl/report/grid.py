@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from digenrl.record.spans import Span
 from digenrl.report.read_run import Run
 from digenrl.report.style import CYCLE
+from digenrl.schedule import groups_of_step
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def read_grid(run: Run, step: int) -> Grid:
     """
     try:
         data = run.config["data"]
-        prompts, group = int(data["prompts_per_batch"]) + int(data.get("oversample", 0)), int(data["group_size"])
+        prompts, group = groups_of_step(data), int(data["group_size"])
         steps, task_size = int(run.config["sampling"]["steps"]), int(run.config["sampling"]["task_size"])
     except KeyError as error:
         raise ValueError(f"{run.path}/config.yaml lacks {error}: the size of the grid is unknown") from error

@@ -10,7 +10,7 @@ from digenrl.schedule.order import (
     stale_groups,
     update_of,
 )
-from digenrl.schedule.spec import ScheduleSpec, Task, steps_per_forward
+from digenrl.schedule.spec import ScheduleSpec, Task, groups_of_step, steps_per_forward
 from digenrl.schedule.timesteps import Block, Placement, micro_batches_per_update, place
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "fragments",
     "group_tasks",
     "group_version",
+    "groups_of_step",
     "micro_batches_per_update",
     "next_fragment",
     "place",

@@ -21,6 +21,11 @@ def steps_per_forward(asked: int | str, trained: int) -> int:
     return trained if isinstance(asked, str) else min(asked, trained)
 
 
+def groups_of_step(data: Mapping[str, Any]) -> int:
+    """Groups that an RL step generates, of the `data` group of a configuration; an old run's may lack `oversample`."""
+    return int(data["prompts_per_batch"]) + int(data.get("oversample", 0))
+
+
 @dataclass(frozen=True)
 class ScheduleSpec:
     """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False, tag=False, ...
@@ -83,7 +88,7 @@ class ScheduleSpec:
         asked = values["shares"]
         shares = {"equal": (), "measured": speeds}[asked] if isinstance(asked, str) else asked
         values["shares"] = tuple(float(share) for share in shares)
-        values["prompts"] += values["oversample"]
+        values["prompts"] = groups_of_step(config["data"])
         values["tsp_batch"] = steps_per_forward(values["tsp_batch"], trained_steps)
         return cls(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
 
@@ -145,7 +150,6 @@ class ScheduleSpec:
 
 
 _KEYS = {
-    "prompts": "data.prompts_per_batch",
     "group_size": "data.group_size",
     "task_size": "sampling.task_size",
     "denoise_steps": "sampling.steps",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from digenrl.recompute import Recompute
+from digenrl.recompute import ALL, OFFLOAD, Recompute
 from digenrl.simulate.gpus import ENGINES, Engine, kind_of
 from digenrl.simulate.hardware import Hardware, Pool
 from digenrl.simulate.memory import sent_bytes, text_encoder_bytes, vae_bytes, version_bytes
@@ -111,14 +111,14 @@ class Costs:
         `context` GPUs together.
 
         What blocks throw away is computed again, and written and read once more. Choosing among operators takes the
-        processor `SELECTION_SECONDS` per block and forward, which the GPU works beside.
+        processor `SELECTION_SECONDS` per block and forward, which the GPU works beside; so are copies to the host.
         """
         measured = self._measured("train", pool)
         if measured is not None:
             return measured * task_size / context + self._exchange_seconds(pool, task_size, recompute, context)
         work, rows = self.work, task_size * self.work.passes
         forwards = 1 + int(work.reference)
-        shares = [(mode, share) for mode, share in recompute.shares.items() if share]
+        shares = [(mode, share) for mode, share in recompute.shares.items() if share and mode != OFFLOAD]
         repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
         moved = sum(share * work.repeated_bytes(mode) for mode, share in shares)
         again = recompute.inputs * work.attention_flops()
@@ -132,7 +132,9 @@ class Costs:
         selected = recompute.products + recompute.attention
         launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
-        return max(seconds, launches / tsp_batch, selecting / tsp_batch)
+        copied = 2 * recompute.offload * work.sizes["blocks"] * work.kept_bytes(ALL, rows, context)
+        copying = copied / (pool.reaches.host_gb_s * 1e9)
+        return max(seconds, launches / tsp_batch, selecting / tsp_batch, copying)
 
     # ---- links
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from digenrl.recompute import ALL, MODES, Recompute
+from digenrl.recompute import ALL, MODES, OFFLOAD, Recompute
 from digenrl.simulate.workload import ENCODERS, Workload, facts
 
 GIB = 2**30
@@ -63,15 +63,19 @@ class Memory:
 def saved_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
     """Bytes that autograd and checkpoints keep for `rows` forwards of one sample (samples x steps x passes), on each of
     `context` ranks that share its tokens."""
-    units, shares = work.sizes["blocks"], recompute.shares.items()
-    return int(sum(units * share * work.kept_bytes(mode, rows, context) for mode, share in shares if share))
+    kept = {mode: share for mode, share in recompute.shares.items() if share and mode != OFFLOAD}
+    return int(work.sizes["blocks"] * sum(share * work.kept_bytes(mode, rows, context) for mode, share in kept.items()))
 
 
 def repeated_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
-    """Bytes that one block keeps for a moment, while what it threw away is computed again."""
-    least = max((mode for mode, share in recompute.shares.items() if share), key=MODES.index)
+    """Bytes that one block keeps for a moment, while what it threw away is computed again; or two, while one computes
+    and the next comes back from the host."""
     blocks_per_unit = work.sizes["attention_blocks"] / work.sizes["blocks"]
-    return int((work.kept_bytes(ALL, rows, context) - work.kept_bytes(least, rows, context)) / blocks_per_unit)
+    whole = work.kept_bytes(ALL, rows, context)
+    if recompute.offload:
+        return int(2 * whole / blocks_per_unit)
+    least = max((mode for mode, share in recompute.shares.items() if share), key=MODES.index)
+    return int((whole - work.kept_bytes(least, rows, context)) / blocks_per_unit)
 
 
 def whole_bytes(work: Workload, rows: int, context: int) -> int:
@@ -95,9 +99,11 @@ def encoder_bytes(work: Workload) -> int:
 
 
 def decode_bytes(work: Workload) -> int:
-    """VAE weights in fp32 and a tiled decode of one sample: three buffers of 256 channels x 512 x 512 x 4 frames."""
+    """VAE weights in fp32 and a tiled decode: three buffers of 256 channels x 512 x 512 x 4 frames, of one sample or of
+    as many small ones as have the pixels of one such frame (`decode_pixels` of digenrl.models.pipeline)."""
+    together = max(1, 512 * 512 // (work.height * work.width * work.frames))
     tile = min(512, work.height) * min(512, work.width) * min(4, work.frames)
-    return vae_bytes(work) + 3 * 256 * 4 * tile
+    return vae_bytes(work) + 3 * 256 * 4 * together * tile
 
 
 def scorer_bytes(work: Workload, heldout: bool) -> int:

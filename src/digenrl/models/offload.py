@@ -1,0 +1,143 @@
+"""What autograd keeps of a block waits on the host for the backward pass: the same bytes, elsewhere for a while.
+
+    forward    block i computes | what block i-1 keeps is copied out
+    backward   block i computes | what block i-1 keeps is copied back
+
+Copies run on a stream of their own, from and to pinned memory. The device holds the activations of two blocks: a
+forward waits for the copies of the block before the last. Without a GPU the same happens, one after the other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+SMALL = 4096
+"""Bytes of a storage below which it stays: its copies would take launches and free nothing."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A saved tensor, as a view of a storage that is on the host."""
+
+    storage: tuple[StorageWeakRef, int]
+    """Which one (it is copied once for all its views), and the version of its content."""
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Offload:
+    """Runs the blocks of a network, one after the other; their activations wait on the host."""
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[_Kept] | None = None
+        self._given: set[StorageWeakRef] = set()
+
+    def __call__(self, block: nn.Module, *args: Any) -> Any:
+        """`block(*args)`. What the block before was given too (modulations, rotary tables) stays where it is."""
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        given = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+        kept = _Kept(block, given & self._given, self._last, tensors[0].device)
+        self._last, self._given = weakref.ref(kept), given
+        with saved_tensors_hooks(kept.pack, kept.unpack):
+            output = block(*args)
+        kept.complete()
+        return output
+
+
+class _Kept:
+    """What one block keeps. It lives as long as the block's part of the graph."""
+
+    def __init__(
+        self, block: nn.Module, stays: set[StorageWeakRef], before: weakref.ref[_Kept] | None, device: torch.device
+    ) -> None:
+        self._block, self._stays, self._before, self._device = block, stays, before, device
+        self._host: dict[tuple[StorageWeakRef, int], Tensor] = {}
+        self._back: dict[tuple[StorageWeakRef, int], UntypedStorage] = {}
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        if (one := self.before) is not None and (two := one.before) is not None and two._copied is not None:
+            two._copied.synchronize()
+
+    @property
+    def before(self) -> _Kept | None:
+        """Of the block before, as long as that is there."""
+        return self._before() if self._before is not None else None
+
+    def pack(self, tensor: Tensor) -> Tensor | _Part:
+        """On the forward: the tensor itself if it stays, else where it is."""
+        if not self._host:  # sharded weights are whole only inside the forward
+            self._stays |= {StorageWeakRef(weight.untyped_storage()) for weight in self._block.parameters()}
+        storage = tensor.untyped_storage()
+        key = StorageWeakRef(storage), tensor._version
+        if storage.nbytes() < SMALL or key[0] in self._stays or tensor.device != self._device:
+            return tensor
+        if key not in self._host:
+            self._host[key] = self._copy_out(_bytes(storage, self._device))
+        return _Part(key, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def unpack(self, packed: Tensor | _Part) -> Tensor:
+        """On the backward: the tensor; the copies of the block before, which comes next, begin."""
+        if isinstance(packed, Tensor):
+            return packed
+        self._bring_back()
+        if (before := self.before) is not None:
+            before._bring_back()
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        empty = torch.empty(0, dtype=packed.dtype, device=self._device)
+        return empty.set_(self._back[packed.storage], packed.offset, packed.shape, packed.stride)
+
+    def complete(self) -> None:
+        """All copies that were begun are marked by one event."""
+        if self._copied is not None:
+            self._copied.record(_side(self._device))
+
+    def _copy_out(self, source: Tensor) -> Tensor:
+        if self._copied is None:
+            return source.clone()
+        side = _side(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        with torch.cuda.stream(side):
+            host.copy_(source, non_blocking=True)
+        source.record_stream(side)
+        return host
+
+    def _bring_back(self) -> None:
+        if self._back:
+            return
+        if self._copied is None:
+            self._back = {key: host.untyped_storage() for key, host in self._host.items()}
+            return
+        side = _side(self._device)
+        buffers = {key: torch.empty_like(host, device=self._device) for key, host in self._host.items()}
+        side.wait_stream(torch.cuda.current_stream(self._device))  # the buffers' memory may be in use until here
+        with torch.cuda.stream(side):
+            for key, buffer in buffers.items():
+                buffer.copy_(self._host[key], non_blocking=True)
+                buffer.record_stream(side)
+        self._back = {key: buffer.untyped_storage() for key, buffer in buffers.items()}
+        self.complete()
+
+
+_SIDES: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """The stream that copies."""
+    if device not in _SIDES:
+        _SIDES[device] = torch.cuda.Stream(device)
+    return _SIDES[device]
+
+
+def _bytes(storage: UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
