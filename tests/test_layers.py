@@ -22,19 +22,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": {"schedule", "recompute", "record.spans"},
     "config": {"prompts", "record"},
     "diffusion": {"types"},
-    "models": {"types", "diffusion", "recompute"},
+    "gallery": set(),
+    "models": {"types", "diffusion", "recompute", "gallery"},
     "algorithms": {"types", "diffusion", "models.policy"},
     "rewards": {"types", "reward_models"},
     "reward_models": {"types", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
     "data": {"types", "prompts"},
-    "report": {"record"},
+    "report": {"record", "gallery"},
     "display": {"report", "record"},
     "devices": {"cluster", "simulate"},
     "cluster": {"record", "schedule"},
     "transport": {"types", "schedule", "diffusion", "cluster", "record"},
     "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "record", "cluster", "transport"},
-    "callbacks": {"types", "data", "record", "models", "rewards", "rollout"},
+    "callbacks": {"types", "data", "record", "models", "rewards", "rollout", "gallery"},
 }
 """Room -> what it may import besides itself. Rooms not listed are the top and may import everything."""
 
