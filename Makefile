@@ -21,7 +21,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train encode resume replay sweep plan bench test test-fast test-all coverage report eval export score serve-reward tiny \
+.PHONY: help setup train encode resume replay sweep plan bench test test-fast test-all coverage report watch eval export score serve-reward tiny \
         pretrain profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
@@ -68,6 +68,10 @@ encode: $(STAMP)  ## Encode the prompts of a run into the prompt store, and noth
 report: $(STAMP)  ## Rebuild summary, trace, pictures and report.html from a run's files. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
 	@$(PY) -m digenrl.cli.report run=$(RUN) $(ARGS)
+
+watch: $(STAMP)  ## A live page of a run, in a browser of this machine: curves, pictures, timeline, logs. RUN=
+	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
+	@$(PY) -m digenrl.cli.watch run=$(RUN) $(ARGS)
 
 eval: $(STAMP)  ## Evaluate a run's model again, with own prompts, steps or rewards. RUN= [STEP=base|last] [DATA=FILE]
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)

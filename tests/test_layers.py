@@ -23,19 +23,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": {"schedule", "recompute", "record.spans"},
     "config": {"prompts", "record", "images", "schedule"},
     "diffusion": {"types"},
-    "models": {"types", "diffusion", "recompute", "images"},
+    "gallery": set(),
+    "models": {"types", "diffusion", "recompute", "gallery", "images"},
     "algorithms": {"types", "diffusion", "models.policy"},
     "rewards": {"types", "reward_models", "images"},
     "reward_models": {"types", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
     "data": {"types", "prompts", "schedule"},
-    "report": {"record", "schedule"},
+    "report": {"record", "gallery", "schedule"},
     "display": {"report", "record"},
     "devices": {"cluster", "simulate"},
     "cluster": {"record", "schedule"},
     "transport": {"types", "schedule", "diffusion", "cluster", "record"},
     "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "record", "cluster", "transport"},
-    "callbacks": {"types", "images", "data", "record", "models", "rewards", "rollout"},
+    "callbacks": {"types", "images", "data", "record", "models", "rewards", "rollout", "gallery"},
 }
 """Room -> what it may import besides itself. Rooms not listed are the top and may import everything."""
 

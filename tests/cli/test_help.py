@@ -18,6 +18,7 @@ COMMANDS = {
     "profile": ("pool = null", "pool of the profile", "schedule.gap = 1"),
     "encode": ("data.prompt_store = auto", "where encoded prompts are kept"),
     "report": ("run = required", "path of a run directory"),
+    "watch": ("port = null", "KiB of each rank's log", "seconds between two drawings"),
     "evaluate": ("step = last", "base | last", "or also the last checkpoint"),
     "export": ("weights = evaluated", "evaluated | trained | average", "moving average"),
     "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),

@@ -61,12 +61,21 @@ def test_every_picture_is_drawn_and_in_the_report(built: Path) -> None:
             assert min(picture.size) > 200
             assert len(set(picture.convert("L").getdata())) > 10
     page = read_page(built / "report.html")
-    assert len(page.images) == len(PICTURES)
-    assert all(link.startswith("data:image/png;base64,") for link in page.links)  # self-contained
+    drawn = [image for image in page.images if image.startswith("data:image/png;base64,")]
+    assert len(drawn) > len(PICTURES)  # and the gallery's
+    assert all(link.startswith("data:image/") for link in page.links)  # self-contained
     inside = base64.b64decode(page.images[0].partition(",")[2])
     assert inside == (built / "samples/before_after.png").read_bytes()
     text = " ".join(page.text)
-    for expected in ("digits_flowgrpo", "completed", "0.560 → 0.843", "first fragment", "prompts_per_batch: 6"):
+    for expected in (
+        "Over time: the same prompts",
+        "Best and worst at RL step 16",
+        "digits_flowgrpo",
+        "completed",
+        "0.560 → 0.843",
+        "first fragment",
+        "prompts_per_batch: 6",
+    ):
         assert expected in text
 
 
@@ -108,7 +117,8 @@ def test_one_picture_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(plots, "PICTURES", kept)
     summary = rebuild(path)
     assert (path / "plots/reward.png").exists()
-    assert [warning.split(" could")[0] for warning in summary["warnings"]] == ["samples/before_after.png"]
+    named = [warning.split(" could")[0] for warning in summary["warnings"]]
+    assert named == ["samples/before_after.png", "the gallery"]
     assert "media is float32" in summary["warnings"][0]
 
 

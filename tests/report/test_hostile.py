@@ -81,9 +81,9 @@ def test_whatever_the_files_hold_its_pictures_are_drawn_or_named(tmp_path: Path,
         (path / "samples" / f"eval-{step}.npz").write_bytes(content)
     summary = rebuild(path)
     named = [warning.split(" could not")[0] for warning in summary["warnings"] if "could not be made" in warning]
-    assert set(named) == {"samples/before_after.png", "plots/reward_distribution.png"}
+    assert set(named) == {"samples/before_after.png", "plots/reward_distribution.png", "the gallery"}
     assert (path / "plots" / "timeline.png").exists()
-    assert set(PICTURES) >= set(named)
+    assert {*PICTURES, "the gallery"} >= set(named)
 
 
 def test_what_is_left_out_is_named_with_file_and_line_once(tmp_path: Path) -> None:

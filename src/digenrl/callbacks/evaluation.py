@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from digenrl import gallery
+from digenrl.callbacks.guarded import Guarded
+from digenrl.callbacks.pictures import chosen
 from digenrl.data import load_prompts
 from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl, replaced, unwritten
@@ -124,6 +127,8 @@ class Evaluation(pl.Callback):
         heldout_reward: the reward without weight that becomes `heldout`; None = the first.
         statistics: more numbers per evaluation, for example `reward_models.digit_judge.DigitStatistics`.
         saved_per_prompt: pictures of each prompt in the npz file.
+        shown_prompts: the first so many go to the loggers as pictures, and the best and worst samples; 0 = no pictures.
+        shown_samples: pictures of each of them, of the best and of the worst.
 
     Raises:
         ValueError: a count out of range.
@@ -142,12 +147,16 @@ class Evaluation(pl.Callback):
         heldout_reward: str | None = None,
         statistics: Sequence[Statistic] = (),
         saved_per_prompt: int = 16,
+        shown_prompts: int = 8,
+        shown_samples: int = 4,
     ) -> None:
         for name, value, low in (
             ("samples_per_prompt", samples_per_prompt, 1),
             ("every", every, 0),
             ("max_prompts", 1 if max_prompts is None else max_prompts, 1),
             ("saved_per_prompt", saved_per_prompt, 1),
+            ("shown_prompts", shown_prompts, 0),
+            ("shown_samples", shown_samples, 1),
         ):
             if value < low:
                 raise ValueError(f"callbacks.evaluation.{name} must be >= {low}, got {value}")
@@ -155,6 +164,7 @@ class Evaluation(pl.Callback):
         self.samples_per_prompt, self.every, self.seed, self.steps = samples_per_prompt, every, seed, steps
         self.heldout_reward, self.statistics = heldout_reward, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
+        self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
         self._first: Pictures | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -190,8 +200,17 @@ class Evaluation(pl.Callback):
             unwritten(samples, len(pictures.prompts), error)
         append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
         self._raise_alarms(run_dir, rl_step, pictures, engine)
+        shown = self._shown(pictures, engine.reward_weights)
         for logger in trainer.loggers:
             logger.log_metrics({f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step)
+            if isinstance(logger, Guarded):
+                logger.log_pictures(shown, trainer.global_step)
+
+    def _shown(self, pictures: Pictures, weights: Mapping[str, float]) -> Mapping[str, Sequence[gallery.Tile]]:
+        texts = [prompt.text for prompt in pictures.prompts]
+        scores = {name: values.numpy() for name, values in pictures.rewards.items()}
+        score = gallery.totals(scores, weights, len(texts))
+        return chosen(pictures.media.numpy(), texts, score, self.shown_prompts, self.shown_samples)
 
     def _raise_alarms(self, run_dir: Path, rl_step: int, pictures: Pictures, engine: RolloutEngine) -> None:
         """Compare with this process's first evaluation, and write what is suspicious to events.jsonl."""

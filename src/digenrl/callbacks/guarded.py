@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
+from digenrl.callbacks.pictures import Shown, log_pictures
 from digenrl.record.run_dir import LOGGER, append_event
 
 
@@ -56,6 +57,10 @@ class Guarded(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._order(lambda: self._logger.log_metrics(dict(metrics), step))
+
+    def log_pictures(self, shown: Shown, step: int) -> None:
+        """Tiles of an evaluation, where the logger has a place for them."""
+        self._order(lambda: log_pictures(self._logger, shown, step))
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         self._order(lambda: self._logger.log_hyperparams(params, *args, **kwargs))

@@ -50,6 +50,8 @@ class Recorder(pl.Callback):
         facts: dict[str, Any] = {"step_s": elapsed, **getattr(trainer.strategy, "step_facts", dict)()}
         line = {"kind": "step", "rl_step": trainer.current_epoch + 1, "time": time.time(), **metrics, **facts}
         append_jsonl(Path(trainer.default_root_dir) / METRICS, line)
+        for logger in trainer.loggers:
+            logger.log_metrics({name: facts[name] for name in sorted(facts) if _is_pace(name)}, trainer.global_step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -69,6 +71,11 @@ class Recorder(pl.Callback):
             "cause": "interrupted" if interrupted else f"{type(exception).__name__}: {exception}",
         }
         append_event(trainer.default_root_dir, "stop" if interrupted else "failure", facts)
+
+
+def _is_pace(name: str) -> bool:
+    """Whether a fact of a step belongs to the speed of the run: what loggers get besides what the algorithm logs."""
+    return name in ("step_s", "samples_per_s", "predicted_step_s") or name.startswith("bubble/")
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:

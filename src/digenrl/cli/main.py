@@ -18,6 +18,7 @@ COMMANDS = {
     "profile": ("profile", "measure this machine's seconds per unit, for a hardware profile"),
     "encode": ("encode", "encode the prompts of a run into the prompt store"),
     "report": ("report", "rebuild summary, pictures and report of a run: report RUN"),
+    "watch": ("watch", "a live page of a run, in a browser of this machine: watch RUN"),
     "eval": ("evaluate", "evaluate a run's model again, with other prompts, steps or rewards: eval RUN"),
     "export": ("export", "write a run's trained weights as diffusers reads them: export RUN"),
     "score": ("score", "score a folder of pictures or videos with any reward"),
@@ -27,7 +28,7 @@ COMMANDS = {
     "check": ("setup", "check this machine: versions, devices, memory, disk"),
 }
 """Command -> (module of this package, what it does)."""
-OF_A_RUN = {"resume": "resume", "replay": "replay", "report": "run", "eval": "run", "export": "run"}
+OF_A_RUN = {"resume": "resume", "replay": "replay", "report": "run", "watch": "run", "eval": "run", "export": "run"}
 """Command -> the key whose value its first word is."""
 
 

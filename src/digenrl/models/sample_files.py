@@ -9,8 +9,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-FRAMES_PER_SECOND = 16
-"""What Wan2.1 is trained at; HunyuanVideo plays at 24."""
+from digenrl import gallery
 
 
 def to_uint8(media: Tensor | np.ndarray) -> np.ndarray:
@@ -44,16 +43,9 @@ def image_grid(images: Tensor | np.ndarray, columns: int | None = None, gap: int
     return Image.fromarray(canvas)
 
 
-def write_mp4(path: Path | str, video: Tensor | np.ndarray, fps: int = FRAMES_PER_SECOND) -> None:
+def write_mp4(path: Path | str, video: Tensor | np.ndarray, fps: int = gallery.FRAMES_PER_SECOND) -> None:
     """One video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along."""
-    try:
-        import imageio.v3 as imageio
-    except ImportError as error:
-        raise ImportError("writing videos needs imageio: pip install 'digenrl[video]'") from error
-    # yuv420p, which every player shows, needs even sides: the last row or column is repeated where one is odd.
-    frames = to_uint8(video)
-    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
-    imageio.imwrite(path, frames, fps=fps, codec="libx264", macro_block_size=1, plugin="FFMPEG")
+    Path(path).write_bytes(gallery.mp4(np.moveaxis(to_uint8(video), -1, -3), fps))
 
 
 def write_samples(folder: Path, media: Tensor | np.ndarray, limit: int = 16) -> list[Path]:

@@ -6,6 +6,7 @@ Each is made on its own: one that fails, on a full disk for example, becomes a w
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from digenrl.record.run_dir import (
     write_trace,
 )
 from digenrl.record.spans import perfetto
-from digenrl.report.html import render
+from digenrl.report import html
 from digenrl.report.plots import attempt, draw_all
 from digenrl.report.read_run import read_run
+from digenrl.report.showing import Showing, showing
 from digenrl.report.summary import build_summary
 
 
@@ -82,7 +84,11 @@ def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), warnings)
     attempt(TRACE, lambda: write_trace(run.path / TRACE, perfetto(run.spans)), warnings)
     warnings += draw_all(run)
-    attempt(REPORT, lambda: _write_page(run.path / REPORT, render(run, summary)), warnings)
+    pictures = {name: (run.path / name).read_bytes() for name in html.PICTURES if (run.path / name).is_file()}
+    shown: list[Showing | None] = []
+    attempt("the gallery", lambda: shown.append(showing(run)), warnings)
+    page = partial(html.render, run, summary, pictures, shown[0] if shown else None)
+    attempt(REPORT, lambda: _write_page(run.path / REPORT, page()), warnings)
     if len(warnings) > known:
         attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), [])
     return summary

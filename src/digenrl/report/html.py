@@ -13,13 +13,27 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from digenrl.report.learning_alarms import alarms
 from digenrl.report.plots import PICTURES
 from digenrl.report.read_run import Run, is_number
+from digenrl.report.showing import Showing
 from digenrl.report.tables import DASH, duration, facts, number
 
 _MAX_EVENTS = 60
 
 
-def render(run: Run, summary: Mapping[str, Any]) -> str:
-    """The whole page. Every text from the run is escaped: a prompt or a cause cannot become markup."""
+def render(
+    run: Run,
+    summary: Mapping[str, Any],
+    pictures: Mapping[str, bytes],
+    shown: Showing | None,
+    template: str = "report.html.j2",
+    **more: Any,
+) -> str:
+    """The whole page. Every text from the run is escaped: a prompt or a cause cannot become markup.
+
+    Args:
+        pictures: name, as in `PICTURES`, -> PNG.
+        shown: the gallery.
+        template: a page that extends this one's; `more` is for it.
+    """
     pages = Environment(
         loader=PackageLoader("digenrl.report", ""),
         autoescape=True,
@@ -29,7 +43,8 @@ def render(run: Run, summary: Mapping[str, Any]) -> str:
     )
     times = [event["time"] for event in run.events if is_number(event.get("time"))]
     config = run.path / "config.yaml"
-    return pages.get_template("report.html.j2").render(
+    return pages.get_template(template).render(
+        **more,
         title=summary["experiment"],
         status=summary["status"],
         path=run.path,
@@ -37,10 +52,11 @@ def render(run: Run, summary: Mapping[str, Any]) -> str:
         alarms=[*alarms(summary), *(f"Warning: {warning}" for warning in summary["warnings"])],
         facts=facts(summary),
         pictures=[
-            (heading, base64.b64encode((run.path / name).read_bytes()).decode())
+            (heading, base64.b64encode(pictures[name]).decode())
             for name, (heading, _) in PICTURES.items()
-            if (run.path / name).exists()
+            if name in pictures
         ],
+        shown=shown,
         rewards=list(_rewards(run, summary)),
         bubbles=list(_bubbles(summary)),
         evaluations=list(_evaluations(run)),

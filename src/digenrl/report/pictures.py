@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from digenrl.gallery import STRIP_FRAMES
 from digenrl.record.run_dir import SAMPLES
 from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, FAINT, INK, VERMILION
 
-STRIP_FRAMES = 5
 NARROW = 32
 """Pictures up to so many pixels wide are drawn small, ten in a row, under a short caption."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -67,6 +68,17 @@ PICTURES: dict[str, tuple[str, Plot]] = {
 """File inside the run directory -> (heading in the report, how to draw it), in the order of the report."""
 
 
+def drawn(run: Run, plot: Plot) -> bytes | None:
+    """A picture as PNG."""
+    with paper_style():
+        figure = plot(run)
+        if figure is None:
+            return None
+        png = io.BytesIO()
+        figure.savefig(png, format="png")
+    return png.getvalue()
+
+
 def draw_all(run: Run) -> list[str]:
     """Write every picture that the run's files allow; returns what failed, in words.
 
@@ -79,14 +91,13 @@ def draw_all(run: Run) -> list[str]:
 
 
 def _draw(run: Run, path: Path, plot: Plot) -> None:
-    with paper_style():
-        figure = plot(run)
-        if figure is None:
-            path.unlink(missing_ok=True)
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as temporary:
-            figure.savefig(temporary, format="png")
+    png = drawn(run, plot)
+    if png is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as temporary:
+        temporary.write_bytes(png)
 
 
 def attempt(name: str, make: Callable[[], None], warnings: list[str]) -> None:

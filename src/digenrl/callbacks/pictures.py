@@ -1,0 +1,50 @@
+"""The pictures of an evaluation in TensorBoard and Weights & Biases: the same prompts and noise from step to step."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from numpy.typing import NDArray
+
+from digenrl import gallery
+from digenrl.gallery import Tile
+
+Shown = Mapping[str, Sequence[Tile]]
+"""Key in the loggers -> its tiles. A key names the same prompt at every evaluation."""
+
+
+def chosen(
+    media: NDArray[np.uint8], prompts: Sequence[str], score: NDArray[np.float64], keep: int, samples: int
+) -> dict[str, tuple[Tile, ...]]:
+    """What loggers show of an evaluation: the first `samples` of the first `keep` prompts, and as many of the best and
+    the worst."""
+    shown = {}
+    for place, (prompt, rows) in enumerate(list(gallery.by_prompt(prompts).items())[:keep]):
+        shown[f"eval/{place:02d} {prompt[:40]}"] = gallery.tiles(media, prompts, score, rows[:samples])
+    for name, rows in zip(("best", "worst"), gallery.extremes(score, samples if keep else 0), strict=True):
+        if rows:
+            shown[f"eval/{name}"] = gallery.tiles(media, prompts, score, rows)
+    return shown
+
+
+def log_pictures(logger: Logger, shown: Shown, step: int) -> None:
+    """Hand tiles to a logger that has a place for pictures. TensorBoard gets a sheet of each key, a video as a strip of
+    frames; W&B each picture by itself with score and prompt, a video as MP4."""
+    for key, tiles in shown.items():
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(key, np.asarray(gallery.sheet(tiles)), step, dataformats="HWC")
+        elif isinstance(logger, WandbLogger):
+            captions = [f"{gallery.caption(tile)}: {tile.prompt}" for tile in tiles]
+            if not tiles[0].is_video:
+                logger.log_image(key, [gallery.still(tile.media) for tile in tiles], step, caption=captions)
+                continue
+            with ExitStack() as files:
+                videos = [files.enter_context(tempfile.NamedTemporaryFile(suffix=".mp4")) for _ in tiles]
+                for file, tile in zip(videos, tiles, strict=True):
+                    file.write(gallery.mp4(tile.media))
+                    file.flush()
+                logger.log_video(key, [file.name for file in videos], step, caption=captions)

@@ -1,0 +1,153 @@
+"""What people look at of an evaluation: pictures and videos with prompt and score, encoded for a page or a logger.
+
+The reports and the loggers choose and draw with the same functions. No torch.
+
+Media are uint8 [C, H, W], a video [F, C, H, W], with C 1 or 3.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+SMALLEST, LARGEST = 96, 320
+"""Pixels of a tile's longer side: smaller pictures are enlarged with hard edges, larger ones reduced."""
+STRIP_FRAMES = 5
+"""Frames of a video where only a picture can be shown."""
+FRAMES_PER_SECOND = 16
+"""What Wan2.1 is trained at; HunyuanVideo plays at 24."""
+_INK, _FAINT = (32, 36, 43), (102, 112, 128)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One sample as it is shown."""
+
+    media: NDArray[np.uint8]
+    """[C, H, W], or [F, C, H, W]."""
+    prompt: str
+    """Whole."""
+    score: float
+    """The weighted sum of the optimised rewards; NaN: missing."""
+
+    @property
+    def is_video(self) -> bool:
+        """Whether the media has a frame axis."""
+        return self.media.ndim == 4
+
+
+def totals(scores: Mapping[str, NDArray[np.float32]], weights: Mapping[str, float], count: int) -> NDArray[np.float64]:
+    """[count]: each sample's weighted sum of the optimised rewards; of the first score where none is optimised; NaN
+    where one is missing."""
+    chosen = {name: weight for name, weight in weights.items() if name in scores}
+    chosen = chosen or dict.fromkeys(list(scores)[:1], 1.0)
+    if not chosen:
+        return np.full(count, np.nan)
+    return sum((weight * scores[name].astype(np.float64) for name, weight in chosen.items()), np.zeros(count))
+
+
+def tiles(
+    media: NDArray[np.uint8], prompts: Sequence[str], score: NDArray[np.float64], rows: Sequence[int]
+) -> tuple[Tile, ...]:
+    """The samples `rows` of media [N, ...], prompts [N] and score [N]."""
+    return tuple(Tile(media[row], prompts[row], float(score[row])) for row in rows)
+
+
+def by_prompt(prompts: Sequence[str]) -> dict[str, list[int]]:
+    """Prompt -> its rows, in the order of their first sample."""
+    rows: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows.setdefault(prompt, []).append(row)
+    return rows
+
+
+def extremes(score: NDArray[np.float64], count: int) -> tuple[list[int], list[int]]:
+    """Rows of the `count` best and worst of score [N], the extreme first; none is in both, missing ones in neither."""
+    order = [int(row) for row in np.argsort(-score, kind="stable") if not math.isnan(score[row])]
+    count = min(count, len(order) // 2)
+    return order[:count], order[::-1][:count]
+
+
+def still(media: NDArray[np.uint8]) -> Image.Image:
+    """A picture of reasonable size; of a video, a strip of its frames."""
+    if media.ndim == 4:
+        shown = np.unique(np.linspace(0, len(media) - 1, min(STRIP_FRAMES, len(media))).round().astype(int))
+        media = np.concatenate([media[frame] for frame in shown], axis=2)
+    image = Image.fromarray(pixels(media))
+    longer = max(image.height, image.width) if media.shape[2] <= 2 * media.shape[1] else image.height
+    if longer < SMALLEST:
+        factor = math.ceil(SMALLEST / longer)
+        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    factor = min(1.0, LARGEST / longer)
+    return image.resize((max(1, round(image.width * factor)), max(1, round(image.height * factor))))
+
+
+def pixels(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[..., C, H, W] -> [..., H, W, 3]."""
+    array = np.moveaxis(media, -3, -1)
+    return np.ascontiguousarray(array if array.shape[-1] == 3 else np.repeat(array, 3, axis=-1))
+
+
+def encoded(image: Image.Image) -> tuple[str, bytes]:
+    """(MIME type, bytes) of a picture: PNG where it is small or flat, else JPEG."""
+    png, jpeg = io.BytesIO(), io.BytesIO()
+    image.save(png, "PNG", optimize=True)
+    if png.tell() <= 32 << 10:
+        return "image/png", png.getvalue()
+    image.save(jpeg, "JPEG", quality=88)
+    return "image/jpeg", jpeg.getvalue()
+
+
+def mp4(media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
+    """A video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along.
+
+    Raises:
+        ImportError: imageio is not installed.
+    """
+    try:
+        import imageio.v3 as imageio
+    except ImportError as error:
+        raise ImportError("writing videos needs imageio: pip install 'digenrl[video]'") from error
+    # yuv420p, which every player shows, needs even sides: the last row or column is repeated where one is odd.
+    frames = pixels(media)
+    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    options = {"fps": fps, "codec": "libx264", "macro_block_size": 1, "plugin": "FFMPEG", "extension": ".mp4"}
+    return imageio.imwrite("<bytes>", frames, **options)
+
+
+def caption(tile: Tile) -> str:
+    """Its score, as one writes it below a picture."""
+    return (
+        "no score" if math.isnan(tile.score) else f"{tile.score:.3f}" if abs(tile.score) < 100 else f"{tile.score:.4g}"
+    )
+
+
+def sheet(shown: Sequence[Tile]) -> Image.Image:
+    """Tiles beside each other, score below each, the prompt above: once, where all have the same."""
+    images = [still(tile.media) for tile in shown]
+    gap, line, font = 8, 16, ImageFont.load_default(12)
+    width = max(sum(image.width + gap for image in images) - gap, 240)
+    common = len({tile.prompt for tile in shown}) == 1
+    head = textwrap.wrap(shown[0].prompt, max(12, width // 6)) if common else []
+    notes = [
+        [caption(tile), *([] if common else textwrap.wrap(tile.prompt, max(12, image.width // 6)))]
+        for tile, image in zip(shown, images, strict=True)
+    ]
+    top, tallest = line * len(head), max(image.height for image in images)
+    canvas = Image.new("RGB", (width, top + tallest + line * max(map(len, notes)) + 4), "white")
+    pen, x = ImageDraw.Draw(canvas), 0
+    for row, text in enumerate(head):
+        pen.text((0, row * line), text, fill=_INK, font=font)
+    for image, note in zip(images, notes, strict=True):
+        canvas.paste(image, (x, top))
+        for row, text in enumerate(note):
+            pen.text((x, top + tallest + 2 + row * line), text, fill=_FAINT if row else _INK, font=font)
+        x += image.width + gap
+    return canvas

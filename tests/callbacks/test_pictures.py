@@ -1,0 +1,77 @@
+"""The pictures of evaluations in TensorBoard and W&B, read back from what the loggers wrote."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import wandb
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from digenrl.callbacks.guarded import Guarded
+from digenrl.callbacks.loggers import WandbLogger
+from digenrl.callbacks.pictures import Shown, chosen
+
+PROMPTS = ("a fox",) * 3 + ("a very long prompt " * 9,) * 3 + ("unseen",) * 3
+SCORE = np.arange(9) / 10
+
+
+def of_images(step: int) -> Shown:
+    media = np.full((9, 3, 16, 16), step, np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
+    return chosen(media, PROMPTS, SCORE, keep=2, samples=2)
+
+
+def log(logger: Logger, run_dir: Path, *shown: Shown) -> None:
+    """As a run does: from the logger's own thread, with an end."""
+    guarded = Guarded(logger, "own", run_dir)
+    for step, tiles in enumerate(shown):
+        guarded.log_pictures(tiles, step)
+    guarded.finalize("success")
+    assert not (run_dir / "events.jsonl").exists()  # nothing failed
+
+
+def test_tensorboard_has_each_prompt_at_every_step_and_the_best_and_worst(tmp_path: Path) -> None:
+    log(TensorBoardLogger(tmp_path, name="t", version=""), tmp_path, of_images(10), of_images(20))
+    events = EventAccumulator(str(tmp_path / "t"), size_guidance={"images": 0}).Reload()
+    tags = events.Tags()["images"]
+    assert tags == ["eval/00 a fox", f"eval/01 {PROMPTS[3][:40]}", "eval/best", "eval/worst"]
+    first, second = events.Images(tags[0])
+    assert (first.step, second.step) == (0, 1)
+    with Image.open(io.BytesIO(second.encoded_image_string)) as sheet:
+        tile = sheet.convert("RGB").getpixel((10, 30))
+        assert tile == (20, 20, 20)
+        assert sheet.width >= 2 * 96
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("offline")
+def test_wandb_gets_pictures_with_score_and_prompt_and_videos_as_mp4(tmp_path: Path) -> None:
+    videos = chosen(np.zeros((2, 5, 3, 16, 16), np.uint8), ("moves",) * 2, np.zeros(2), keep=1, samples=1)
+    logger = WandbLogger(tmp_path)
+    log(logger, tmp_path, of_images(10), videos)
+    summary = logger.experiment.summary
+    assert summary[f"eval/01 {PROMPTS[3][:40]}"]["captions"] == [f"0.300: {PROMPTS[3]}", f"0.400: {PROMPTS[3]}"]
+    logger.experiment.finish()
+    (media,) = tmp_path.glob("wandb/offline-run-*/files/media")
+    assert len(list(media.rglob("*.png"))) == 2 * 2 + 2 * 2
+    (video, *_) = media.rglob("*.mp4")
+    assert video.read_bytes()[4:8] == b"ftyp"
+
+
+def test_a_logger_without_pictures_is_left_alone(tmp_path: Path) -> None:
+    log(CSVLogger(tmp_path, name="c", version=""), tmp_path, of_images(1))
+    assert chosen(np.zeros((9, 3, 4, 4), np.uint8), PROMPTS, SCORE, keep=0, samples=2) == {}
