@@ -12,6 +12,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,8 +84,8 @@ def still(media: NDArray[np.uint8]) -> Image.Image:
     image = Image.fromarray(pixels(media))
     longer = max(image.height, image.width) if media.shape[2] <= 2 * media.shape[1] else image.height
     if longer < SMALLEST:
-        factor = math.ceil(SMALLEST / longer)
-        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+        times = math.ceil(SMALLEST / longer)
+        return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
     factor = min(1.0, LARGEST / longer)
     return image.resize((max(1, round(image.width * factor)), max(1, round(image.height * factor))))
 
@@ -118,8 +119,8 @@ def mp4(media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
     # yuv420p, which every player shows, needs even sides: the last row or column is repeated where one is odd.
     frames = pixels(media)
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
-    options = {"fps": fps, "codec": "libx264", "macro_block_size": 1, "plugin": "FFMPEG", "extension": ".mp4"}
-    return imageio.imwrite("<bytes>", frames, **options)
+    options: dict[str, Any] = {"fps": fps, "codec": "libx264", "macro_block_size": 1}
+    return imageio.imwrite("<bytes>", frames, plugin="FFMPEG", extension=".mp4", **options)
 
 
 def caption(tile: Tile) -> str:

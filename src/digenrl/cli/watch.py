@@ -183,7 +183,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # Another name in Host is a page elsewhere on the web that had its name resolved to this machine.
-        known = self.headers.get("Host") in (f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost"))
+        known = self.headers.get("Host") in [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
         here, _, asked = self.path.lstrip("/").partition("/")
         if not known or not secrets.compare_digest(here.encode(), self.server.word.encode()):
             return self.send_error(404)
