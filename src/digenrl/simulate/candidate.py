@@ -71,7 +71,7 @@ def _once(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def known(self: Costing, *args: Any) -> Any:
-        key = (method, *args)
+        key = (method.__name__, *args)
         if key not in self._answers:
             self._answers[key] = method(self, *args)
         return self._answers[key]
