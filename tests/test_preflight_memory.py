@@ -121,12 +121,10 @@ def test_a_misfit_is_refused_with_the_change_that_fits(words: tuple[str, ...], m
 def test_all_weights_are_sharded_without_being_asked() -> None:
     """The first way that fits: replicas of a small model, a copy per node, one over all trainers."""
     chosen = {
-        experiment: allocated(loaded(f"experiment={experiment}", f"hardware={profile}")).config.parallel.sharding
-        for experiment, profile in (
-            ("flux1_flowgrpo", "testbed_b"),
-            ("flux1_dancegrpo", "testbed_b"),
-            ("hunyuanvideo_dancegrpo", "testbed_b"),
-        )
+        experiment: allocated(
+            loaded(f"experiment={experiment}", "hardware=testbed_b", "schedule=sync", "schedule.tsp.batch=auto")
+        ).config.parallel.sharding
+        for experiment in ("flux1_flowgrpo", "flux1_dancegrpo", "hunyuanvideo_dancegrpo")
     }
     assert chosen["flux1_flowgrpo"] == "ddp"
     assert {chosen["flux1_dancegrpo"], chosen["hunyuanvideo_dancegrpo"]} <= {"hsdp", "fsdp"}
@@ -151,6 +149,7 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
 def test_what_is_always_there_is_counted() -> None:
     """Reward models, evaluation and encoders in use: each makes the rank that has it larger, and no other."""
     base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
+    base += ("schedule=sync",)
 
     def memory(*words: str) -> dict[str, float]:
         composed = allocated(loaded(*base, *words))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl.config import Composed, config_directory, instantiate
+from digenrl.config.compose import merge_words
 from digenrl.config.relations import relation_problems
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import ScheduleSpec, groups_of_step, steps_per_forward
@@ -19,8 +20,9 @@ from digenrl.simulate.floor import training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.simulate.measured import with_measured
 from digenrl.simulate.memory import GIB, Memory
-from digenrl.simulate.outcome import Outcome, evaluate
-from digenrl.simulate.planner import fastest
+from digenrl.simulate.outcome import Outcome
+from digenrl.simulate.plan_text import explanation, overrides
+from digenrl.simulate.planner import Plan, PlanError, fastest, make_plan, sync_run
 from digenrl.simulate.workload import Workload, facts
 
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -73,23 +75,130 @@ def planned_split(composed: Composed, processes: int | None = None) -> Outcome |
 
 
 def allocated(composed: Composed, processes: int | None = None) -> Composed:
-    """`settled`, with the allocation that is asked for, or else planned (a note says so), or else the profile's.
+    """`settled`, with the schedule and the allocation that are asked for, or else planned (a note says so), or else the
+    profile's.
 
     Raises:
         ValueError: as `allocation` and `settled`.
     """
+    if composed.config.schedule.auto:
+        plan = planned_schedule(composed, processes)
+        composed = _unplanned(composed) if plan is None else _chosen(composed, plan)
     planned = planned_split(composed, processes)
     if planned is None:
         return settled(composed, *allocation(composed.config, processes))
     trainers, rollouts = planned.candidate.trainers, planned.candidate.rollouts
-    sync = planned.candidate.but(gap=0, tsp_batch=1, tsp_shard=False, tag=False, handoff=False, async_steps=0)
-    gained = evaluate(planned.costing, sync, planned.bound).step_s / planned.step_s
     said = (
         f"allocation: {trainers}+{rollouts} is the fastest split for this schedule in simulation "
-        f"({planned.step_s:.4g} s per step, {gained:.2f} times as fast as schedule=sync should be); "
-        "`make plan` compares schedules and colocated runs too."
+        f"({planned.step_s:.4g} s per step); schedule=auto and `make plan` compare schedules and colocated runs too."
     )
-    return settled(replace(composed, notes=(*composed.notes, said)), trainers, rollouts)
+    noted = replace(composed, notes=(*composed.notes, said), planned=_predicted(planned))
+    return settled(noted, trainers, rollouts)
+
+
+def planned_schedule(composed: Composed, processes: int | None = None) -> Plan | None:
+    """The plan that `schedule.auto` follows: on policy unless `schedule.async_steps` is given, with all that is given
+    and not `auto`. None where the model's sizes are not known, the pools are processors or not those that are there, or
+    nothing fits (`settled` says why).
+    """
+    config: Any = composed.config
+    pools = list(config.hardware.pools.values())
+    if not sized(composed) or any(pool.gpu == "cpu" for pool in pools):
+        return None
+    costing = costing_of(composed)
+    if processes not in (None, costing.hardware.gpus):
+        if len(pools) > 1:
+            return None
+        (pool,) = costing.hardware.pools
+        costing = replace(costing, hardware=replace(costing.hardware, pools=(replace(pool, count=processes),)))
+    try:
+        return make_plan(costing, None, given(composed, costing), bool(config.schedule.async_steps))
+    except PlanError:
+        return None
+
+
+CHOICES = {
+    "parallel.sharding": "sharding",
+    "parallel.context": "context",
+    "sampling.task_size": "task_size",
+    "model.gradient_checkpointing": "recompute",
+    "model.offload_encoders": "encoders",
+    "schedule.gap": "gap",
+    "schedule.claims": "static_claims",
+    "schedule.order": "order",
+    "schedule.tsp.batch": "tsp_batch",
+    "schedule.tsp.shard": "tsp_shard",
+    "schedule.tag": "tag",
+    "schedule.handoff": "handoff",
+    "schedule.shares": "shares",
+    "schedule.stale_fraction": "stale_fraction",
+}
+"""Key -> field of `Candidate` or `ScheduleSpec`."""
+
+
+def given(composed: Composed, costing: Costing) -> dict[str, Any]:
+    """What is not left to the planner, as `make_plan` takes it: keys of the command line, and values that are neither
+    `auto` nor off."""
+    config: Any = composed.config
+    trainers, rollouts, gpus = config.allocation.trainers, config.allocation.rollouts, costing.hardware.gpus
+    fixed: dict[str, Any] = {"skip_zero": config.schedule.skip_zero}
+    if isinstance(trainers, int) or isinstance(rollouts, int):
+        fixed["trainers"] = trainers if isinstance(trainers, int) else gpus - rollouts
+        fixed["rollouts"] = rollouts if isinstance(rollouts, int) else max(0, gpus - trainers)
+    candidate = candidate_of(config, 1, 0, costing.work.trained_steps)
+    values = {**vars(candidate.spec), **vars(candidate)}
+    usual = {each.name: each.default for kind in (ScheduleSpec, Candidate) for each in fields(kind)}
+    for key, name in CHOICES.items():
+        differs = usual[name] is not MISSING and values[name] != usual[name]
+        if OmegaConf.select(config, key) != AUTO and (key in named(composed) or differs):
+            fixed[name] = values[name]
+    return fixed
+
+
+def named(composed: Composed) -> set[str]:
+    """Keys of the command line that the planner leaves alone."""
+    return {word.lstrip("+").partition("=")[0] for word in composed.overrides} - {"schedule.auto"}
+
+
+def _chosen(composed: Composed, plan: Plan) -> Composed:
+    """`composed` with what the plan's best run needs."""
+    best = plan.outcomes[0]
+    words = [word for word in overrides(best) if word.partition("=")[0] not in named(composed)]
+    changed, planned = _with(composed, words), _predicted(best)
+    keys = {word: word.partition("=")[0] for word in words}
+    new = [w for w, key in keys.items() if OmegaConf.select(composed.config, key) != OmegaConf.select(changed, key)]
+    gained = f", {planned['sync_step_s'] / best.step_s:.2f} x schedule=sync" if planned["sync_step_s"] else ""
+    figures, why, _ = explanation(plan, asynchronous=True)
+    said = (
+        f"schedule=auto: {best.candidate.name}, {best.candidate.trainers}+{best.candidate.rollouts}, is the best of "
+        f"{plan.simulated} simulated runs{gained} (predicted). {figures} {why} It sets {' '.join(new)}."
+    )
+    return replace(composed, config=changed, notes=(*composed.notes, said), planned=planned)
+
+
+def _predicted(outcome: Outcome) -> dict[str, Any]:
+    """What the simulation promises, for the run's records; `sync_step_s` is that of schedule=sync at its best split."""
+    candidate = outcome.candidate
+    sync = sync_run(outcome.costing, candidate.trainers + candidate.rollouts)
+    return {"schedule": candidate.name, "step_s": outcome.step_s, "sync_step_s": sync and sync.step_s}
+
+
+def _unplanned(composed: Composed) -> Composed:
+    """`schedule.auto` where nothing can be planned: groups are trained as they complete, where advantages allow it."""
+    words = ["schedule.auto=false"]
+    if "schedule.gap" not in named(composed) and not _whole_batch(composed.config):
+        words.append("schedule.gap=1")
+    said = f"schedule=auto: nothing is known to plan with here (docs/planner.md): {' '.join(words)}."
+    return replace(composed, config=_with(composed, words), notes=(*composed.notes, said))
+
+
+def _with(composed: Composed, words: list[str]) -> DictConfig:
+    """The configuration, changed by the words of a command line."""
+    config = OmegaConf.create(OmegaConf.to_container(composed.config))
+    if wrong := merge_words(config, words, "train"):
+        raise ValueError("\n".join(wrong))
+    OmegaConf.set_readonly(config, True)
+    return config
 
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
@@ -364,7 +473,7 @@ def workload(composed: Composed) -> Workload:
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(config),
         stored_prompts=config.data.prompt_store is not None,
-        whole_batch=algorithm.advantage.std in ("batch", "max_group") or bool(algorithm.advantage.get("renormalise")),
+        whole_batch=_whole_batch(config),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
         ema=algorithm.get("ema") is not None,
@@ -375,6 +484,12 @@ def workload(composed: Composed) -> Workload:
         fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
+
+
+def _whole_batch(config: Any) -> bool:
+    """Whether advantages need every reward of the batch."""
+    advantage = config.algorithm.advantage
+    return advantage.std in ("batch", "max_group") or bool(advantage.get("renormalise"))
 
 
 def _trained_samples(config: Any) -> int | None:

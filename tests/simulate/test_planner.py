@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 from digenrl.cli import plan as plan_command
 from digenrl.cli.plan import as_configured
-from digenrl.preflight import candidate_of, costing_of, planned_split
+from digenrl.preflight import allocated, candidate_of, costing_of, planned_split
 from digenrl.recompute import Recompute
 from digenrl.simulate.bound import solve_bound
 from digenrl.simulate.candidate import Costing
@@ -40,10 +41,49 @@ def costing() -> Costing:
     return Costing(FLUX, Hardware((FAST, SLOW)))
 
 
+SMALL = ("experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8")
+
+
+def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(tmp_path: Path) -> None:
+    plain = configuration.load([*SMALL, f"output_root={tmp_path}"])
+    best = chosen(make_plan(costing_of(plain)), asynchronous=False)[0]
+    composed = allocated(plain)
+    config = composed.config
+    found = candidate_of(config, config.allocation.trainers, config.allocation.rollouts, costing_of(plain).work.steps)
+    assert (found.trainers, found.rollouts, found.sharding) == (
+        best.candidate.trainers, best.candidate.rollouts, best.candidate.sharding,
+    )  # fmt: skip
+    assert replace(found.spec, trained_steps=0) == replace(best.candidate.spec, trained_steps=0)
+    (said,) = (note for note in composed.notes if note.startswith("schedule=auto: "))
+    assert f"{best.step_s:.2f} s per step" in said
+    assert composed.planned is not None
+    assert composed.planned["sync_step_s"] > composed.planned["step_s"] == best.step_s
+
+    run = configuration.prepare_run_dir(composed)
+    again = allocated(configuration.load([f"resume={run}"]))
+    assert again.config.schedule == config.schedule
+    assert again.config.allocation == config.allocation
+    assert again.planned is None
+
+
+def test_what_is_given_is_not_the_planners() -> None:
+    given = {"allocation.trainers": 5, "sampling.task_size": 4, "schedule.tag": False, "schedule.tsp.batch": 1}
+    config = allocated(configuration.load([*SMALL, *(f"{key}={value}" for key, value in given.items())])).config
+    assert {key: OmegaConf.select(config, key) for key in given} == given
+    assert config.allocation.rollouts == 3
+
+
+@pytest.mark.parametrize(("experiment", "gap"), [("qwen_image_nft", 0), ("wan21_flowgrpo", 1)])
+def test_where_nothing_can_be_planned_groups_train_as_they_complete_if_they_may(experiment: str, gap: int) -> None:
+    schedule = allocated(configuration.load([f"experiment={experiment}", "hardware=cpu_tiny"])).config.schedule
+    assert (schedule.auto, schedule.gap) == (False, gap)
+
+
 @pytest.mark.parametrize("processes", [None, 6])
 def test_a_role_of_auto_asks_the_planner_for_the_split(processes: int | None) -> None:
     """All splits that fit, simulated, against the one that a run without allocation.* starts with."""
-    composed = configuration.load(["experiment=flux1_flowgrpo", "hardware=node_8xh100", "schedule.tag=true"])
+    words = ["experiment=flux1_flowgrpo", "hardware=node_8xh100", "schedule=sync", "schedule.tag=true"]
+    composed = configuration.load(words)
     chosen = planned_split(composed, processes)
     costing, ranks = costing_of(composed), processes or 8
     assert chosen is not None

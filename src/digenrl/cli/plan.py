@@ -25,7 +25,7 @@ from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.compose import own_directories
 from digenrl.config.multirun import is_multirun, sweep
-from digenrl.preflight import allocation, candidate_of, costing_of, planned_split
+from digenrl.preflight import allocation, candidate_of, costing_of, planned_schedule, planned_split
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import Span, clipped, perfetto
 from digenrl.simulate.candidate import Costing
@@ -126,9 +126,12 @@ def planned(composed: Composed) -> Made:
 
 
 def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
-    """What training would start from this configuration, simulated: its own allocation, or the one that `train` would
-    choose for its schedule. None where that does not exist."""
+    """What training would start from this configuration, simulated: its own schedule and allocation, or what `train`
+    would choose. None where that does not exist."""
     config: Any = composed.config
+    if config.schedule.auto:
+        found = planned_schedule(composed)
+        return found and found.outcomes[0]
     if not isinstance(config.allocation.trainers, int):
         split = planned_split(composed)
         return split and evaluate(costing, split.candidate, split.bound, exact=True)

@@ -92,7 +92,8 @@ def _announce(composed: Composed, run_dir: Path, checkpoint: Path | None) -> Non
     """Record the launch, and say what is going to run."""
     trainers, rollouts = _counts(composed)
     world = {"trainer": trainers, "rollout": rollouts}
-    append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides)})
+    planned = {} if composed.planned is None else {"planned": dict(composed.planned)}
+    append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides), **planned})
     lines = _described(composed.config, trainers, rollouts, run_dir, checkpoint)
     print("\n".join([*composed.notes, *lines, *memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
 

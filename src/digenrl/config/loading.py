@@ -40,6 +40,8 @@ class Composed:
     """run_dir is an earlier run to continue."""
     notes: tuple[str, ...]
     """What the user should know though it is no error (duplicate prompts)."""
+    planned: Mapping[str, Any] | None = None
+    """What the planner promises of the run that it chose (`digenrl.preflight.allocated`), for its records."""
 
 
 def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = None) -> Composed:

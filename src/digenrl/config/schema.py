@@ -219,6 +219,10 @@ class Tsp(Closed):
 class Schedule(Closed):
     """schedule.*"""
 
+    auto: bool = Field(
+        description="what is not given of the schedule, the split, sharding and task size is what the planner finds "
+        "fastest on policy when the run starts; config.yaml says what"
+    )
     gap: AtLeast0 = Field(description="groups of a fragment, trained as soon as they are complete; 0: the whole batch")
     claims: Literal["shared", "split"] = Field(
         description="shared: faster ranks take more tasks; split: equal parts, fixed beforehand"

@@ -67,6 +67,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "staleness_allowed": run.staleness_allowed,
         "bubble": bubble(run),
         "predicted_step_s": _median(run, "predicted_step_s"),
+        "planned": planned(run),
         "cells": {name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")},
         "groups": {name: int(sum(run.column(f"groups_{name}")[1])) for name in GROUPS},
         "prompt_store": prompt_store(run),
@@ -92,6 +93,11 @@ def bubble(run: Run) -> dict[str, dict[str, float]]:
             if stage == "wait":
                 table[role][cause] += seconds  # type: ignore[assignment]  # a Counter adds what it is given
     return {role: dict(sorted(causes.items())) for role, causes in sorted(table.items())}
+
+
+def planned(run: Run) -> dict[str, Any] | None:
+    """What the planner promised of the run that it chose: `schedule`, `step_s`, and `sync_step_s` of schedule=sync."""
+    return next((dict(event["planned"]) for event in reversed(run.events_of(LAUNCH)) if "planned" in event), None)
 
 
 def prompt_store(run: Run) -> dict[str, int] | None:

@@ -47,6 +47,9 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
          for cause, seconds in causes.items() if cause != "startup"), reverse=True,
     )  # fmt: skip
     largest = f"{waits[0][1]}, {duration(waits[0][0])}" if waits else DASH
+    planned = summary.get("planned") or {}
+    sync = planned.get("sync_step_s")
+    gain = f"{sync / planned['step_s']:.2f} x {duration(sync)}, predicted" if sync else DASH
     world = " + ".join(f"{count} {role}" for role, count in summary["world"].items())
     rows = [
         ("RL steps", str(summary["rl_steps"])),
@@ -57,6 +60,7 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("wall time", duration(summary["wall_s"])),
         ("RL step, median", duration(summary["step_s"])),
         ("predicted", duration(summary["predicted_step_s"])),
+        ("faster than schedule=sync", gain),
         ("samples / s", number(summary["samples_per_s"], 1)),
         ("ranks", world or DASH),
         ("largest bubble", largest),

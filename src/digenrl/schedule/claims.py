@@ -162,7 +162,7 @@ class Claims:
     def left(self, version: int, tasks: int, part: range) -> int:
         """Tasks of the queue that nobody runs and nobody has finished."""
         claimed = self._store.count(queue_name(version, part, tasks))
-        return max(0, len(part) - claimed) + sum(1 for _ in self._waiting(version, tasks))
+        return max(0, len(part) - claimed) + self.returned(version, tasks)
 
     def give(self, version: int, claim: Claim, receiver: int) -> bool:
         """Make `receiver` the owner of this rank's task. False when the receiver is lost (the task stays) or this rank
@@ -199,7 +199,7 @@ class Claims:
 
     def returned(self, version: int, tasks: int) -> int:
         """How many tasks of the version's queue came back and wait for a new owner."""
-        return sum(1 for _ in self._waiting(version, tasks))
+        return len(list(self._waiting(version, tasks)))
 
     def forget(self, version: int) -> None:
         """Remove what is kept of the queue that can no longer matter once `version` is published."""

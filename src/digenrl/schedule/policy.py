@@ -77,7 +77,7 @@ def _noted(kind: str) -> Callable[[_Method], _Method]:
         def noted(self: SchedulePolicy, *args: Any) -> Any:
             answer = method(self, *args)
             if self.record is not None:
-                row: dict[str, Any] = {kind: method.__name__.lstrip("_"), "args": [_plain(value) for value in args]}
+                row: dict[str, Any] = {kind: method.__name__, "args": [_plain(value) for value in args]}
                 self.record(row | ({"answer": answer} if kind == "decision" else {}))
             return answer
 
@@ -119,19 +119,18 @@ class SchedulePolicy:
 
     def saw_rank(self, rank: int, work: Work | None) -> None:
         """What `rank` does now; None for one that is lost or has not begun."""
-        if self._ranks.get(rank) != work:
-            self._saw_rank(rank, None if work is None else work.values)
-
-    @_noted("event")
-    def _saw_rank(self, rank: int, work: Sequence[Any] | None) -> None:
+        if self._ranks.get(rank) == work:
+            return
+        if self.record is not None:
+            self.record({"event": "saw_rank", "args": [rank, None if work is None else _plain(work.values)]})
         if work is None:
             self._ranks.pop(rank, None)
         else:
-            self._ranks[rank] = known = Work(*work)
-            if known.task_seconds and rank in self.roles.generators:
+            self._ranks[rank] = work
+            if work.task_seconds and rank in self.roles.generators:
                 self._timed.add(rank)
             task, step = self._fastest
-            self._fastest = min(task, known.task_seconds or math.inf), min(step, known.step_seconds or math.inf)
+            self._fastest = min(task, work.task_seconds or math.inf), min(step, work.step_seconds or math.inf)
 
     @_noted("event")
     def expected(self, stage: str, rank: int, seconds: float) -> None:

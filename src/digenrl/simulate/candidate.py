@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
@@ -62,15 +63,30 @@ class Candidate:
 _OWN = frozenset(Candidate.__dataclass_fields__)
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _once(method: _Method) -> _Method:
+    """A method of `Costing` that computes each answer once."""
+
+    @functools.wraps(method)
+    def known(self: Costing, *args: Any) -> Any:
+        key = (method.__name__, *args)
+        if key not in self._answers:
+            self._answers[key] = method(self, *args)
+        return self._answers[key]
+
+    return cast(_Method, known)
+
+
 @dataclass(frozen=True)
 class Costing:
     """A workload on a profile, and what every candidate would need there: memory, seconds, the bound."""
 
     work: Workload
     hardware: Hardware
-    _chosen: dict[Any, Recompute] = field(default_factory=dict, compare=False, repr=False)
-    _speeds: dict[Any, float] = field(default_factory=dict, compare=False, repr=False)
-    """Mean TFLOP/s of an allocation's trainers."""
+    _answers: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Of the methods that are asked the same for many candidates."""
 
     def candidate(self, trainers: int, rollouts: int, **choices: Any) -> Candidate:
         """A candidate with these choices: fields of `Candidate` or of `ScheduleSpec`; else fragments of a group, tasks
@@ -84,11 +100,24 @@ class Costing:
 
     def placed(self, candidate: Candidate) -> tuple[tuple[str, str], ...]:
         """(pool, role) of every rank."""
+        return self._seats(candidate.trainers, candidate.rollouts, candidate.first)
+
+    @_once
+    def _seats(self, trainers: int, rollouts: int, first: str | None) -> tuple[tuple[str, str], ...]:
         hardware = self.hardware
-        if candidate.first is not None:
-            pools = sorted(hardware.pools, key=lambda pool: pool.name != candidate.first)
+        if first is not None:
+            pools = sorted(hardware.pools, key=lambda pool: pool.name != first)
             hardware = replace(hardware, pools=tuple(replace(pool, role="auto") for pool in pools))
-        return assign(hardware, candidate.trainers, candidate.rollouts)
+        return assign(hardware, trainers, rollouts)
+
+    @_once
+    def _kinds(self, trainers: int, rollouts: int, first: str | None) -> dict[tuple[str, str], int]:
+        """(pool, role) -> ranks, in the order of the ranks."""
+        return dict(Counter(self._seats(trainers, rollouts, first)))
+
+    def kinds(self, candidate: Candidate) -> dict[tuple[str, str], int]:
+        """(pool, role) -> ranks, in the order of the ranks."""
+        return self._kinds(candidate.trainers, candidate.rollouts, candidate.first)
 
     def shards(self, candidate: Candidate) -> int:
         """Ranks that share one copy of the weights."""
@@ -111,19 +140,14 @@ class Costing:
         the smallest)."""
         if candidate.recompute is not None:
             return candidate.recompute
-        lends = candidate.rollouts == 0 or candidate.spec.tag
-        blocks = self.blocks_at_once(candidate, pool)
-        size, batch = candidate.spec.task_size, candidate.spec.tsp_batch
-        key = (pool, self.shards(candidate), size, batch, blocks, lends, candidate.encoders, candidate.spec.context)
-        if key not in self._chosen:
-            self._chosen[key] = self._fastest(candidate, pool)
-        return self._chosen[key]
+        return self._fastest(pool, *self._batches(candidate, pool))
 
-    def _fastest(self, candidate: Candidate, pool: Pool) -> Recompute:
+    @_once
+    def _fastest(self, pool: Pool, *batches: Any) -> Recompute:
         units = int(self.work.sizes["blocks"])
 
         def fits(choice: Recompute) -> bool:
-            return self.trainer_memory(candidate, choice, pool).gib <= USABLE * pool.memory_gib
+            return self._trainer_memory(choice, *batches).gib <= USABLE * pool.memory_gib
 
         def mixed(more: str, less: str, part: int) -> Recompute:
             shares = {more: (units - part) / units, less: part / units}
@@ -141,44 +165,56 @@ class Costing:
                 choices.append(mixed(more, less, low))
         if not choices:
             return Recompute(inputs=1.0)
-        spec = candidate.spec
-        sizes = spec.task_size, spec.tsp_batch
-        return min(choices, key=lambda choice: self.costs.cell_seconds(pool, *sizes, choice, spec.context))
+        _, size, batch, *_, context = batches
+        return min(choices, key=lambda choice: self._cell_seconds(pool, size, batch, choice, context))
 
     def blocks_at_once(self, candidate: Candidate, pool: Pool) -> int:
         """Blocks of a micro-batch on a trainer of `pool`: with unequal shares a fast one gets several."""
         if not candidate.shares or candidate.sharding == "fsdp":
             return 1
-        key = (candidate.trainers, candidate.rollouts, candidate.first)
-        if key not in self._speeds:
-            speeds = [self.hardware.pool(name).tflops for name, role in self.placed(candidate) if role == "trainer"]
-            self._speeds[key] = sum(speeds) / len(speeds)
-        return math.ceil(pool.tflops / self._speeds[key] - 1e-9)
+        trainers = {name: count for (name, role), count in self.kinds(candidate).items() if role == "trainer"}
+        mean = sum(count * self.hardware.pool(name).tflops for name, count in trainers.items()) / candidate.trainers
+        return math.ceil(pool.tflops / mean - 1e-9)
 
-    def trainer_memory(self, candidate: Candidate, recompute: Recompute, pool: Pool) -> Memory:
-        """Bytes of a trainer on `pool` whose blocks keep `recompute`."""
-        return trainer_memory(
-            self.work,
-            self.shards(candidate),
-            candidate.spec.task_size,
-            candidate.spec.tsp_batch * self.blocks_at_once(candidate, pool),
-            recompute,
-            generates=candidate.rollouts == 0 or candidate.spec.tag,
-            keeps_copy=candidate.spec.tag and self.work.lora_rank is not None and self.work.updates > 1,
-            encoders=candidate.encoders,
-            context=candidate.spec.context,
-        )
+    def _batches(self, candidate: Candidate, pool: Pool) -> tuple[int | bool, ...]:
+        """What decides about the memory of a trainer on `pool`, as `_trainer_memory` takes it."""
+        spec, blocks = candidate.spec, self.blocks_at_once(candidate, pool)
+        batch, makes = (spec.task_size, spec.tsp_batch, blocks), candidate.rollouts == 0 or spec.tag
+        return self.shards(candidate), *batch, makes, spec.tag, candidate.encoders, spec.context
+
+    @_once
+    def _trainer_memory(
+        self,
+        recompute: Recompute,
+        shards: int,
+        task_size: int,
+        tsp_batch: int,
+        blocks: int,
+        generates: bool,
+        lends: bool,
+        encoders: bool,
+        context: int,
+    ) -> Memory:
+        """Bytes of a trainer whose network keeps `recompute` of `blocks` blocks of a micro-batch at once."""
+        copy = lends and self.work.lora_rank is not None and self.work.updates > 1
+        rows = task_size, tsp_batch * blocks
+        return trainer_memory(self.work, shards, *rows, recompute, generates, copy, encoders, context)
 
     def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
         """(pool, role) -> bytes of a rank."""
         table = {}
-        for name, role in dict.fromkeys(self.placed(candidate)):
+        for name, role in self.kinds(candidate):
             if role == "trainer":
                 pool = self.hardware.pool(name)
-                table[name, role] = self.trainer_memory(candidate, self.recompute(candidate, pool), pool)
+                kept = self.recompute(candidate, pool)
+                table[name, role] = self._trainer_memory(kept, *self._batches(candidate, pool))
             else:
-                table[name, role] = rollout_memory(self.work, candidate.spec.task_size, candidate.encoders)
+                table[name, role] = self._rollout_memory(candidate.spec.task_size, candidate.encoders)
         return table
+
+    @_once
+    def _rollout_memory(self, task_size: int, encoders: bool) -> Memory:
+        return rollout_memory(self.work, task_size, encoders)
 
     def misfits(self, candidate: Candidate) -> list[str]:
         """Why the candidate does not fit into memory, one sentence per pool and role; empty when it does."""
@@ -198,31 +234,35 @@ class Costing:
 
     def cell_seconds(self, candidate: Candidate) -> float:
         """One trained step of a task on the slowest trainer."""
-        pools = {name for name, role in self.placed(candidate) if role == "trainer"}
+        pools = [name for name, role in self.kinds(candidate) if role == "trainer"]
         return max(self.pool_cell_seconds(self.hardware.pool(name), candidate) for name in pools)
 
     def spec(self, candidate: Candidate) -> ScheduleSpec:
         """The schedule that train would build from the candidate's overrides."""
-        shares: tuple[float, ...] = ()
-        if candidate.shares and candidate.sharding != "fsdp":  # there every forward is one of all trainers
-            speeds = {pool.name: 1.0 / self.pool_cell_seconds(pool, candidate) for pool in self.hardware.pools}
-            shares = tuple(speeds[pool] for pool, role in self.placed(candidate) if role == "trainer")
+        if not candidate.shares or candidate.sharding == "fsdp":  # there every forward is one of all trainers
+            return candidate.spec
+        speeds = {pool.name: 1.0 / self.pool_cell_seconds(pool, candidate) for pool in self.hardware.pools}
+        shares = tuple(speeds[pool] for pool, role in self.placed(candidate) if role == "trainer")
         return replace(candidate.spec, shares=shares)
 
     def pool_cell_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """One trained step of a task on a trainer of `pool`."""
         choice, spec = self.recompute(candidate, pool), candidate.spec
-        return self.costs.cell_seconds(pool, spec.task_size, spec.tsp_batch, choice, spec.context)
+        return self._cell_seconds(pool, spec.task_size, spec.tsp_batch, choice, spec.context)
+
+    @_once
+    def _cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int) -> float:
+        return self.costs.cell_seconds(pool, task_size, tsp_batch, recompute, context)
 
     def cluster(self, candidate: Candidate) -> Cluster:
         """Durations of the candidate, for the engine."""
         costs, work, b = self.costs, self.work, candidate.spec.task_size
-        placed = self.placed(candidate)
-        pools = {name: self.hardware.pool(name) for name, _ in placed}
-        trainer_pools = list({name: pools[name] for name, role in placed if role == "trainer"}.values())
+        kinds = self.kinds(candidate)
+        pools = {name: self.hardware.pool(name) for name, _ in kinds}
+        trainer_pools = [pools[name] for name, role in kinds if role == "trainer"]
         shards = self.shards(candidate)
         likes, exposed = {}, 0.0
-        for name, role in dict.fromkeys(placed):
+        for name, role in kinds:
             pool, cell = pools[name], 0.0
             step = costs.step_seconds(pool, b)
             if role == "trainer":
@@ -243,10 +283,14 @@ class Costing:
                 cell,
                 costs.adopt_seconds(),
             )
-        ranks = [replace(likes[seat], rank=number) for number, seat in enumerate(placed)]
-        everyone = list(pools.values())
+        placed, everyone = self.placed(candidate), list(pools.values())
+        steps = self._together([likes[seat].step_seconds for seat in placed], candidate.trainers, shards)
+        ranks = tuple(
+            replace(likes[seat], rank=number, step_seconds=step)
+            for number, (seat, step) in enumerate(zip(placed, steps, strict=True))
+        )
         return Cluster(
-            tuple(self._together(ranks, shards)),
+            ranks,
             lockstep=shards > 1 or candidate.spec.context > 1,
             micro_batch_seconds=exposed,
             reduce_seconds=costs.reduce_seconds(trainer_pools, candidate.trainers // shards, shards),
@@ -272,14 +316,12 @@ class Costing:
         return len(rollouts - {nodes[0]})
 
     @staticmethod
-    def _together(ranks: list[Rank], shards: int) -> list[Rank]:
-        """`ranks`, of which those that share weights denoise at the pace of their slowest."""
-        trainers = [rank for rank in ranks if rank.role == "trainer"]
-        for start in range(0, len(trainers), shards):
-            slowest = max(rank.step_seconds for rank in trainers[start : start + shards])
-            for rank in trainers[start : start + shards]:
-                ranks[rank.rank] = replace(rank, step_seconds=slowest)
-        return ranks
+    def _together(steps: list[float], trainers: int, shards: int) -> list[float]:
+        """Seconds per denoising step of every rank, of which those that share weights have their slowest's."""
+        for start in range(0, trainers, shards):
+            end = min(start + shards, trainers)
+            steps[start:end] = [max(steps[start:end])] * (end - start)
+        return steps
 
     # ---- the bound
 
@@ -313,10 +355,9 @@ class Costing:
 
     def bound_of_roles(self, candidate: Candidate) -> float:
         """Seconds that no schedule beats in which every rank does only what the candidate has it do."""
-        seats: dict[str, int] = {}
+        seats = {f"{pool} {role}": count for (pool, role), count in self.kinds(candidate).items()}
         table: dict[str, dict[str, float | None]] = {stage: {} for stage in self.work_units()}
-        for pool, role in self.placed(candidate):
-            seats[f"{pool} {role}"] = seats.get(f"{pool} {role}", 0) + 1
+        for pool, role in self.kinds(candidate):
             makes = role == "rollout" or candidate.rollouts == 0 or candidate.spec.tag
             for stage, seconds in self.seconds_per_unit().items():
                 able = role == "trainer" if stage == "train" else makes

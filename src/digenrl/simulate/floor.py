@@ -7,8 +7,11 @@ free, and a step of one-step asynchrony overlaps with its neighbours completely.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 from digenrl.schedule import ScheduleSpec
+from digenrl.schedule.order import stale_groups
 from digenrl.simulate.virtual_cluster import Cluster
 
 
@@ -17,19 +20,33 @@ def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
     fragment, update = training_floor(spec, cluster)
     training = spec.updates_per_batch * (update + cluster.reduce_seconds + cluster.optimizer_seconds)
     training += cluster.snapshot_seconds
-    makers = cluster.rollouts or cluster.trainers
-    rate = sum(1.0 / rank.task_seconds(spec.denoise_steps) for rank in makers)
-    making = spec.tasks / rate
+    last = fragment if spec.gap else training  # to be trained when the last task is done
     if not cluster.rollouts:
-        return making + training
-    if spec.tag:
-        lending = sum(1.0 / rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers)
-        making = (spec.tasks + lending * training) / (rate + lending)
-    if spec.async_steps:
-        return max(making, training)
-    everyone = cluster.ranks if spec.tag else cluster.rollouts
-    first = min(rank.task_seconds(spec.denoise_steps) for rank in everyone)
-    return max(making if spec.tag else making + fragment, training + first)
+        own = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers]
+        return training + (spec.tasks / _rate(own) if spec.gap else _makespan(spec.tasks, own))
+    making = [rank.task_seconds(spec.denoise_steps) for rank in cluster.rollouts]
+    lending = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers] if spec.tag else []
+    everyone = making + lending
+    overlapped = (spec.tasks + _rate(lending) * training) / _rate(everyone)
+    fresh = spec.tasks - stale_groups(spec, 1) * spec.tasks_per_group  # not begun before the last version is there
+    alone = (fresh / _rate(everyone) if spec.handoff else _makespan(fresh, everyone)) + last
+    return max(overlapped, alone, training + (0.0 if spec.async_steps else min(everyone)))
+
+
+def _rate(seconds: Sequence[float]) -> float:
+    return sum(1.0 / own for own in seconds)
+
+
+def _makespan(tasks: int, seconds: Sequence[float]) -> float:
+    """The least time in which ranks of so many seconds per task, all free at 0, end `tasks` whole ones."""
+    alike = Counter(own for own in seconds if math.isfinite(own))
+    low = tasks / _rate(seconds)
+    high = low + max(alike)
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        done = sum(count * math.floor(middle / own) for own, count in alike.items())
+        low, high = (low, middle) if done >= tasks else (middle, high)
+    return low
 
 
 def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, float]:

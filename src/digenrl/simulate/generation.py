@@ -90,6 +90,8 @@ class Generation:
         self.store = MemoryClaims()
         self.workers = [Worker(rank, Claims(self.store, rank.rank)) for rank in cluster.ranks]
         self.colocated = not cluster.rollouts
+        self.idlers: dict[int, Worker] = {}
+        """Those that have nothing to do."""
         members = [w for w in self.workers if math.isfinite(w.rank.step_seconds)]
         self.generators = [w for w in members if self.colocated or w.rank.role == "rollout"]
         self.made: list[tuple[int, int, int, int]] = []
@@ -257,7 +259,7 @@ class Generation:
             self.record(worker, now)
         worker.dead = True
         worker.token += 1
-        worker.idle_since = None
+        self._ends_idle(worker)
 
     def notice(self, worker: Worker) -> None:
         """The death of `worker` is known: its tasks go back."""
@@ -294,13 +296,21 @@ class Generation:
         if worker.idle_since is None:
             worker.idle_since, worker.idle_cause = now, cause
             worker.waits += 1
+            self.idlers[worker.rank.rank] = worker
             self._announce(worker)
         elif worker.idle_cause != cause:
-            self.end_idle(worker, now)
+            self._waited(worker, now)
             worker.idle_since, worker.idle_cause = now, cause
 
     def end_idle(self, worker: Worker, now: float) -> None:
         """Close the wait of `worker`, if it waits."""
+        self._waited(worker, now)
+        self._ends_idle(worker)
+
+    def _waited(self, worker: Worker, now: float) -> None:
         if worker.idle_since is not None and now > worker.idle_since:
             self._span(worker.rank.rank, "wait", worker.idle_since, now, -1, {"cause": worker.idle_cause})
+
+    def _ends_idle(self, worker: Worker) -> None:
         worker.idle_since = None
+        self.idlers.pop(worker.rank.rank, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +34,8 @@ class Outcome:
     candidate: Candidate
     result: Simulated
     bound: Bound
+    quick_s: float | None = None
+    """Seconds per step of the quick simulation, where there was one."""
 
     @property
     def step_s(self) -> float:
@@ -81,7 +84,7 @@ class Outcome:
 
     @cached_property
     def _quick_s(self) -> float:
-        return self.simulated()
+        return self.simulated() if self.quick_s is None else self.quick_s
 
     @cached_property
     def jitter_s(self) -> float:
@@ -185,12 +188,13 @@ def evaluate(
     exact: bool = False,
     trace: bool = False,
     steps: int | None = None,
+    hopeless: float = math.inf,
 ) -> Outcome:
-    """Simulate `candidate` until its step no longer changes (or `steps` RL steps). Quick: what equal ranks do at once
-    is one event; exact: every rank by itself."""
+    """Simulate `candidate` until its step no longer changes (or `steps` RL steps, or longer than `hopeless`). Quick:
+    what equal ranks do at once is one event; exact: every rank by itself."""
     spec, cluster = costing.spec(candidate), costing.cluster(candidate)
     if not exact:
         spec, cluster = waves(spec, cluster, WAVES)
-    return Outcome(
-        costing, candidate, steady(spec, cluster, steps, MOST_STEPS if exact else QUICK_STEPS, trace=trace), bound
-    )
+    most = MOST_STEPS if exact else QUICK_STEPS
+    result = steady(spec, cluster, steps, most, trace=trace, hopeless=hopeless)
+    return Outcome(costing, candidate, result, bound, None if exact else result.step_s)

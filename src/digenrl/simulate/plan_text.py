@@ -28,6 +28,7 @@ def overrides(outcome: Outcome) -> list[str]:
         f"model.gradient_checkpointing={_recompute_word(candidate.recompute)}",
         f"model.offload_encoders={str(not candidate.encoders).lower()}",
         f"schedule.claims={'split' if candidate.static_claims else 'shared'}",
+        "schedule.auto=false",
         *outcome.costing.spec(candidate).overrides(),
     ]
     if candidate.first is not None and candidate.rollouts:
@@ -256,7 +257,7 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
         versus = f"the best disaggregated run takes {others[0].step_s:.2f} s" if others else "no disaggregated run fits"
         why = f"Colocated wins: {versus}. Disaggregation does not pay here."
     elif colocated is None:
-        why = "Disaggregated, because no colocated run fits into memory."
+        why = "Disaggregated, because no colocated run fits into memory, or none was asked for."
     else:
         ratio = colocated.step_s / winner.step_s
         why = f"Disaggregated: {ratio:.2f}x the best colocated run ({colocated.step_s:.2f} s)"

@@ -7,9 +7,11 @@ around the best of each kind.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from digenrl.simulate.bound import Bound
 from digenrl.simulate.candidate import Candidate, Costing
@@ -20,6 +22,8 @@ PROMISING = (1, 2)
 """Disaggregated candidates of the lowest floors that are simulated, of each kind: on-policy, asynchronous."""
 NEAR = 2
 """Candidates of each kind whose neighbourhood is searched."""
+HOPELESS = 1.25
+"""A candidate whose second step takes so many times the step of the best ones is not simulated to its end."""
 FINALISTS = 2
 """Of each kind, simulated rank by rank."""
 ROUNDS = 2
@@ -53,35 +57,47 @@ class Plan:
         return next((outcome for outcome in self.outcomes if tests[kind](outcome.candidate)), None)
 
 
-def make_plan(costing: Costing, steps: int | None = None) -> Plan:
+def make_plan(
+    costing: Costing, steps: int | None = None, fixed: Mapping[str, Any] | None = None, asynchronous: bool = True
+) -> Plan:
     """Search for the fastest way to run `costing`.
 
     Args:
         steps: RL steps of each finalist's simulation; None = until its step no longer changes.
+        fixed: choices that are not the planner's: fields of `Candidate` and of `ScheduleSpec`.
+        asynchronous: one-step asynchrony may be chosen.
 
     Raises:
         PlanError: no candidate fits; says what is missing where.
     """
-    bound = costing.bound()
+    bound, fixed = costing.bound(), fixed or {}
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
     def tried(candidates: Iterable[Candidate], fastest: float = math.inf) -> list[Outcome]:
         """Outcomes, best first, of the candidates that fit and that might beat `fastest`."""
         found = {}
-        for candidate in candidates:
+        for candidate in _fixed(costing, candidates, fixed):
             if candidate not in seen:
                 if candidate.spec.gap and costing.work.whole_batch:
                     continue
                 if costing.misfits(candidate) or _floor(costing, candidate) >= fastest:
                     continue
-                seen[candidate] = evaluate(costing, candidate, bound)
+                best = sorted(outcome.step_s for outcome in found.values())[: max(NEAR, FINALISTS)]
+                hopeless = HOPELESS * best[-1] if len(best) == max(NEAR, FINALISTS) else math.inf
+                seen[candidate] = evaluate(costing, candidate, bound, hopeless=hopeless)
             found[candidate] = seen[candidate]
             fastest = min(fastest, found[candidate].step_s)
         return sorted(found.values(), key=lambda outcome: outcome.step_s)
 
-    for coarse in (_colocated(costing), *(_promising(costing, _disaggregated(costing, steps)) for steps in (0, 1))):
-        best = tried(coarse)
+    coarse = [_colocated(costing)] if not fixed.get("rollouts") else []
+    if fixed.get("rollouts") != 0:
+        numbers = {int(fixed["trainers"])} if "trainers" in fixed else None
+        for async_steps in range(1 + asynchronous):
+            candidates = _fixed(costing, _disaggregated(costing, async_steps, numbers), fixed)
+            coarse.append(iter(_promising(costing, candidates)))
+    for candidates in coarse:
+        best = tried(candidates)
         for _ in range(ROUNDS):
             around = [near for outcome in best[:NEAR] for near in _neighbours(costing, outcome.candidate)]
             better = tried([*(outcome.candidate for outcome in best), *around])
@@ -90,11 +106,33 @@ def make_plan(costing: Costing, steps: int | None = None) -> Plan:
             if not improved:
                 break
         for outcome in best[:FINALISTS]:
-            finalists[outcome.candidate] = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
+            exact = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
+            finalists[outcome.candidate] = replace(exact, quick_s=outcome.step_s)
     if not seen:
         raise PlanError(_why_nothing(costing))
     ranked = tuple(sorted(finalists.values(), key=lambda outcome: (not outcome.settled, outcome.robust_s)))
     return Plan(costing, bound, ranked, len(seen))
+
+
+def _fixed(costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str, Any]) -> Iterator[Candidate]:
+    """`candidates` with the choices that are not the planner's, and steps per forward that fit with these."""
+    for candidate in candidates:
+        changed = candidate.but(**fixed)
+        if not _allowed(costing, changed):
+            continue
+        if changed != candidate and "tsp_batch" not in fixed:
+            changed = (fitted(costing, changed) or changed).but(**fixed)
+        yield changed
+
+
+def sync_run(costing: Costing, gpus: int) -> Outcome | None:
+    """What `schedule=sync` does with `gpus` GPUs at its best split: nothing overlaps, one denoising step a forward."""
+    found = []
+    for trainers, sharding in itertools.product(range(1, gpus), ("ddp", "hsdp", "fsdp")):
+        candidate = costing.candidate(trainers, gpus - trainers, sharding=sharding, gap=0, tsp_shard=False)
+        if _allowed(costing, candidate) and not costing.misfits(candidate):
+            found.append(candidate)
+    return fastest(costing, found, costing.bound())
 
 
 def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> Outcome | None:
@@ -191,7 +229,8 @@ def _colocated(costing: Costing) -> Iterator[Candidate]:
             yield from _held(costing, base)
 
 
-def _disaggregated(costing: Costing, async_steps: int) -> Iterator[Candidate]:
+def _disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None = None) -> Iterator[Candidate]:
+    """Of each kind the splits around the balance, or those with one of the `numbers` of trainers."""
     gpus = costing.hardware.gpus
     if gpus < 2:
         return
@@ -199,14 +238,16 @@ def _disaggregated(costing: Costing, async_steps: int) -> Iterator[Candidate]:
     firsts = [pool.name for pool in costing.hardware.pools] if flexible and len(costing.hardware.pools) > 1 else [None]
     for first in firsts:
         typical = costing.candidate(1, gpus - 1, first=first, async_steps=async_steps, shares=_unequal(costing))
+        if costing.work.whole_batch:  # only a whole stale batch overlaps with training
+            typical = typical.but(stale_fraction=1.0)
         found = False
         for base in _schedules(costing, typical):
-            for candidate in _allocations(costing, base, _around_balance(costing, base)):
+            for candidate in _allocations(costing, base, numbers or _around_balance(costing, base)):
                 found = True
                 yield candidate
         if not found:  # memory decides, not the balance
             every = {max(1, gpus * eighth // 8) for eighth in range(1, 8)}
-            yield from _allocations(costing, typical.but(task_size=task_sizes(costing)[0]), every)
+            yield from _allocations(costing, typical.but(task_size=task_sizes(costing)[0]), numbers or every)
 
 
 def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from digenrl.schedule.order import group_version, later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, Record, SchedulePolicy
 from digenrl.schedule.ranks import Roles
 from digenrl.schedule.staleness import Ledger, check_staleness
-from digenrl.schedule.timesteps import cells_of, without
+from digenrl.schedule.timesteps import cells_by_rank, without
 from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.generation import Generation, Worker
 from digenrl.simulate.records import MOST_STEPS, Simulated, Unit, settled_from
@@ -60,6 +61,7 @@ def steady(
     most: int = MOST_STEPS,
     disturbance: Disturbance | None = None,
     trace: bool = False,
+    hopeless: float = math.inf,
 ) -> Simulated:
     """An endless run in virtual time, watched until its seconds per step no longer change.
 
@@ -67,6 +69,7 @@ def steady(
         most: give up after so many RL steps, unsettled.
         steps: watch so many RL steps (at least 2) and take the later half; None = as few as show that the run has
             settled. What asynchronous steps begin with, a buffer, must be empty or full for good.
+        hopeless: a run whose second step takes longer is not watched on, and counts as unsettled.
     """
     run = _VirtualRun(spec, cluster, ENDLESS, disturbance or Disturbance(), trace, None)
     least = floor_seconds(spec, cluster)
@@ -80,6 +83,8 @@ def steady(
     def window(ends: list[float]) -> int | None:
         if steps is not None:
             return (steps - 1) // 2 if len(ends) == steps else None
+        if len(ends) == 2 and ends[1] - ends[0] > hopeless:
+            return 0
         watched = len(ends) - run.changed
         if len(ends) < fewest or watched < 3 or watched % 2 == 0:
             return None
@@ -132,7 +137,7 @@ class _VirtualRun:
         self._random = disturbance.generator()
         self._events: list[tuple[float, int, int, str, Any]] = []
         self._sequence, self.now = 0, 0.0
-        self.spans: list[tuple[int, str, float, float, int, Mapping[str, Any]]] = []
+        self.spans: list[tuple[int, str, float, float, int, Mapping[str, Any] | None, str]] = []
         self._roles = {rank.rank: rank.role for rank in cluster.ranks}
         roles = Roles(
             len(cluster.trainers),
@@ -150,6 +155,7 @@ class _VirtualRun:
         self.units = [Unit(tuple(ids))] if cluster.lockstep else [Unit((rank,)) for rank in ids]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
         self.fragment_seconds = functools.cache(functools.partial(train_seconds, spec, cluster))
+        self.cells = functools.cache(functools.partial(cells_by_rank, spec, len(ids), cluster.lockstep))
         for rank in ids:
             self.policy.expected("switch", rank, cluster.switch_seconds)
             concerned = [groups for groups in fragments(spec, 0) if self._concerns(rank, groups)]
@@ -195,7 +201,7 @@ class _VirtualRun:
 
     def _span(self, rank: int, stage: str, start: float, end: float, step: int, args: Mapping[str, Any]) -> None:
         if end > start:
-            self.spans.append((rank, stage, start, end, step, args))
+            self.spans.append((rank, stage, start, end, step, args if self.trace else None, args.get("cause", "")))
 
     def until(self, window: Callable[[list[float]], int | None]) -> Simulated:
         """Run until `window`, given the ends of the steps, says where the window begins that counts."""
@@ -222,8 +228,8 @@ class _VirtualRun:
             self.gen.end_idle(worker, self.now)
         self.ledger.check()
         spans: list[Span] = []
-        for rank, stage, start, end, step, args in self.spans if self.trace else ():
-            spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args)))
+        for rank, stage, start, end, step, args, _ in self.spans if self.trace else ():
+            spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args or {})))
         made, trained = tuple(self.gen.made), tuple(self.trained)
         return Simulated(
             tuple(self.step_ends), tuple(spans), first, True, self._seconds(first), made, trained, self.staleness,
@@ -234,9 +240,9 @@ class _VirtualRun:
         """(pool, stage, cause) -> seconds between the end of step `first` and now."""
         begin = self.step_ends[first] if first >= 0 else 0.0
         table: dict[tuple[str, str, str], float] = {}
-        for rank, stage, start, end, _, args in self.spans:
+        for rank, stage, start, end, _, _, cause in self.spans:
             if end > begin:
-                key = (self.gen.workers[rank].rank.pool, stage, str(args.get("cause", "")))
+                key = (self.gen.workers[rank].rank.pool, stage, cause)
                 table[key] = table.get(key, 0.0) + min(end, self.now) - max(start, begin)
         return table
 
@@ -264,8 +270,8 @@ class _VirtualRun:
     def _wake(self, cause: str | None = None) -> None:
         """Work came back, or a rank is free that others had left tasks to: every rank that is idle (for `cause`) looks
         again, the fastest first; colocated trainers too."""
-        idle = [w for w in self.gen.generators if w.idle_since is not None and cause in (None, w.idle_cause)]
-        for worker in sorted(idle, key=lambda w: w.rank.step_seconds):
+        idle = [worker for worker in self.gen.idlers.values() if cause in (None, worker.idle_cause)]
+        for worker in sorted(idle, key=lambda w: (w.rank.step_seconds, w.rank.rank)):
             if worker.rank.role == "rollout" and worker.idle_since is not None:
                 self._next_task(worker)
                 if cause is not None and worker.idle_since is not None:
@@ -455,10 +461,10 @@ class _VirtualRun:
         self._post(end, "trained", unit)
 
     def _concerns(self, rank: int, fragment: tuple[int, ...]) -> bool:
-        return cells_of(self.spec, len(self.cluster.trainers), self.cluster.lockstep, rank, fragment) > 0
+        return self.cells(fragment)[rank] > 0
 
     def _per_cell(self, rank: int, fragment: tuple[int, ...], seconds: float) -> float:
-        return seconds / cells_of(self.spec, len(self.cluster.trainers), self.cluster.lockstep, rank, fragment)
+        return seconds / self.cells(fragment)[rank]
 
     def _on_trained(self, unit: Unit) -> None:
         unit.state, unit.since = "idle", self.now

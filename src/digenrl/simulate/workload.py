@@ -123,7 +123,7 @@ class Workload:
         """4x temporal compression behind the first frame."""
         return (self.frames - 1) // 4 + 1
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Latent tokens of a sample (2x2 patches)."""
         return self.latent_frames * self.latent_pixels // 4
