@@ -82,7 +82,7 @@ class _Kept:
             return tensor
         if key not in self._host:
             self._host[key] = self._copy_out(_bytes(storage, self._device))
-        return _Part(key, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return _Part(key, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack(self, packed: Tensor | _Part) -> Tensor:
         """On the backward: the tensor; the copies of the block before, which comes next, begin."""
