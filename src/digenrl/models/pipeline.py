@@ -74,6 +74,8 @@ class DiffusersPolicy(Policy):
     """Frames per latent frame after the first; None = images."""
     channels: ClassVar[int] = latents.CHANNELS
     """Of the VAE's latents."""
+    text_length: ClassVar[int | None] = None
+    """Text tokens that the network counts on; None = any number."""
     packed: ClassVar[bool] = False
     """Whether latents are tokens [N, 4C] of 2x2 patches."""
     attention: ClassVar[tuple[str, ...]]
@@ -174,8 +176,15 @@ class DiffusersPolicy(Policy):
         self._empty = empty
         self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
+        if self.text_length not in (None, max_sequence_length):
+            raise ValueError(
+                f"model.max_sequence_length={max_sequence_length}: the network of {self.family} tells text from image "
+                f"by their number of tokens; set it to {self.text_length}"
+            )
         self.max_sequence_length = (
-            min(max_sequence_length, tiny_builds.TEXT_LENGTH) if build == "tiny" else max_sequence_length
+            min(max_sequence_length, self.text_length or tiny_builds.TEXT_LENGTH)
+            if build == "tiny"
+            else max_sequence_length
         )
         self.negative_prompt = negative_prompt
         self.offload_encoders = offload_encoders
@@ -424,7 +433,7 @@ class DiffusersPolicy(Policy):
         pretrained.hide_progress_bars()
         pretrained.require_family(self.path, self.pipelines, self.family)
         for name in pretrained.model_index(self.path):
-            if name.startswith("text_encoder"):
+            if name.startswith(("text_encoder", "image_encoder")):
                 pretrained.require_shards(self.path, name)
         try:
             pipeline = getattr(diffusers, self.pipelines[0]).from_pretrained(
