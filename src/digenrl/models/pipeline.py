@@ -176,16 +176,7 @@ class DiffusersPolicy(Policy):
         self._empty = empty
         self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
-        if self.text_length not in (None, max_sequence_length):
-            raise ValueError(
-                f"model.max_sequence_length={max_sequence_length}: the network of {self.family} tells text from image "
-                f"by their number of tokens; set it to {self.text_length}"
-            )
-        self.max_sequence_length = (
-            min(max_sequence_length, self.text_length or tiny_builds.TEXT_LENGTH)
-            if build == "tiny"
-            else max_sequence_length
-        )
+        self.max_sequence_length = self._text_tokens(max_sequence_length, build)
         self.negative_prompt = negative_prompt
         self.offload_encoders = offload_encoders
         self.vae_dtype, self.vae_tiling = getattr(torch, vae_dtype), vae_tiling
@@ -471,6 +462,15 @@ class DiffusersPolicy(Policy):
         given = {argument: config[name] for argument, name in names.items() if name in config}
         tokens = (self.height // self.spatial_stride) * (self.width // self.spatial_stride)
         return float(calculate_shift(tokens, **given))
+
+    @classmethod
+    def _text_tokens(cls, wanted: int, build: str) -> int:
+        if cls.text_length not in (None, wanted):
+            raise ValueError(
+                f"model.max_sequence_length={wanted}: the network of {cls.family} tells text from image by their "
+                f"number of tokens; set it to {cls.text_length}"
+            )
+        return min(wanted, cls.text_length or tiny_builds.TEXT_LENGTH) if build == "tiny" else wanted
 
     @staticmethod
     def _compute_dtype(dtype: str, build: str) -> torch.dtype:
