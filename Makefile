@@ -21,7 +21,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train encode resume sweep plan bench test test-fast test-all coverage report eval export score serve-reward tiny \
+.PHONY: help setup train encode resume join sweep plan bench test test-fast test-all coverage report eval export score serve-reward tiny \
         pretrain profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
@@ -48,6 +48,10 @@ train: $(STAMP)  ## Train. EXP=experiment HW=hardware ARGS="key=value ..."; alon
 resume: $(STAMP)  ## Continue a run from its last checkpoint. RUN=directory
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
 	@$(PY) -m digenrl.cli.train resume=$(RUN) $(ARGS)
+
+join: $(STAMP)  ## One more rollout for a running run, from this machine. RUN=
+	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
+	@$(PY) -m digenrl.cli.join run=$(RUN) $(ARGS)
 
 sweep: $(STAMP)  ## Hydra multirun of EXP, each job in a fresh process; one table and plot
 	@$(PY) -m digenrl.cli.train -m $(WORDS)

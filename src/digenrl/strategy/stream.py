@@ -32,6 +32,7 @@ class Inbox:
 
     Args:
         new_board: RL step -> an empty board.
+        serve: sends the present version to a rank that joined.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Inbox:
         policy: SchedulePolicy,
         ledger: StepLedger,
         new_board: Callable[[int], StepBoard],
+        serve: Callable[[int], None],
     ) -> None:
+        self._serve = serve
         self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
         self._new_board = new_board
         self._boards: dict[int, StepBoard] = {}
@@ -58,6 +61,8 @@ class Inbox:
         message = self._link.receive(timeout)
         if message is None:
             return False
+        if message.kind is Kind.ASK:
+            self._serve(int(message.meta["rank"]))
         if message.kind is Kind.CELLS:
             part = Part(message)
             step, version = part.meta["step"], part.meta["version"]
