@@ -21,7 +21,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train encode resume replay sweep plan bench test test-fast test-all coverage report watch eval export score serve-reward tiny \
+.PHONY: help setup train encode resume join replay sweep plan bench test test-fast test-all chaos coverage report watch eval export score serve-reward tiny \
         pretrain profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
@@ -52,6 +52,10 @@ resume: $(STAMP)  ## Continue a run from its last checkpoint. RUN=directory
 replay: $(STAMP)  ## Train again from a run's trajectories, with nothing generated. RUN=directory
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
 	@$(PY) -m digenrl.cli.train replay=$(RUN) $(ARGS)
+
+join: $(STAMP)  ## One more rollout for a running run, from this machine. RUN=
+	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
+	@$(PY) -m digenrl.cli.join run=$(RUN) $(ARGS)
 
 sweep: $(STAMP)  ## Hydra multirun of EXP, each job in a fresh process; one table and plot
 	@$(PY) -m digenrl.cli.train -m $(WORDS)
@@ -140,6 +144,9 @@ gpu-wheels:  ## Collect in .whl/ what a GPU machine without a network lacks (und
 	    "$$(grep '^antlr4-python3-runtime==' constraints.txt)"
 	@rm $(WHEELS).tmp
 	@du -sm $(WHEELS) | awk '{print $$1 " MiB in $(WHEELS)/"; exit $$1 >= 60}'
+
+chaos: $(STAMP)  ## Kill, suspend, dismiss and add rollouts at random; weights must not change. ARGS="seed=11 events=20"
+	@$(PY) -m tests.chaos $(ARGS)
 
 coverage: $(STAMP)  ## The default tests with the lines that no test reached
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS)" --cov --cov-report=term-missing:skip-covered $(ARGS)

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl import devices, run
+from digenrl.cluster import on_ray
 from digenrl.cluster.attach import Place, attach, check_allocation, scheduler_limit
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Outcome, launch
@@ -22,21 +24,31 @@ from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.world import Session, World
 from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
+from digenrl.config.stored import identity
 from digenrl.data import PromptData
 from digenrl.display import Display, final_table
 from digenrl.emulate import durations
 from digenrl.preflight import expected_seconds, memory_lines
 from digenrl.record.attempt import ResumeAttempt
+from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_event
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.schedule import groups_of_step
-from digenrl.simulate.hardware import numbering, parse_hardware
+from digenrl.simulate.hardware import assign, numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
 """`allocation.stop_grace_s=auto`: so many times the longest of the last ten steps, and no less than so many seconds;
 before the first step, seconds."""
+
+
+def passport(composed: Composed) -> dict[str, Any]:
+    """What a rollout that joins must show: the same code and the same configuration; {} where none can join."""
+    config = composed.config
+    if not config.allocation.rollouts or config.schedule.claims == "split":
+        return {}
+    return {"code": code_version(), "configuration": identity(config)}
 
 
 def ranks(composed: Composed) -> int:
@@ -45,13 +57,14 @@ def ranks(composed: Composed) -> int:
 
 
 def check_devices(composed: Composed, place: Place | None) -> None:
-    """Refuse a run whose ranks cannot have their GPUs: all of them here, or the one that a scheduler started.
+    """Refuse a run whose ranks cannot have their GPUs: all of them here, or the one that a scheduler started. On Ray
+    each rank looks for itself.
 
     Raises:
         ValueError: as `devices.check` and `devices.found`.
     """
     trainers, rollouts = _counts(composed)
-    if composed.config.hardware.emulate:
+    if composed.config.hardware.emulate or (place is None and composed.config.launch == "ray"):
         return
     if place is None:
         count = trainers + rollouts
@@ -63,12 +76,16 @@ def check_devices(composed: Composed, place: Place | None) -> None:
 
 
 def check_network(composed: Composed, place: Place | None) -> None:
-    """Refuse an interface or a range of ports that the ranks of this machine cannot have.
+    """Refuse an interface, a range of ports or a cluster's address that the ranks of this machine cannot have.
 
     Raises:
-        ValueError: as `Network.check`.
+        ValueError: as `Network.check`, `on_ray.driver_host`.
     """
-    _network(composed).check(1 + (ranks(composed) if place is None else place.local_size))
+    here = ranks(composed) if place is None else place.local_size
+    if place is None and composed.config.launch == "ray":
+        on_ray.driver_host(composed.config.ray.address)
+        here = 0
+    _network(composed).check(1 + here)
 
 
 def _network(composed: Composed) -> Network:
@@ -168,6 +185,11 @@ def _plan(
     """What an attempt starts, by the checkpoint that it begins with."""
     settings, (trainers, rollouts) = composed.config, _counts(composed)
     sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
+    main = partial(run.fit, settings)
+    elsewhere, host = None, "127.0.0.1"
+    if settings.launch == "ray":
+        main = partial(_fit_on_own_gpu, settings)
+        elsewhere, host = partial(on_ray.seated, _places(composed), trainers), on_ray.driver_host(settings.ray.address)
     most = settings.allocation.max_lost_rollouts
     if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
         most = 0
@@ -185,11 +207,15 @@ def _plan(
                 display.close()
 
         return Launch(
-            partial(run.fit, settings, checkpoint, sleeps, expected),
+            partial(main, checkpoint, sleeps, expected),
             trainers,
             rollouts,
             run_dir,
+            host=host,
+            elsewhere=elsewhere,
             max_lost=None if most == "auto" else most,
+            patience_s=settings.allocation.patience_s,
+            passport=passport(composed),
             handshake=Handshake(**settings.handshake),
             limits=Limits(**settings.limits),
             network=_network(composed),
@@ -202,6 +228,30 @@ def _plan(
         )
 
     return plan
+
+
+def _fit_on_own_gpu(config: DictConfig, checkpoint: Path | None, sleeps: Any, expected: Any, *rank: Any) -> None:
+    """`run.fit` of a rank that Ray has given its GPU."""
+    world, session = rank
+    devices.check(config, {world.rank: 0}, 1, devices.seen())
+    if not config.hardware.emulate:
+        devices.take(0)
+        devices.claim(session, world.rank)
+    run.fit(config, checkpoint, sleeps, expected, world, session)
+
+
+def _places(composed: Composed) -> on_ray.Places:
+    """What each rank wants of Ray."""
+    hardware, own = parse_hardware(composed.config.hardware), composed.config.ray
+    emulated = composed.config.hardware.emulate
+
+    def want(pool: str) -> dict[str, float]:
+        if pool in own.resources:
+            return dict(own.resources[pool])
+        return {"CPU": 1} if emulated or hardware.pool(pool).gpu == "cpu" else {"GPU": 1}
+
+    wants = tuple(want(pool) for pool, _ in assign(hardware, *_counts(composed)))
+    return on_ray.Places(own.address, wants, own.wait_s, own.respawn_s)
 
 
 def _checkpoint_after_death(run_dir: Path) -> Path | None:

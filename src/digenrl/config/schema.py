@@ -100,7 +100,10 @@ class Allocation(Closed):
     trainers: AtLeast1 | Auto = Field(description="ranks that train; auto: what the hardware profile's pools say")
     rollouts: AtLeast0 | Auto = Field(description="ranks that only generate; 0: every rank generates and trains")
     max_lost_rollouts: AtLeast0 | Auto = Field(
-        description="rollout ranks that may die while the run goes on; auto: all but the last"
+        description="rollout ranks that may die while the run goes on; auto: all; 0: none, and none may leave"
+    )
+    patience_s: Amount = Field(
+        description="seconds that a run whose last rollout is gone waits for one to join; then it is saved and ends"
     )
     stop_grace_s: Amount | Auto = Field(
         description="seconds for the step in progress after a stop signal; auto: 3 x the longest recent step, at least "
@@ -114,6 +117,22 @@ class Allocation(Closed):
         "stop, before its first step, or where it died at one step twice; 0: any such death ends it"
     )
     restart_pause_s: Amount = Field(description="seconds before the first restart; twice as many before each next one")
+
+
+class Ray(Closed):
+    """ray.*"""
+
+    address: Text | None = Field(
+        description="HOST:PORT of a cluster's head, or auto; null: that of RAY_ADDRESS, else this machine alone"
+    )
+    resources: dict[str, dict[str, Positive]] = Field(
+        description="pool of the profile -> what a rank there wants (CPU, GPU, accelerator_type:H20: 0.001, or any "
+        "name); a pool that is not here: 1 GPU, or 1 CPU where it has no GPUs"
+    )
+    wait_s: Positive = Field(description="until all ranks must have a place, nodes that still start included")
+    respawn_s: Amount = Field(
+        description="seconds before another rollout is started for one that died; twice as many for each next one"
+    )
 
 
 class Handshake(Closed):
@@ -165,6 +184,9 @@ class Patience(Closed):
         description="first sign of life of a process that torchrun or SLURM started, once process 0 is there"
     )
     silent_s: Positive = Field(description="a rank without heartbeat and processor time counts as dead")
+    absent_s: Positive = Field(
+        description="without a sign of life from the process that watches a joined rollout; its machine counts as gone"
+    )
     suspended_s: Positive = Field(description="so does a suspended one (SIGSTOP), and a suspended launcher")
     leave_s: Positive = Field(description="at the end of a run, for what is still on its way to other ranks")
     verdict_s: Positive = Field(description="until the launcher says that a run goes on without a rank that is gone")
@@ -407,6 +429,8 @@ class Train(Closed):
         description="hosts that the config.yaml of an earlier run may name; counts on the command line only"
     )
     allocation: Allocation
+    launch: Literal["local", "ray"] = Field(description="who starts ranks that no torchrun or SLURM has started")
+    ray: Ray
     handshake: Handshake
     network: Network
     parallel: Parallel
@@ -499,6 +523,8 @@ class ServeReward(Closed):
 RESUMABLE: tuple[str, ...] = (
     "max_rl_steps",
     "allocation",
+    "launch",
+    "ray",
     "handshake",
     "network",
     "limits",
