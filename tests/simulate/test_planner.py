@@ -158,6 +158,15 @@ def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool
     assert best.step_s <= 1.05 * fastest[0].step_s
 
 
+def test_other_hardware_is_asked_anew() -> None:
+    few = Costing(FLUX, Hardware((FAST,)))
+    candidate = few.candidate(4, 0, sharding="fsdp", recompute=None)
+    assert few.cluster(candidate).ranks
+    slow = replace(few, hardware=Hardware((SLOW,)))
+    assert {pool for pool, _ in slow.placed(candidate)} == {"slow"}
+    assert slow.cell_seconds(candidate) > few.cell_seconds(candidate)
+
+
 def test_roles_of_a_profile_are_obeyed() -> None:
     hardware = Hardware((replace(FAST, role="rollout"), SLOW))
     plan = make_plan(Costing(FLUX, hardware))

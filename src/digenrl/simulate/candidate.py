@@ -85,7 +85,7 @@ class Costing:
 
     work: Workload
     hardware: Hardware
-    _answers: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    _answers: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     """Of the methods that are asked the same for many candidates."""
 
     def candidate(self, trainers: int, rollouts: int, **choices: Any) -> Candidate:
