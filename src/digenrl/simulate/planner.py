@@ -245,6 +245,8 @@ def _disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None 
             for candidate in _allocations(costing, base, numbers or _around_balance(costing, base)):
                 found = True
                 yield candidate
+                if candidate.spec.tag and not async_steps:
+                    yield candidate.but(handoff=True)
         if not found:  # memory decides, not the balance
             every = {max(1, gpus * eighth // 8) for eighth in range(1, 8)}
             yield from _allocations(costing, typical.but(task_size=task_sizes(costing)[0]), numbers or every)
@@ -256,8 +258,8 @@ def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
     half = min(costing.work.prompts // costing.work.updates, max(1, costing.work.prompts // 2))
     for size in task_sizes(costing):
         for gap in {0} if costing.work.whole_batch else {1, half if typical.spec.async_steps else 1}:
-            for tag, handoff in ((False, False), (True, False), (True, typical.spec.async_steps == 0)):
-                yield typical.but(task_size=size, gap=gap, tag=tag, handoff=handoff)
+            for tag in (False, True):
+                yield typical.but(task_size=size, gap=gap, tag=tag)
 
 
 def _floor(costing: Costing, candidate: Candidate) -> float:
