@@ -106,7 +106,7 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
     if not sized(composed) or any(pool.gpu == "cpu" for pool in pools):
         return None
     costing = costing_of(composed)
-    if processes not in (None, costing.hardware.gpus):
+    if processes is not None and processes != costing.hardware.gpus:
         if len(pools) > 1:
             return None
         (pool,) = costing.hardware.pools
@@ -194,7 +194,8 @@ def _unplanned(composed: Composed) -> Composed:
 
 def _with(composed: Composed, words: list[str]) -> DictConfig:
     """The configuration, changed by the words of a command line."""
-    config = OmegaConf.create(OmegaConf.to_container(composed.config))
+    tree: Any = OmegaConf.to_container(composed.config)
+    config = OmegaConf.create(tree)
     if wrong := merge_words(config, words, "train"):
         raise ValueError("\n".join(wrong))
     OmegaConf.set_readonly(config, True)

@@ -176,7 +176,7 @@ class Costing:
         mean = sum(count * self.hardware.pool(name).tflops for name, count in trainers.items()) / candidate.trainers
         return math.ceil(pool.tflops / mean - 1e-9)
 
-    def _batches(self, candidate: Candidate, pool: Pool) -> tuple[int | bool, ...]:
+    def _batches(self, candidate: Candidate, pool: Pool) -> tuple[Any, ...]:
         """What decides about the memory of a trainer on `pool`, as `_trainer_memory` takes it."""
         spec, blocks = candidate.spec, self.blocks_at_once(candidate, pool)
         batch, makes = (spec.task_size, spec.tsp_batch, blocks), candidate.rollouts == 0 or spec.tag
