@@ -47,7 +47,7 @@ def test_a_schedule_is_the_one_that_its_overrides_give(schedule: str) -> None:
     assert spec.shares == (2.0, 1.0)
     assert ScheduleSpec.from_config(configured(*spec.overrides()), 3) == spec
     told = {word.partition("=")[0] for word in spec.overrides()}
-    assert told == {key for key in keys_of(Train) if key.startswith("schedule.")} - {"schedule.claims"}
+    assert told == {key for key in keys_of(Train) if key.startswith("schedule.")} - {"schedule.auto", "schedule.claims"}
 
 
 def test_sampling_settings_become_the_engines() -> None:
