@@ -25,7 +25,15 @@ from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.compose import own_directories
 from digenrl.config.multirun import is_multirun, sweep
-from digenrl.preflight import allocation, candidate_of, costing_of, planned_schedule, planned_split, with_task_size
+from digenrl.preflight import (
+    allocation,
+    candidate_of,
+    costing_of,
+    given,
+    planned_schedule,
+    planned_split,
+    with_task_size,
+)
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import Span, clipped, perfetto
 from digenrl.simulate.candidate import Costing
@@ -122,7 +130,9 @@ def planned(composed: Composed) -> Made:
     plan = make_plan(costing, settings.plan.simulated_steps)
     if not chosen(plan, asynchronous):
         raise PlanError("no on-policy candidate fits; try plan.async=true")
-    winner, asked = chosen(plan, asynchronous)[0], as_configured(composed, costing)
+    free = settings.schedule.auto and given(composed, costing).keys() == {"skip_zero"}
+    found = chosen(plan, bool(settings.schedule.async_steps)) if free else []
+    winner, asked = chosen(plan, asynchronous)[0], found[0] if found else as_configured(composed, costing)
     return Made(plan, winner, asked, idle, asynchronous, booking_of(settings))
 
 
