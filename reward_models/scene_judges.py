@@ -203,7 +203,7 @@ class SceneStatistics:
         pictures = media.detach().to("cpu", torch.float32)
         scenes = [asked_scene(prompt.text) for prompt in prompts]
         seen = torch.tensor([scene.seen for scene in scenes])
-        numbers = {}
+        numbers: dict[str, float] = {}
         for name, judge in (("perfect", SceneDetector(perfect=True)), ("judge", SceneJudge())):
             right = judge.judge(pictures, scenes)
             groups = {name: right, f"{name}/seen": right[seen], f"{name}/unseen": right[~seen]}

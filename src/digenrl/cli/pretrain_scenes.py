@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -78,6 +78,7 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
         return min(1.0, (step + 1) / 100) * (0.515 + 0.485 * math.cos(math.pi * step / settings.steps))
 
     rates = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
+    parts: list[Any] = [*optimizers, *rates]
     average = {name: value.clone() for name, value in network.state_dict().items()}
     generator = torch.Generator().manual_seed(settings.seed)
     chunk: tuple[Tensor, Tensor] | None = None
@@ -87,7 +88,7 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
         network.load_state_dict(state["network"])
         average, first = state["average"], state["step"]
         generator.set_state(state["generator"])
-        for part, saved in zip([*optimizers, *rates], state["parts"], strict=True):
+        for part, saved in zip(parts, state["parts"], strict=True):
             part.load_state_dict(saved)
     conditions = text_features([scene.text for scene in SCENES])
     per_chunk = CHUNK // settings.batch
@@ -95,14 +96,13 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
         if chunk is None or step % per_chunk == 0:
             spent = settings.budget_s is not None and time.monotonic() - started > settings.budget_s
             if spent and step > first:
-                parts = [part.state_dict() for part in (*optimizers, *rates)]
                 torch.save(
                     {
                         "network": network.state_dict(),
                         "average": average,
                         "step": step,
                         "generator": generator.get_state(),
-                        "parts": parts,
+                        "parts": [part.state_dict() for part in parts],
                     },
                     unfinished,
                 )
@@ -119,7 +119,7 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
         network.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        for part in (*optimizers, *rates):
+        for part in parts:
             part.step()
         for name, value in network.state_dict().items():
             average[name].lerp_(value, 1 - min(EMA, (step + 1) / (step + 10)))

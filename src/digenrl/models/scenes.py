@@ -97,6 +97,8 @@ class ScenesPolicy(Policy):
     """
 
     family = "scenes"
+    where: Tensor
+    paper: Tensor
     block_lists = ("transformer_blocks", "single_transformer_blocks")
 
     def __init__(
