@@ -23,7 +23,7 @@ WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train encode resume join replay sweep plan bench test test-fast test-all chaos coverage report watch eval export score serve-reward tiny \
-        pretrain profile lint format types docs notebooks clean gpu gpu-wheels
+        pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
 @test -n "$($(1))" || { echo "make $@ needs $(1)=..., for example: make $@ $(2)" >&2; exit 2; }
@@ -102,6 +102,9 @@ tiny: $(STAMP)  ## Build the tiny model of every family (made on first use other
 pretrain: $(STAMP)  ## Train the digits base model and its judges again, into the committed files
 	@OMP_NUM_THREADS=1 $(PY) -m digenrl.cli.pretrain $(ARGS)
 
+pretrain-scenes: $(STAMP)  ## Train the scenes base model and its judge again, into the committed files
+	@OMP_NUM_THREADS=1 $(PY) -m digenrl.cli.pretrain_scenes $(ARGS)
+
 bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios. BENCH=name: one; ARGS=quick=true: short, no tables
 	@failed=; for name in $(or $(BENCH),$(BENCHES)); do \
 	    echo "== $$name" && $(PY) -m benchmarks.$$name $(ARGS) || failed="$$failed $$name"; done; \
@@ -152,8 +155,12 @@ chaos: $(STAMP)  ## Kill, suspend, dismiss and add rollouts at random; weights m
 coverage: $(STAMP)  ## The default tests with the lines that no test reached
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS)" --cov --cov-report=term-missing:skip-covered $(ARGS)
 
-docs: $(STAMP)  ## Write docs/configuration.md again, from the schema
+docs: $(STAMP)  ## Write the generated documents again, and build the site (outputs/site) with every link checked
 	@$(PY) -m digenrl.config.reference docs/configuration.md
+	@$(PY) -m scripts.catalogue docs/models_and_rewards.md
+	@$(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]' >&2
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo outputs/site/index.html
 
 notebooks: $(STAMP)  ## Execute the notebooks
 	@$(PY) -m pytest -q -m "not cluster" tests/notebooks $(ARGS)

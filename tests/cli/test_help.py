@@ -27,6 +27,7 @@ COMMANDS = {
     "new": ("kind = required", "experiment | hardware | model | reward", "where to write"),
     "tiny": ("[FAMILY ...]",),
     "setup": ("self-check",),
+    "pretrain_scenes": ("budget_s = null", "wrong in one word", "optimizer steps of the judge"),
     "pretrain": ("lr = 0.002", "number > 0", "learning rate"),
 }
 NO_COMMANDS = {"__init__", "start"}

@@ -59,7 +59,7 @@ def build_transformer() -> FluxTransformer2DModel:
 
 
 @lru_cache(maxsize=4096)
-def _word_vector(word: str, salt: str) -> tuple[float, ...]:
+def word_vector(word: str, salt: str) -> tuple[float, ...]:
     """32 values of unit variance from the word's 64-byte hash: equal on every machine and library version."""
     digest = hashlib.blake2b(f"{salt}:{word}".encode(), digest_size=2 * TEXT_WIDTH).digest()
     units = [int.from_bytes(digest[2 * i : 2 * i + 2], "big") for i in range(TEXT_WIDTH)]
@@ -73,11 +73,30 @@ def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
     for row, content in enumerate(texts):
         words = re.findall(r"\w+", content.lower())
         for position, word in enumerate(words[:TEXT_LENGTH]):
-            text[row, position] = torch.tensor(_word_vector(word, "sequence"))
+            text[row, position] = torch.tensor(word_vector(word, "sequence"))
         if words:
-            bag = torch.tensor([_word_vector(word, "bag") for word in words])
+            bag = torch.tensor([word_vector(word, "bag") for word in words])
             pooled[row] = bag.sum(dim=0) / math.sqrt(len(words))
     return {"text": text, "pooled": pooled}
+
+
+def base_weights(path: Path, transformer: nn.Module, command: str) -> dict[str, Tensor]:
+    """The committed or given weights of an embedded family, which `command` makes.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: they are those of another network.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no base weights at {path}; run `{command}`, or set model.path=null")
+    weights = load_file(path)
+    own = transformer.state_dict()
+    wrong = sorted(set(own) ^ set(weights)) or [key for key in own if own[key].shape != weights[key].shape]
+    if wrong:
+        raise ValueError(
+            f"{path} holds another network: {len(wrong)} tensors differ ({wrong[0]}, ...); run `{command}`"
+        )
+    return weights
 
 
 class DigitsPolicy(Policy):
@@ -127,7 +146,7 @@ class DigitsPolicy(Policy):
             torch.manual_seed(seed)
             transformer = build_transformer()
         if path != "random":
-            transformer.load_state_dict(self._base_weights(BASE_FILE if path is None else Path(path), transformer))
+            transformer.load_state_dict(base_weights(Path(path or BASE_FILE), transformer, "make pretrain"))
         storage = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         super().__init__(
             transformer if storage == torch.float32 else transformer.to(storage),
@@ -168,16 +187,3 @@ class DigitsPolicy(Policy):
     def sigma_grid(self, steps: int) -> Tensor:
         """[steps + 1] fp32 from 1 to 0 with the static shift."""
         return static_grid(steps, self.shift)
-
-    @staticmethod
-    def _base_weights(path: Path, transformer: nn.Module) -> dict[str, Tensor]:
-        if not path.is_file():
-            raise FileNotFoundError(f"no digits weights at {path}; run `make pretrain`, or set model.path=null")
-        weights = load_file(path)
-        own = transformer.state_dict()
-        wrong = sorted(set(own) ^ set(weights)) or [key for key in own if own[key].shape != weights[key].shape]
-        if wrong:
-            raise ValueError(
-                f"{path} holds another network: {len(wrong)} tensors differ ({wrong[0]}, ...); run `make pretrain`"
-            )
-        return weights

@@ -159,12 +159,35 @@ def split(name: str) -> tuple[list[Record], list[Record]]:
     return kept, [record for index, record in enumerate(records) if index % stride == stride - 1]
 
 
+def drawn_scenes() -> tuple[list[Record], list[Record]]:
+    """Training and held-out prompts of scenes of one or two objects (`reward_models.drawn_scenes`). Training has none
+    of the kinds in `drawn_held_out`; held out are 24 prompts without them, and 24 with nothing else."""
+    objects = [" ".join(kind) for kind in itertools.product(v.drawn_colours, v.drawn_shapes)]
+    kept, seen, unseen = list[Record](), list[Record](), list[Record]()
+    for strange, group in itertools.groupby(
+        sorted(objects, key=v.drawn_held_out.__contains__), v.drawn_held_out.__contains__
+    ):
+        own = list(group)
+        texts = [text for kind in own for text in (f"a {kind}", f"two {kind}s")]
+        texts += [
+            f"a {first} {relation} a {second}"
+            for first, second in itertools.permutations(own, 2)
+            for relation in v.drawn_relations
+        ]
+        random.Random("drawn scenes").shuffle(texts)
+        records = [{"prompt": text} for text in texts]
+        if strange:
+            unseen += records[:24]
+        else:
+            kept, seen = records[24:], records[:24]
+    return kept, seen + unseen
+
+
 def contents() -> dict[str, str]:
     """File name -> content of every generated prompt file."""
     digits = [{"prompt": f"number {word}", "target": str(value)} for value, word in enumerate(v.digits)]
     files = {"digits.jsonl": _json_lines(digits)}
-    for name in SETS:
-        kept, held = split(name)
+    for name, (kept, held) in {**{name: split(name) for name in SETS}, "drawn_scenes": drawn_scenes()}.items():
         files |= dict([_file(name, kept), _file(f"{name}_heldout", held)])
     return files
 

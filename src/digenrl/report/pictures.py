@@ -19,8 +19,8 @@ from digenrl.record.run_dir import SAMPLES
 from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, FAINT, INK, VERMILION
 
-NARROW = 32
-"""Pictures up to so many pixels wide are drawn small, ten in a row, under a short caption."""
+NARROW, SHORT = 32, 24
+"""Pictures up to so many pixels wide are drawn small, ten in a row, where no prompt has more letters than that."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def _matched(before: tuple[str, ...], after: tuple[str, ...]) -> dict[str, list[
 
 def _image_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:
     height, width = before.media.shape[-2:]
-    prompts, rows, cell, head, letters = (10, 3, 0.72, 0.5, 9) if width <= NARROW else (6, 2, 1.55, 0.85, 24)
+    narrow = width <= NARROW and max(map(len, pairs)) <= SHORT
+    prompts, rows, cell, head, letters = (10, 3, 0.72, 0.5, 9) if narrow else (6, 2, 1.55, 0.85, 24)
     texts = list(pairs)[:prompts]
     rows = min(rows, max(len(pairs[text]) for text in texts))
     sides: list[tuple[NDArray[np.uint8], int, str, str]] = [

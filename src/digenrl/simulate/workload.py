@@ -33,7 +33,14 @@ HEADS = {"wan21_14b": 40, "wan21_1_3b": 12, "hunyuan_video": 24}
 REWARD_FLOPS = {"pickscore": 0.38e12, "clip_score": 0.33e12, "image_similarity": 0.33e12, "aesthetic": 0.17e12}
 """FLOPs per image of scorers that run on the GPU (2 x parameters x tokens of their ViT). Others run on the CPU."""
 
-REWARD_CPU_SECONDS = {"ocr": 0.3, "video_quality": 0.1, "jpeg": 0.01, "digits": 0.001, "edit_done": 0.01}
+REWARD_CPU_SECONDS = {
+    "ocr": 0.3,
+    "video_quality": 0.1,
+    "jpeg": 0.01,
+    "digits": 0.001,
+    "scenes": 0.002,
+    "edit_done": 0.01,
+}
 """Seconds per sample of scorers that run in a CPU thread, beside the GPU: they delay a group, they occupy no GPU."""
 
 

@@ -1,0 +1,66 @@
+"""docs/models_and_rewards.md, from the YAMLs, the counted sizes and the list of published weights (`make docs`)."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reward_models.published import WEIGHTS
+
+ROOT = Path(__file__).resolve().parents[1]
+_INTRODUCTION = """\
+# Models and rewards
+
+Made from `configs/model`, `configs/reward`, the counted sizes and the list of published weights by `make docs`. Every
+model of the hub has a tiny build of the same classes (`hardware=cpu_tiny`), which needs no download. Licences are those
+of the weights' publishers: read them on the page of the weights. `make plan EXP=... HW=...` says what fits where.
+"""
+
+
+def page() -> str:
+    """The whole document, in Markdown."""
+    models = ["| model | what it is | blocks x width | weights | download |", "|---|---|---|---|---|", *_models()]
+    rewards = ["| reward | what it measures | weights |", "|---|---|---|", *_rewards()]
+    parts = [_INTRODUCTION, "## Models: `model=...`\n", *models, "\n## Rewards: `reward=...`\n", *rewards]
+    return "\n".join(parts) + "\n"
+
+
+def _models() -> Iterator[str]:
+    facts = json.loads((ROOT / "src" / "digenrl" / "simulate" / "facts.json").read_text())["models"]
+    for option, head, node in _options("model"):
+        known, path = facts.get(option), node.get("path")
+        shape = f"{known['blocks']} x {known['hidden']}" if known else "-"
+        gib = f"{known['parameters'] * 2 / 2**30:.1f} GiB in 16 bit" if known else "-"
+        command = f"`hf download {path}`" if path else "committed with the code"
+        yield f"| `{option}` | {head} | {shape} | {gib} | {command} |"
+
+
+def _rewards() -> Iterator[str]:
+    for option, head, node in _options("reward"):
+        parts = node.get("rewards") or {}
+        scorers = [entry.get("scorer", {}).get("_target_", "") for entry in parts.values() if isinstance(entry, dict)]
+        sources = [f"`{source}`" for scorer in scorers for source in WEIGHTS.get(scorer, {}).values()]
+        yield f"| `{option}` | {head} | {', '.join(dict.fromkeys(sources)) or 'none to fetch'} |"
+
+
+def _options(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(name, its first comment, content) of every option of a group that a user may choose."""
+    for path in sorted((ROOT / "configs" / group).glob("[a-z]*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        comment = re.match(r"(?:# .*\n)+", text)
+        head = " ".join(comment[0].replace("\n# ", " ").removeprefix("# ").split()) if comment else ""
+        node = yaml.safe_load(text)
+        for parent in (name for name in node.get("defaults", []) if isinstance(name, str) and not name.startswith("_")):
+            inherited = path.with_name(f"{parent}.yaml")
+            node = (yaml.safe_load(inherited.read_text()) if inherited.exists() else {}) | node
+        yield path.stem, head.replace("|", "\\|"), node
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")

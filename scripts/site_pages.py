@@ -1,0 +1,42 @@
+"""mkdocs' hooks: the site has the repository's own pages too, and links between all of them are checked."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
+"""File of the repository -> page of the site."""
+LINKED = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+"""A link to a file, without its anchor."""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add `PAGES`, and the tables of figures that README cites."""
+    found = [(ROOT / own, page) for own, page in PAGES.items()]
+    found += [(path, f"results/{path.name}") for path in (ROOT / "benchmarks" / "results").iterdir()
+              if path.suffix in (".md", ".png")]  # fmt: skip
+    found.append((ROOT / "CITATION.cff", "CITATION.cff"))
+    for path, page in found:
+        files.append(File.generated(config, page, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links as the site has them, made from those of the repository."""
+    source = Path(page.file.abs_src_path).relative_to(ROOT).parent.as_posix()
+    here = posixpath.dirname(page.file.src_uri)
+
+    def moved(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(source, match[1]))
+        if target.startswith("benchmarks/results/"):
+            target = "results/" + posixpath.basename(target)
+        target = PAGES.get(target, target.removeprefix("docs/"))
+        return f"]({posixpath.relpath(target, here or '.')}"
+
+    return LINKED.sub(moved, markdown)
