@@ -278,7 +278,7 @@ def encode(bench: Bench, unit: Unit) -> Row:
     with bench.weights(), torch.no_grad():
         for name, offload in (("seconds", False), ("moved_seconds", True)):
             policy.offload_encoders = offload
-            found[name] = _device.seconds(lambda: policy.encode_prompts([PROMPT.text]), bench.device)
+            found[name] = _device.seconds(lambda: policy.encode_prompts(policy.wordings([PROMPT])[0]), bench.device)
     return found
 
 

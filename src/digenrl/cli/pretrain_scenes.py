@@ -156,7 +156,7 @@ def sample_scenes(policy: ScenesPolicy, scenes: list[Scene], steps: int, seed: i
     import torch
 
     latents = torch.randn(len(scenes), *policy.latent_shape, generator=torch.Generator().manual_seed(seed))
-    condition = policy.encode_prompts([scene.text for scene in scenes])
+    condition = policy.encode_prompts([Wording(scene.text) for scene in scenes])
     with torch.no_grad():
         for sigma, after in pairwise(policy.sigma_grid(steps)):
             latents = latents + (after - sigma) * policy.velocity(latents, sigma.expand(len(scenes)), condition)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.models.policy import Policy
+from digenrl.models.prompt_store import Wording
 
 ROWS = 2
 """Of a decoded picture: the D coordinates as grey values, over so many rows."""
@@ -105,10 +106,10 @@ class MixturePolicy(Policy):
         """Velocity [B, D]."""
         return self.network(latents, sigmas, condition["direction"])
 
-    def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         """`direction` [B, D]: one of them is 1 or -1. Raises ValueError for a text that names no axis."""
-        found = torch.zeros(len(texts), self.axes, device=self.device)
-        for row, text in enumerate(texts):
+        found = torch.zeros(len(wordings), self.axes, device=self.device)
+        for row, (text, _) in enumerate(wordings):
             named = re.fullmatch(r"along ([+-])(\d+)", text)
             if named is None or int(named[2]) >= self.axes:
                 raise ValueError(f"prompt {text!r}: the mixture knows `along +0` .. `along -{self.axes - 1}`.")
