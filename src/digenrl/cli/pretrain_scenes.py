@@ -21,6 +21,7 @@ from pydantic import Field
 from digenrl.cli.pretrain import save
 from digenrl.config.help import Arguments, own_command
 from digenrl.config.schema import AtLeast1, File, Positive, Share
+from digenrl.models.prompt_store import Wording
 
 if TYPE_CHECKING:  # torch is imported only when the settings are read
     import torch
