@@ -21,7 +21,6 @@ from pydantic import Field
 from digenrl.cli.pretrain import save
 from digenrl.config.help import Arguments, own_command
 from digenrl.config.schema import AtLeast1, File, Positive, Share
-from digenrl.models.prompt_store import Wording
 
 if TYPE_CHECKING:  # torch is imported only when the settings are read
     import torch
@@ -138,6 +137,7 @@ def _captioned(wrong: float, generator: torch.Generator) -> tuple[Tensor, Tensor
     """Latents [CHUNK, 36, 48] of drawn scenes, and the index of each one's caption in SCENES."""
     import torch
 
+    from digenrl.models.prompt_store import Wording
     from digenrl.models.scenes import pack
     from reward_models.drawn_scenes import SCENES, draw_scenes, near_misses
 
