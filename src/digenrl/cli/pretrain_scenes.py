@@ -137,7 +137,6 @@ def _captioned(wrong: float, generator: torch.Generator) -> tuple[Tensor, Tensor
     """Latents [CHUNK, 36, 48] of drawn scenes, and the index of each one's caption in SCENES."""
     import torch
 
-    from digenrl.models.prompt_store import Wording
     from digenrl.models.scenes import pack
     from reward_models.drawn_scenes import SCENES, draw_scenes, near_misses
 
@@ -155,6 +154,8 @@ def _captioned(wrong: float, generator: torch.Generator) -> tuple[Tensor, Tensor
 def sample_scenes(policy: ScenesPolicy, scenes: list[Scene], steps: int, seed: int = 0) -> Tensor:
     """Pictures [N, 3, 24, 24] of N scenes by the plain Euler ODE."""
     import torch
+
+    from digenrl.models.prompt_store import Wording
 
     latents = torch.randn(len(scenes), *policy.latent_shape, generator=torch.Generator().manual_seed(seed))
     condition = policy.encode_prompts([Wording(scene.text) for scene in scenes])
