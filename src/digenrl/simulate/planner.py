@@ -76,7 +76,7 @@ def make_plan(
 
     def tried(candidates: Iterable[Candidate], fastest: float = math.inf) -> list[Outcome]:
         """Outcomes, best first, of the candidates that fit and that might beat `fastest`."""
-        found = {}
+        found: dict[Candidate, Outcome] = {}
         for candidate in _fixed(costing, candidates, fixed):
             if candidate not in seen:
                 if candidate.spec.gap and costing.work.whole_batch:
