@@ -142,7 +142,7 @@ def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
     config: Any = composed.config
     if config.schedule.auto:
         found = planned_schedule(composed)
-        return None if found is None else found.outcomes[0]
+        return found.outcomes[0] if found else None
     if not isinstance(config.allocation.trainers, int):
         split = planned_split(composed)
         return split and evaluate(costing, split.candidate, split.bound, exact=True)
