@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-from diffusers.models.attention_dispatch import SeqAllToAllDim, dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import Tensor
 
+from digenrl.models.exchange import attend_together
 from digenrl.models.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
 from digenrl.models.pipeline import DiffusersPolicy
 
@@ -21,8 +21,7 @@ TEMPLATE_TOKENS = 95
 
 class _Joint(HunyuanVideoAttnProcessor2_0):
     """Joint attention that a context group can compute together: each rank has its part of the video's tokens and all
-    of the text's, whose number need not divide. It gets all tokens of its part of the heads from the others, attends,
-    and sends them back (Ulysses, arXiv:2309.14509)."""
+    of the text's, whose number need not divide."""
 
     def __call__(
         self,
@@ -34,34 +33,22 @@ class _Joint(HunyuanVideoAttnProcessor2_0):
     ) -> Any:
         if self._parallel_config is None:
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        assert encoder_hidden_states is not None, "the blocks attend to both"
-        mesh = self._parallel_config.context_parallel_config._ulysses_mesh
-        group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         own = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
         added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), (attn.norm_added_q, attn.norm_added_k)
-        joint = attn.add_q_proj is None  # single-stream blocks project both alike
+        single = attn.add_q_proj is None  # single-stream blocks project both alike
         video = _projected(hidden_states, attn.heads, *own)
-        text = _projected(encoder_hidden_states, attn.heads, *(own if joint else added))
+        text = _projected(encoder_hidden_states, attn.heads, *(own if single else added))
         video[:2] = [apply_rotary_emb(part, image_rotary_emb, sequence_dim=1) for part in video[:2]]
-        whole = [SeqAllToAllDim.apply(group, part) for part in video]
-        heads = [part.chunk(ranks, dim=2)[rank] for part in text]
-        query, key, value = (torch.cat(pair, dim=1) for pair in zip(whole, heads, strict=True))
-        mixed = dispatch_attention_fn(query, key, value, attn_mask=attention_mask, backend=self._attention_backend)
-        seen, read = mixed.split([whole[0].shape[1], heads[0].shape[1]], dim=1)
-        # Every rank gets the whole text back, for which it is sent once to each.
-        parts = [SeqAllToAllDim.apply(group, part, 1, 2) for part in (seen, read.repeat(1, ranks, 1, 1))]
-        hidden_states, encoder_hidden_states = (part.flatten(2, 3).to(query.dtype) for part in parts)
-        if attn.to_out is not None:
-            hidden_states = attn.to_out[1](attn.to_out[0](hidden_states))
-        if attn.to_add_out is not None:
-            encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
-        return hidden_states, encoder_hidden_states
+        seen, read = attend_together(self._parallel_config, video, text, attention_mask, self._attention_backend)
+        if not single:
+            seen, read = attn.to_out[1](attn.to_out[0](seen)), attn.to_add_out(read)
+        return seen, read
 
 
-def _projected(states: Tensor, heads: int, layers: Any, norms: Any) -> list[Tensor]:
+def _projected(states: Any, heads: int, layers: Any, norms: Any) -> list[Tensor]:
     """Query, key and value, [B, tokens, heads, d] each."""
     query, key, value = (layer(states).unflatten(2, (heads, -1)) for layer in layers)
-    return [query if norms[0] is None else norms[0](query), key if norms[1] is None else norms[1](key), value]
+    return [norms[0](query), norms[1](key), value]
 
 
 class _Unmasked(_Joint):
@@ -108,10 +95,7 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         self._unmasked = not on and not self.two_forwards
         processor = _Unmasked if self._unmasked else _Joint
         for block in self.wrap_units():
-            attention: Any = block.attn
-            backend = attention.processor._attention_backend
-            attention.set_processor(processor())
-            attention.processor._attention_backend = backend
+            self.attend_with(block.attn, processor())
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         text, mask = condition["text"], condition.get("mask")

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 
 from digenrl.images import PromptImage
@@ -202,8 +201,8 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
-        """Also refuses numbers that do not divide the attention heads and the tokens, and blocks or attention that
-        cannot be divided. Raises ValueError."""
+        """Also refuses numbers that do not divide the attention heads and the tokens, and compiled blocks. Raises
+        ValueError."""
         super().check_context(settings, ranks)
         if ranks == 1:
             return
@@ -224,13 +223,6 @@ class DiffusersPolicy(Policy):
             raise ValueError(
                 f"parallel.context = {ranks} with model.compile = true: compiled blocks cannot be divided; set one of "
                 "them back."
-            )
-        backend = settings.get("attention_backend")
-        able = sorted(_AttentionBackendRegistry._supports_context_parallel)
-        if backend is not None and backend not in able:
-            raise ValueError(
-                f"parallel.context = {ranks}: model.attention_backend = {backend} cannot be divided; "
-                f"allowed: null, {', '.join(able)}."
             )
 
     # ---- what a family implements
@@ -363,6 +355,12 @@ class DiffusersPolicy(Policy):
             for layer in chosen
             if i < count - 1 or layer not in cls.unread
         ]
+
+    @staticmethod
+    def attend_with(attention: Any, processor: Any) -> None:
+        """Give an attention layer of diffusers another processor, with the backend of the one that it had."""
+        processor._attention_backend = attention.processor._attention_backend
+        attention.set_processor(processor)
 
     def require_template(self, tokenizer: Any, template: str, expected: int) -> None:
         """Raise ValueError unless what stands before the prompt in `template` has the tokens that the pipeline cuts."""

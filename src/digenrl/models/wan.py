@@ -4,12 +4,43 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
+from digenrl.models.exchange import attend_together
 from digenrl.models.latents import denormalise
 from digenrl.models.pipeline import DiffusersPolicy
+
+
+class _SelfAttention(WanAttnProcessor):
+    """Attention among the video's tokens that a context group can compute together."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Any:
+        if self._parallel_config is None:
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        states = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states)), attn.to_v(hidden_states)
+        query, key, value = (part.unflatten(2, (attn.heads, -1)) for part in states)
+        rotated = [_rotated(part, *rotary_emb) for part in (query, key)]
+        (seen,) = attend_together(self._parallel_config, (*rotated, value), backend=self._attention_backend)
+        return attn.to_out[1](attn.to_out[0](seen))
+
+
+def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary embedding of [B, tokens, heads, d] by angles [1, tokens, 1, d], each of which is there twice."""
+    real, imaginary = states.unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = cosines[..., ::2], sines[..., ::2]
+    turned = real * cosine - imaginary * sine, real * sine + imaginary * cosine
+    return torch.stack(turned, dim=-1).flatten(-2).type_as(states)
 
 
 class WanPolicy(DiffusersPolicy):
@@ -28,6 +59,11 @@ class WanPolicy(DiffusersPolicy):
         "blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
         "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
     }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for block in self.wrap_units():
+            self.attend_with(block.attn1, _SelfAttention())
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return self.network(

@@ -122,8 +122,6 @@ class Costs:
         repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
         moved = sum(share * work.repeated_bytes(mode) for mode, share in shares)
         again = recompute.inputs * work.attention_flops()
-        if context > 1:  # diffusers' exchange repeats PyTorch's attention in its backward (HunyuanVideo's does not)
-            again, repeated = again + work.attention_flops(), repeated + work.attention_flops()
         flops = forwards * work.forward_flops() + work.backward_flops() + repeated
         seconds = rows * self._compute(pool, flops, (forwards + 2) * work.attention_flops() + again)
         seconds = (seconds + self._traffic(pool, (forwards + 2) * rows)) / pool.reaches.train

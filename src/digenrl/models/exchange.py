@@ -1,0 +1,39 @@
+"""Attention of a context group: each rank has a part of the tokens and attends with a part of the heads, all of whose
+tokens it gets from the others (Ulysses, arXiv:2309.14509)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import SeqAllToAllDim, dispatch_attention_fn
+from torch import Tensor
+
+
+def attend_together(
+    parallel: Any, own: Sequence[Tensor], common: Sequence[Tensor] = (), mask: Tensor | None = None, backend: Any = None
+) -> list[Tensor]:
+    """Attention among the tokens of all ranks, and those that every rank has whole.
+
+    Args:
+        parallel: diffusers' `ParallelConfig` of the group, as attention processors carry it.
+        own: query, key and value of this rank's tokens, [B, tokens of the rank, heads, d].
+        common: the same of tokens that all ranks have, as many as there are; () = there are none.
+        mask: of the keys, those of `common` last.
+        backend: of diffusers' dispatcher.
+
+    Returns:
+        What `own` reads, and `common` where there is such, [B, tokens, heads x d].
+    """
+    mesh = parallel.context_parallel_config._ulysses_mesh
+    group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+    parts = [SeqAllToAllDim.apply(group, part) for part in own]
+    tokens = parts[0].shape[1]
+    heads = [part.chunk(ranks, dim=2)[rank] for part in common]
+    query, key, value = (torch.cat(pair, dim=1) for pair in zip(parts, heads, strict=True)) if heads else parts
+    read = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=backend)
+    found = [read[:, :tokens]]
+    if heads:  # every rank gets all heads of these tokens, for which they are sent once to each
+        found.append(read[:, tokens:].repeat(1, ranks, 1, 1))
+    return [SeqAllToAllDim.apply(group, part, 1, 2).flatten(2, 3) for part in found]
