@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
 
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.models import tiny_builds
+from digenrl.simulate.workload import HEADS
 from tests.strategy.processes import FP64, SGD, Job, Record, completed, relative, run_series
 
 SMALL = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", "reward=video_quality", "max_rl_steps=1")
@@ -21,6 +23,7 @@ FAMILIES = {
     "wan": ("experiment=wan21_flowgrpo",),
     "hunyuan": ("experiment=hunyuanvideo_dancegrpo", "~reward.heldout"),
 }
+KEPT = "model.gradient_checkpointing=false"
 TOGETHER = ("parallel.context=2",)
 
 
@@ -52,7 +55,7 @@ def assert_equal(found: Record, wanted: Record, group: int) -> None:
 @pytest.mark.processes
 def test_a_context_group_equals_replicas(tmp_path: Path) -> None:
     """HunyuanVideo with texts of odd lengths, and every block repeated in the backward pass."""
-    own = {"wan": (), "hunyuan": ("model.gradient_checkpointing=true",)}
+    own = {"wan": (KEPT,), "hunyuan": ("model.gradient_checkpointing=true",)}
     jobs = {name: configured(name, *words) for name, words in own.items()}
     together = {f"{name} together": configured(name, *words, *TOGETHER) for name, words in own.items()}
     found = records(tmp_path, 2, **jobs, **together)
@@ -88,7 +91,7 @@ def test_four_ranks_keep_parts_of_the_activations(tmp_path: Path, monkeypatch: p
 
         rank.strategy.training_step = counted  # type: ignore[method-assign]
 
-    large = ("sampling.height=192", "sampling.width=192", "sampling.steps=2")
+    large = ("sampling.height=192", "sampling.width=192", "sampling.steps=2", KEPT)
     jobs = [Job(f"{f} {n}", configured(f, *large, f"parallel.context={n}"), count) for f in FAMILIES for n in (1, 4)]
     found, kept = {}, {}
     for job, cluster in run_series(tmp_path / "run", 4, 1, jobs):
@@ -147,3 +150,13 @@ def test_what_cannot_be_divided_is_refused(family: str, words: tuple[str, ...], 
 def test_groups_that_do_not_fit_the_trainers_are_refused(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(configuration.ConfigError, match=said):
         configured("wan", *words)
+
+
+def test_the_planner_knows_whose_tokens_can_be_shared(repository: Path) -> None:
+    models = repository / "configs/model"
+
+    def shared(name: str) -> bool:
+        node = OmegaConf.load(models / f"{name}.yaml")
+        return bool(get_object(node["_target_"]).context_plan) if "_target_" in node else shared(node["defaults"][0])
+
+    assert {path.stem for path in models.glob("*.yaml") if shared(path.stem)} == set(HEADS)
