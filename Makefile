@@ -77,9 +77,9 @@ eval: $(STAMP)  ## Evaluate a run's model again, with own prompts, steps or rewa
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
 	@$(PY) -m digenrl.cli.evaluate run=$(RUN) $(if $(STEP),step=$(STEP)) $(if $(DATA),data=$(DATA)) $(ARGS)
 
-export: $(STAMP)  ## Write a run's trained weights as other tools read them. RUN=
+export: $(STAMP)  ## Write a run's trained weights as other tools read them. RUN= FORMAT=diffusers|comfyui|kohya
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl.cli.export run=$(RUN) $(ARGS)
+	@$(PY) -m digenrl.cli.export run=$(RUN) $(if $(FORMAT),format=$(FORMAT)) $(ARGS)
 
 score: $(STAMP)  ## Score pictures or videos. REWARD=ocr IMAGES=directory PROMPTS=file
 	$(call need,REWARD,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)

@@ -61,12 +61,30 @@ def wan(hidden: int, ffn: int, layers: int) -> Callable[..., nn.Module]:
     return build
 
 
+def wan_i2v(blocks: int | None) -> nn.Module:
+    return WanTransformer3DModel(
+        num_attention_heads=40,
+        ffn_dim=13824,
+        num_layers=blocks or 40,
+        in_channels=36,
+        out_channels=16,
+        image_dim=1280,
+        added_kv_proj_dim=5120,
+    )
+
+
 def wan_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Tensor]:
     return {
         "hidden_states": torch.zeros(b, 16, f, h, w),
         "timestep": torch.full((b,), 500.0),
         "encoder_hidden_states": torch.zeros(b, text, 4096),
     }
+
+
+def wan_i2v_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Tensor]:
+    """The network takes no other number of text tokens than 512: here they belong to a row."""
+    more = {"encoder_hidden_states_image": torch.zeros(b, 257, 1280), "hidden_states": torch.zeros(b, 36, f, h, w)}
+    return wan_inputs(b, f, h, w, 512, model) | more
 
 
 def hunyuan_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Tensor]:
@@ -186,6 +204,8 @@ MODELS: dict[str, dict[str, Any]] = {
                   "attention_blocks": 40, "text": 512, "joint": False, "points": [(9, 30, 52), (9, 60, 104)]},
     "wan21_1_3b": {"build": wan(1536, 8960, 30), "inputs": wan_inputs, "blocks": 30, "hidden": 1536,
                    "attention_blocks": 30, "text": 512, "joint": False, "points": [(9, 30, 52), (9, 60, 104)]},
+    "wan21_i2v_14b": {"build": wan_i2v, "inputs": wan_i2v_inputs, "blocks": 40, "hidden": 5120,
+                      "attention_blocks": 40, "text": 512, "joint": False, "points": [(9, 30, 52), (9, 60, 104)]},
     "hunyuan_video": {"build": hunyuan, "inputs": hunyuan_inputs, "blocks": 20, "hidden": 3072,
                       "attention_blocks": 60, "text": 256, "joint": True, "points": [(14, 60, 60), (9, 60, 104)]},
     "flux1_dev": {"build": flux, "inputs": flux_inputs, "blocks": 19, "hidden": 3072,

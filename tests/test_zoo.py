@@ -37,6 +37,7 @@ pytestmark = pytest.mark.heavy
 EXPERIMENTS = (
     "wan21_flowgrpo",
     "wan21_dancegrpo",
+    "wan21_i2v_flowgrpo",
     "hunyuanvideo_dancegrpo",
     "flux1_flowgrpo",
     "flux1_dancegrpo",

@@ -163,6 +163,12 @@ def test_videos_are_exported_as_mp4_and_the_average_only_where_there_is_one(tmp_
     averaged = (run / "export" / LORA_FILE).read_bytes()
     assert main([f"run={run}", "weights=trained"]) == 0
     assert (run / "export" / LORA_FILE).read_bytes() != averaged
+    assert main([f"run={run}", "format=comfyui"]) == 0
+    read = [
+        diffusers.WanPipeline.lora_state_dict(run / "export", weight_name=name)
+        for name in (LORA_FILE, "lora_comfyui.safetensors")
+    ]
+    assert read[0].keys() == read[1].keys()
     other = tmp_path / "other"
     make_run(other, "experiment=digits_flowgrpo")
     assert main([f"run={other}", "weights=average"]) == 1

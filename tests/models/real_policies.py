@@ -26,8 +26,10 @@ from tests.models.tiny_policies import FAMILIES
 
 MODEL = {
     "wan": "wan21_14b",
+    "wan_i2v": "wan21_i2v_14b",
     "hunyuan_video": "hunyuan_video",
     "flux": "flux1_dev",
+    "flux_kontext": "flux1_kontext",
     "qwen_image": "qwen_image",
     "sd3": "sd35_medium",
     "z_image": "z_image",
@@ -48,9 +50,11 @@ KL: dict[str, Any] = {
 }
 VAES: dict[str, Any] = {
     "wan": AutoencoderKLWan,
+    "wan_i2v": AutoencoderKLWan,
     "hunyuan_video": AutoencoderKLHunyuanVideo,
     "qwen_image": AutoencoderKLQwenImage,
     "flux": lambda: AutoencoderKL(**KL),
+    "flux_kontext": lambda: AutoencoderKL(**KL),
     "sd3": lambda: AutoencoderKL(**KL),
     "z_image": lambda: AutoencoderKL(**KL),
     "flux2_klein": AutoencoderKLFlux2,

@@ -24,6 +24,7 @@ EXPERIMENTS = (
     "zimage_flowgrpo",
     "wan21_flowgrpo",
     "wan21_dancegrpo",
+    "wan21_i2v_flowgrpo",
     "hunyuanvideo_dancegrpo",
 )
 TINY_CHANGES = {

@@ -109,6 +109,7 @@ def test_lora_settings_that_would_train_something_else(lora, message):
 LAYERS = {
     # layers by preset on the tiny build: (attention, attention and feed-forward)
     "wan": (2 * 8, 2 * 10),
+    "wan_i2v": (2 * 10, 2 * 12),
     "hunyuan_video": (8 + 3, 12 + 4),
     "flux": (8 + 2 * 3, 12 + 2 * 3),
     "flux_kontext": (8 + 2 * 3, 12 + 2 * 3),

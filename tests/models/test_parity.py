@@ -10,7 +10,7 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import StepPlan
 from digenrl.types import CellBlock
-from tests.models.tiny_policies import FAMILIES, LORA, diffusers_latents, make, prompt, randomise_lora
+from tests.models.tiny_policies import FAMILIES, IMAGES, LORA, VIDEO, diffusers_latents, make, prompt, randomise_lora
 
 pytestmark = pytest.mark.heavy
 
@@ -30,6 +30,8 @@ def noise_of(policy, rows: int) -> torch.Tensor:
 CASES = [
     ("wan", 1.0, 1.0),
     ("wan", 5.0, 1.0),
+    ("wan_i2v", 1.0, 1.0),
+    ("wan_i2v", 5.0, 1.0),
     ("sd3", 1.0, 1.0),
     ("sd3", 4.5, 1.0),
     ("qwen_image", 1.0, 1.0),
@@ -191,7 +193,7 @@ def test_reference_is_the_base_model_and_leaves_the_adapter_as_it_was(family):
 def test_decode_gives_media_in_the_unit_range(family):
     policy = make(family)
     media = policy.decode(noise_of(policy, 2))
-    assert media.shape == ((2, 5, 3, 32, 32) if family in ("wan", "hunyuan_video") else (2, 3, 64, 64))
+    assert media.shape == ((2, 5, 3, 32, 32) if family in VIDEO else (2, 3, 64, 64))
     assert media.dtype == torch.float32
     assert 0 <= media.min() < media.max() <= 1
 
@@ -206,8 +208,9 @@ def test_decode_equals_the_diffusers_pipeline():
         latents = noise_of(policy, 1)
         pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_builds.ensure(family))
         pipeline.set_progress_bar_config(disable=True)
-        size = {"num_frames": 5} if family in ("wan", "hunyuan_video") else {}
+        size = {"num_frames": 5} if family in VIDEO else {}
         size |= {"max_area": 64 * 64} if family == "flux_kontext" else {}
+        size |= {"image": IMAGES[0].fitted(32, 32)} if family == "wan_i2v" else {}
         given = latents.transpose(1, 2).unflatten(2, (4, 4)) if family == "flux2_klein" else latents
         pipeline.scheduler.step = lambda *_, latents=latents, **__: (latents,)
         output = pipeline(

@@ -16,6 +16,7 @@ from tests.models.tiny_policies import FAMILIES
 REAL = {
     "wan21_14b": ("wan", 14.29, 210, 307),
     "wan21_1_3b": ("wan", 1.42, 47, 87),
+    "wan21_i2v_14b": ("wan_i2v", 16.39, 262, 359),
     "hunyuan_video": ("hunyuan_video", 12.82, 110, 228),
     "flux1_dev": ("flux", 11.90, 105, 179),
     "flux1_kontext": ("flux_kontext", 11.90, 105, 179),

@@ -19,12 +19,13 @@ from digenrl.models.hunyuan_video import HunyuanVideoPolicy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.qwen_image import QwenImagePolicy
 from digenrl.models.sd3 import SD3Policy
-from digenrl.models.wan import WanPolicy
+from digenrl.models.wan import WanImageToVideoPolicy, WanPolicy
 from digenrl.models.z_image import ZImagePolicy
 from digenrl.types import Prompt
 
 FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "wan": WanPolicy,
+    "wan_i2v": WanImageToVideoPolicy,
     "hunyuan_video": HunyuanVideoPolicy,
     "flux": FluxPolicy,
     "flux_kontext": FluxKontextPolicy,
@@ -33,10 +34,11 @@ FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "z_image": ZImagePolicy,
     "flux2_klein": Flux2KleinPolicy,
 }
-VIDEO = {"wan", "hunyuan_video"}
+VIDEO = {"wan", "wan_i2v", "hunyuan_video"}
 LORA = {"rank": 4, "alpha": 8, "targets": "attention_ff"}
 TEXT_LENGTH = {
     "wan": 64,
+    "wan_i2v": 512,
     "hunyuan_video": 64,
     "flux": 64,
     "flux_kontext": 64,
@@ -123,7 +125,9 @@ def diffusers_latents(
         )[0]
     if family == "flux_kontext":
         call |= {"image": IMAGES[0].fitted(64, 64), "_auto_resize": False, "max_area": 64 * 64}
-    if family == "wan":
+    if family == "wan_i2v":
+        call |= {"image": IMAGES[0].fitted(32, 32)}
+    if family in ("wan", "wan_i2v"):
         pipeline.scheduler = ExplicitEuler(shift=3.0)
     if family == "sd3":
         call |= {"sigmas": list(np.linspace(1, 1 / steps, steps))}

@@ -10,6 +10,7 @@ import torch
 from digenrl.data import load_prompts
 from digenrl.rewards.protocol import source_images
 from digenrl.types import Prompt
+from reward_models.first_frame import FirstFrame
 from reward_models.image_similarity import ImageSimilarity
 from reward_models.known_edit import EditDone, EditKept
 
@@ -29,6 +30,13 @@ def test_the_right_result_a_copy_and_a_spoilt_background_are_told_apart() -> Non
     assert (kept(spoilt, PROMPTS) < 0.95).all()
     assert (done((source + target) / 2, PROMPTS) - 0.5).abs().max() < 1e-5
     assert torch.equal(done(target.unsqueeze(1).expand(6, 3, 3, 64, 64), PROMPTS), torch.ones(6)), "videos too"
+
+
+def test_a_video_begins_with_its_picture_or_does_not() -> None:
+    source = source_images(SIZE, PROMPTS)
+    video = torch.stack([source, 1.0 - source], dim=1)
+    assert torch.equal(FirstFrame()(video, PROMPTS), torch.ones(6))
+    assert (FirstFrame()(video.flip(1), PROMPTS) < 0.3).all()
 
 
 def test_likeness_to_the_source_is_that_of_clip() -> None:

@@ -1,11 +1,12 @@
 """`make export RUN=...`: a run's trained weights as a plain diffusers pipeline loads them, with a model card.
 
     python -m digenrl.cli.export run=RUN [out=FOLDER] [weights=evaluated|trained|average]
-        [allow_targets=[PACKAGE]] [confirm_hosts=[HOST]]
+        [format=diffusers|comfyui|kohya] [allow_targets=[PACKAGE]] [confirm_hosts=[HOST]]
 
 Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, README.md with the run's
 curves, and the last evaluation's samples as PNG or MP4. The weights are those that the run evaluates with: the moving
-average where it keeps one (algorithm.ema), else the trained ones. The last line on standard output is the folder.
+average where it keeps one (algorithm.ema), else the trained ones. format=comfyui or kohya adds the adapter under the
+names that those read (FLUX.1, Qwen-Image, SD3.5, Wan). The last line on standard output is the folder.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class Request(Arguments):
     weights: Literal["evaluated", "trained", "average"] = Field(
         "evaluated", description="evaluated: the moving average where the run keeps one, else the trained ones"
     )
+    format: Literal["diffusers", "comfyui", "kohya"] = Field(
+        "diffusers", description="comfyui, kohya: beside diffusers' file, lora_FORMAT.safetensors for those"
+    )
 
 
 def export(request: Request, words: Sequence[str] = ()) -> Path:
@@ -60,7 +64,7 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
     from omegaconf import OmegaConf
 
     from digenrl.models.card import write_card
-    from digenrl.models.diffusers_export import export_policy
+    from digenrl.models.diffusers_export import export_layout, export_policy
     from digenrl.models.sample_files import write_samples
 
     ema = composed.config.algorithm.get("ema")
@@ -70,6 +74,8 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
     policy = configuration.instantiate(composed.config.model)
     policy.load_trained_parameters(tensors)
     export_policy(policy, out)
+    if request.format != "diffusers":
+        export_layout(policy, out, request.format)
     samples = []
     evaluations = sorted((composed.run_dir / "samples").glob("eval-*.npz"), key=lambda p: int(p.stem.split("-")[1]))
     if evaluations:

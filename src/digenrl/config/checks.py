@@ -102,7 +102,8 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
     for leaf in ("prompts", "heldout"):
         if f"data.{leaf}" in broken or data.get(leaf) is None:
             continue
-        bounds = {name: data[f"image_{name}"] for name in vars(ImageLimits()) if f"data.image_{name}" not in broken}
+        keys = {name: f"image_{name}" for name in vars(ImageLimits())}
+        bounds = {name: data[key] for name, key in keys.items() if key in data and f"data.{key}" not in broken}
         try:
             file = prompts.read(data[leaf], ImageLimits(**bounds))
         except prompts.PromptFileError as error:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from digenrl.models.lora import ADAPTER
+from digenrl.models.lora_layouts import in_layout
 from digenrl.models.policy import Policy
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -52,6 +54,24 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
     )
     _check_lora(folder / LORA_FILE, layers, policy.lora.rank, policy.lora.alpha)
     return [folder / LORA_FILE]
+
+
+def export_layout(policy: Policy, folder: Path, layout: str) -> Path:
+    """Write the adapter into `folder` under the names of another tool's layout (`lora_layouts.LAYOUTS`).
+
+    Raises ExportError where all weights were trained, or names are not known.
+    """
+    if policy.lora is None:
+        raise ExportError(f"format={layout} is for adapters, and this run trained all weights: use format=diffusers")
+    transformer: Any = policy.transformer
+    layers = {name: value.detach().cpu() for name, value in get_peft_model_state_dict(transformer).items()}
+    try:
+        renamed = in_layout(layers, policy.lora.alpha, type(transformer).__name__, layout)
+    except ValueError as error:
+        raise ExportError(f"format={layout}: {error}") from error
+    file = folder / f"lora_{layout}.safetensors"
+    save_file({name: value.contiguous() for name, value in renamed.items()}, file)
+    return file
 
 
 def _check_lora(file: Path, layers: dict[str, Tensor], rank: int, alpha: float) -> None:

@@ -53,9 +53,21 @@ def unscale(latents: Tensor, config: Any) -> Tensor:
     return latents / config.scaling_factor + config.shift_factor
 
 
+def normalise(latents: Tensor, config: Any) -> Tensor:
+    """The inverse of `denormalise`."""
+    mean, std = _channels(latents, config)
+    return (latents - mean) / std
+
+
 def denormalise(latents: Tensor, config: Any) -> Tensor:
     """Wan and Qwen-Image: latents [B, C, f, h, w] of unit scale -> the autoencoder's own, z * std + mean."""
+    mean, std = _channels(latents, config)
+    return latents * std + mean
+
+
+def _channels(latents: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, as they broadcast."""
     shape = (1, config.z_dim, 1, 1, 1)
     mean = torch.tensor(config.latents_mean, device=latents.device, dtype=latents.dtype).view(shape)
     std = torch.tensor(config.latents_std, device=latents.device, dtype=latents.dtype).view(shape)
-    return latents * std + mean
+    return mean, std

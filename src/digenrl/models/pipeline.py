@@ -75,6 +75,8 @@ class DiffusersPolicy(Policy):
     """Frames per latent frame after the first; None = images."""
     channels: ClassVar[int] = latents.CHANNELS
     """Of the VAE's latents."""
+    text_length: ClassVar[int | None] = None
+    """Text tokens that the network counts on; None = any number."""
     packed: ClassVar[bool] = False
     """Whether latents are tokens [N, 4C] of 2x2 patches."""
     attention: ClassVar[tuple[str, ...]]
@@ -178,9 +180,7 @@ class DiffusersPolicy(Policy):
         self._empty = empty
         self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
-        self.max_sequence_length = (
-            min(max_sequence_length, tiny_builds.TEXT_LENGTH) if build == "tiny" else max_sequence_length
-        )
+        self.max_sequence_length = self._text_tokens(max_sequence_length, build)
         self.negative_prompt = negative_prompt
         self.offload_encoders = offload_encoders
         self.vae_dtype, self.vae_tiling = getattr(torch, vae_dtype), vae_tiling
@@ -423,7 +423,7 @@ class DiffusersPolicy(Policy):
         pretrained.hide_progress_bars()
         pretrained.require_family(self.path, self.pipelines, self.family)
         for name in pretrained.model_index(self.path):
-            if name.startswith("text_encoder"):
+            if name.startswith(("text_encoder", "image_encoder")):
                 pretrained.require_shards(self.path, name)
         try:
             pipeline = getattr(diffusers, self.pipelines[0]).from_pretrained(
@@ -461,6 +461,15 @@ class DiffusersPolicy(Policy):
         given = {argument: config[name] for argument, name in names.items() if name in config}
         tokens = (self.height // self.spatial_stride) * (self.width // self.spatial_stride)
         return float(calculate_shift(tokens, **given))
+
+    @classmethod
+    def _text_tokens(cls, wanted: int, build: str) -> int:
+        if cls.text_length not in (None, wanted):
+            raise ValueError(
+                f"model.max_sequence_length={wanted}: the network of {cls.family} tells text from image by their "
+                f"number of tokens; set it to {cls.text_length}"
+            )
+        return min(wanted, cls.text_length or tiny_builds.TEXT_LENGTH) if build == "tiny" else wanted
 
     @staticmethod
     def _compute_dtype(dtype: str, build: str) -> torch.dtype:

@@ -103,16 +103,22 @@ def _pipeline(family: str) -> Any:
     for name, part in BUILDERS[family].items():
         if name.startswith("text_encoder"):
             parts[name.replace("text_encoder", "tokenizer")], parts[name] = _encoder(part)
+        elif name == "image_encoder":
+            parts["image_processor"], parts[name] = _encoder(part)
         elif name != "pipeline":
             parts[name] = getattr(diffusers, part["class"])(**{key: part[key] for key in part if key != "class"})
     return getattr(diffusers, BUILDERS[family]["pipeline"])(**parts)
 
 
 def _encoder(name: str) -> tuple[Any, Any]:
-    """(tokenizer, text encoder) of an entry of tiny_encoders.yaml."""
+    """(tokenizer or image processor, encoder) of an entry of tiny_encoders.yaml."""
     import transformers
 
     spec = ENCODERS[name]
+    if "processor" in spec:
+        processor = transformers.CLIPImageProcessor(**spec["processor"])
+        vision = getattr(transformers, spec["class"])
+        return processor, vision(vision.config_class(**spec["config"]))
     tokenizer = getattr(tokenizers, spec["tokenizer"])()
 
     def resolved(value: Any) -> Any:

@@ -16,6 +16,7 @@ ENCODERS = {
     # parameters of the text encoders (reference: torch on the meta device), tokens, VAE of facts.json
     "wan21_14b": (5_680_910_336, 512, "wan"),
     "wan21_1_3b": (5_680_910_336, 512, "wan"),
+    "wan21_i2v_14b": (5_680_910_336 + 632_076_800, 512, "wan"),
     "hunyuan_video": (7_504_924_672 + 123_060_480, 351, "hunyuan"),
     "flux1_dev": (4_762_310_656 + 123_060_480, 512, "flux"),
     "flux1_kontext": (4_762_310_656 + 123_060_480, 512, "flux"),
@@ -29,10 +30,10 @@ ENCODERS = {
 HEADS = {"wan21_14b": 40, "wan21_1_3b": 12, "hunyuan_video": 24}
 """Attention heads of the models whose tokens several trainers can share (`parallel.context`)."""
 
-REWARD_FLOPS = {"pickscore": 0.38e12, "clip_score": 0.33e12, "aesthetic": 0.17e12}
+REWARD_FLOPS = {"pickscore": 0.38e12, "clip_score": 0.33e12, "image_similarity": 0.33e12, "aesthetic": 0.17e12}
 """FLOPs per image of scorers that run on the GPU (2 x parameters x tokens of their ViT). Others run on the CPU."""
 
-REWARD_CPU_SECONDS = {"ocr": 0.3, "video_quality": 0.1, "jpeg": 0.01, "digits": 0.001}
+REWARD_CPU_SECONDS = {"ocr": 0.3, "video_quality": 0.1, "jpeg": 0.01, "digits": 0.001, "edit_done": 0.01}
 """Seconds per sample of scorers that run in a CPU thread, beside the GPU: they delay a group, they occupy no GPU."""
 
 
