@@ -11,7 +11,7 @@ import pytest
 
 from digenrl import config as configuration
 from digenrl.config import Composed
-from digenrl.preflight import allocated, candidate_of, costing_of, sized
+from digenrl.preflight import allocated, candidate_of, costing_of, sized, with_task_size
 from tests.models.test_experiments import EXPERIMENTS
 
 PROFILES = (
@@ -128,6 +128,20 @@ def test_all_weights_are_sharded_without_being_asked() -> None:
     }
     assert chosen["flux1_flowgrpo"] == "ddp"
     assert {chosen["flux1_dancegrpo"], chosen["hunyuanvideo_dancegrpo"]} <= {"hsdp", "fsdp"}
+
+
+def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
+    """At 512 pixels a GPU waits for launches, at 1024 for arithmetic."""
+    words = ("experiment=sd35_flowgrpo", "sampling.task_size=auto", "data.group_size=24")
+
+    def size(*more: str, hardware: str = "node_8xh100") -> int:
+        return int(with_task_size(loaded(*words, f"hardware={hardware}", *more)).config.sampling.task_size)
+
+    large = ("sampling.height=1024", "sampling.width=1024")
+    assert size(*large) == 1 < size()
+    assert {size(f"schedule={schedule}") for schedule in ("sync", "colocated", "full", "gap_tsp")} == {size()}
+    assert size(*large, hardware="cpu_tiny") == 8, "nobody has counted a tiny build"
+    assert allocated(loaded(*words, "hardware=node_8xh100")).config.sampling.task_size == size()
 
 
 @pytest.mark.parametrize(("hardware", "build"), [("cpu_tiny", "tiny"), ("testbed_b", "real"), ("single_gpu", "tiny")])

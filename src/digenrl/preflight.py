@@ -19,12 +19,16 @@ from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.floor import training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.simulate.measured import with_measured
-from digenrl.simulate.memory import GIB, Memory
+from digenrl.simulate.memory import GIB, USABLE, Memory, rollout_memory
 from digenrl.simulate.outcome import Outcome
 from digenrl.simulate.plan_text import explanation, overrides
 from digenrl.simulate.planner import Plan, PlanError, fastest, make_plan, sync_run
 from digenrl.simulate.workload import Workload, facts
 
+NEARLY = 1.05
+"""Seconds of a sample that `sampling.task_size=auto` takes for as good as the best."""
+SMALL_TASK = 8
+"""Most samples of a task of a model that nobody has counted; the planner tries no more either."""
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -74,6 +78,39 @@ def planned_split(composed: Composed, processes: int | None = None) -> Outcome |
     return fastest(costing, splits, costing.bound())
 
 
+def with_task_size(composed: Composed) -> Composed:
+    """The configuration with a number for `sampling.task_size`.
+
+    `auto` is a matter of model, sizes and hardware profile alone, so that samples are the same in every schedule: of
+    the sizes that fit, the smallest at which a denoising step of a sample takes little longer than at the best one, on
+    every pool. Small pictures are bound by launches, so that more of them cost nothing; large ones by arithmetic.
+    """
+    config: Any = composed.config
+    if config.sampling.task_size != AUTO:
+        return composed
+    sizes = [size for size in range(1, config.data.group_size + 1) if config.data.group_size % size == 0]
+    tree: Any = OmegaConf.to_container(config)
+    if sized(composed):
+        # Seconds that were measured are those of one size, and do not say what another takes.
+        costing = Costing(workload(composed), replace(parse_hardware(config.hardware), seconds={}))
+        costs, pools, stay = costing.costs, costing.hardware.pools, not config.model.get("offload_encoders", True)
+        room = USABLE * min(pool.memory_gib for pool in pools)
+        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay).gib <= room] or [1]
+        seconds = {size: [costs.step_seconds(pool, size) / size for pool in pools] for size in fitting}
+        best = [min(taken) for taken in zip(*seconds.values(), strict=True)]
+        good = (
+            size
+            for size in fitting
+            if all(taken <= NEARLY * least for taken, least in zip(seconds[size], best, strict=True))
+        )
+        tree["sampling"]["task_size"] = next(good, fitting[-1])
+    else:
+        tree["sampling"]["task_size"] = max(size for size in sizes if size <= SMALL_TASK)
+    numbers = OmegaConf.create(tree)
+    OmegaConf.set_readonly(numbers, True)
+    return replace(composed, config=numbers)
+
+
 def allocated(composed: Composed, processes: int | None = None) -> Composed:
     """`settled`, with the schedule and the allocation that are asked for, or else planned (a note says so), or else the
     profile's.
@@ -81,6 +118,7 @@ def allocated(composed: Composed, processes: int | None = None) -> Composed:
     Raises:
         ValueError: as `allocation` and `settled`.
     """
+    composed = with_task_size(composed)
     if composed.config.schedule.auto:
         plan = planned_schedule(composed, processes)
         composed = _unplanned(composed) if plan is None else _chosen(composed, plan)

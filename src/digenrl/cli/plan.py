@@ -25,7 +25,14 @@ from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.compose import own_directories
 from digenrl.config.multirun import is_multirun, sweep
-from digenrl.preflight import allocation, candidate_of, costing_of, planned_schedule, planned_split
+from digenrl.preflight import (
+    allocation,
+    candidate_of,
+    costing_of,
+    planned_schedule,
+    planned_split,
+    with_task_size,
+)
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import Span, clipped, perfetto
 from digenrl.simulate.candidate import Costing
@@ -114,6 +121,7 @@ def planned(composed: Composed) -> Made:
         PlanError: nothing fits.
         ValueError: the configuration cannot be placed on its hardware.
     """
+    composed = with_task_size(composed)
     settings: Any = composed.config
     asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
     costing = costing_of(composed)

@@ -22,6 +22,7 @@ from pydantic import Field
 from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.help import Arguments, command_help, read_arguments
+from digenrl.preflight import with_task_size
 
 if TYPE_CHECKING:
     from digenrl.types import TrainBatch, Trajectory
@@ -55,6 +56,7 @@ def main(words: Sequence[str]) -> int:
     doc = command_help(__doc__, Request)
     composed = configuration.load_or_exit([word for word in words if word not in own], doc=doc)
     try:
+        composed = with_task_size(composed)
         pool = chosen_pool(composed.config.hardware, read_arguments(Request, own)[0].pool)
     except (configuration.ConfigError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -50,8 +50,8 @@ def _divisors(number: int) -> str:
 
 def _task_size(get: _View) -> Iterator[str]:
     size, group = get("sampling.task_size"), get("data.group_size")
-    if group % size:
-        yield (f"sampling.task_size = {size}: must divide data.group_size = {group}; allowed: {_divisors(group)}.")
+    if size != "auto" and group % size:
+        yield f"sampling.task_size = {size}: must divide data.group_size = {group}; allowed: auto, {_divisors(group)}."
 
 
 def _updates(get: _View) -> Iterator[str]:

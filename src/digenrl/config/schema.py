@@ -265,7 +265,10 @@ class Sampling(Closed):
     storage_dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field(
         description="of latents on their way to the trainers"
     )
-    task_size: int = Field(ge=1, le=4096, description="samples that a rank generates at once; divides data.group_size")
+    task_size: Annotated[int, Field(ge=1, le=4096)] | Auto = Field(
+        description="samples that a rank generates at once; divides data.group_size; auto: the fewest that keep every "
+        "GPU of the profile busy, whatever the schedule"
+    )
     same_noise: bool = Field(description="the samples of a group share their initial noise")
     eval: Evaluated
 
