@@ -132,7 +132,7 @@ def test_all_weights_are_sharded_without_being_asked() -> None:
 
 def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
     """At 512 pixels a GPU waits for launches, at 1024 for arithmetic."""
-    words = ("experiment=sd35_flowgrpo", "sampling.task_size=auto", "data.group_size=24")
+    words = ("experiment=sd35_flowgrpo", "sampling.task_size=auto", "data.group_size=24", "algorithm/advantage=group")
 
     def size(*more: str, hardware: str = "node_8xh100") -> int:
         return int(with_task_size(loaded(*words, f"hardware={hardware}", *more)).config.sampling.task_size)

@@ -165,10 +165,7 @@ class DiffusersPolicy(Policy):
             for name, parameter in last.named_parameters():
                 if any(name.startswith(f"{module}.") for module in self.unread):
                     parameter.requires_grad_(False)
-        for network in self.networks():
-            for name in self.skipped:
-                layer = getattr(network, self.block_lists[0])[-1].get_submodule(name)
-                layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :0],))
+        self._skip_unread()
         if compile:
             dynamo = torch._dynamo.config
             dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
@@ -410,6 +407,12 @@ class DiffusersPolicy(Policy):
         for wording in wordings:
             encoded = self.encode_wording(self._pipeline, wording)
             yield {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in encoded.items()}
+
+    def _skip_unread(self) -> None:
+        for network in self.networks():
+            for name in self.skipped:
+                layer = getattr(network, self.block_lists[0])[-1].get_submodule(name)
+                layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :0],))
 
     def _encoders(self) -> list[nn.Module]:
         encoders = [module for module in self._pipeline.components.values() if isinstance(module, nn.Module)]
