@@ -21,7 +21,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train encode resume replay sweep plan bench test test-fast test-all coverage report watch eval export score serve-reward tiny \
+.PHONY: help setup train encode resume join replay sweep plan bench test test-fast test-all coverage report watch eval export score serve-reward tiny \
         pretrain profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
@@ -52,6 +52,10 @@ resume: $(STAMP)  ## Continue a run from its last checkpoint. RUN=directory
 replay: $(STAMP)  ## Train again from a run's trajectories, with nothing generated. RUN=directory
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
 	@$(PY) -m digenrl.cli.train replay=$(RUN) $(ARGS)
+
+join: $(STAMP)  ## One more rollout for a running run, from this machine. RUN=
+	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
+	@$(PY) -m digenrl.cli.join run=$(RUN) $(ARGS)
 
 sweep: $(STAMP)  ## Hydra multirun of EXP, each job in a fresh process; one table and plot
 	@$(PY) -m digenrl.cli.train -m $(WORDS)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import digenrl.models.digits  # noqa: F401  (diffusers loads once, here, and not in every run)
 from digenrl import run  # noqa: F401
-from digenrl.cluster.signals import STOPS
+from digenrl.cluster.signals import LEAVES, STOPS
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.training import SMALL, Train, commands
 
@@ -44,7 +44,7 @@ class Shot:
     run: str
     number: signal.Signals
     target: str
-    """launcher, group or rank (of the processes that the launcher has started, any)"""
+    """launcher, group or rank (of the processes that the launcher has started, any; not with a signal to leave)"""
     moment: str
     """start (nothing exists yet), ranks (the run directory exists), step (some are finished) or end (all are)"""
     after: int
@@ -60,10 +60,11 @@ class Shot:
         """The shot of a seed, at one of `runs`."""
         chance = random.Random(seed)
         moment = chance.choices(("start", "ranks", "step", "end"), (1, 2, 6, 1))[0]
+        number = chance.choice(STOPS)
         return cls(
             run=chance.choice(runs),
-            number=chance.choice(STOPS),
-            target=chance.choice(("launcher", "group", "rank")),
+            number=number,
+            target=chance.choice(("launcher", "group") if number in LEAVES else ("launcher", "group", "rank")),
             moment=moment,
             after=chance.randrange(1, STEPS - 3),
             delay=chance.uniform(0.0, {"start": 0.5, "ranks": 1.5, "step": 0.3, "end": 0.05}[moment]),

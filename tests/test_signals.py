@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM, SIGHUP and SIGQUIT, to the launcher, to a rank and to the process group, from import to report."""
+"""Signals that stop a run, to the launcher, to a rank and to the process group, from import to report."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from digenrl.cluster.signals import LEAVES
 from digenrl.config import EXIT_CODE
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.storm import STOPS, storm
@@ -68,7 +69,8 @@ def test_a_stop_finishes_the_step_saves_and_reports(running: Any, number: signal
     if target == "group":
         os.killpg(train.pid, number)
     else:
-        os.kill(train.pid if target == "launcher" else ranks[-1].pid, number)
+        rank = ranks[0] if number in LEAVES else ranks[-1]  # a rollout that gets one of these leaves alone
+        os.kill(train.pid if target == "launcher" else rank.pid, number)
     wait_until(lambda: any(row["kind"] == "end" for row in train.rows("events.jsonl")), train)
     os.killpg(train.pid, number)
     assert assert_stopped(train, number) >= 2

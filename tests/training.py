@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -106,20 +107,19 @@ def start_command(root: Path, words: Sequence[str], wrapper: Sequence[str] = (),
     return Train(process.pid, root, process.poll)
 
 
-def fork_command(root: Path, words: Sequence[str]) -> Train:
-    """The same in a fork of the test's process, which has imported everything, and without pictures in the report.
-    SIGUSR1 makes it or a rank raise."""
+def fork_command(root: Path, words: Sequence[str], command: str = "train") -> Train:
+    """The same, or another command, in a fork of the test's process, which has imported everything; without pictures.
+    SIGALRM makes it or a rank raise."""
     root.mkdir()
     gc.collect()  # what is imported is 600,000 objects: no fork should look through them, which copies their pages
     gc.freeze()
-    process = multiprocessing.get_context("fork").Process(target=_main, args=(root, list(words)))
+    process = multiprocessing.get_context("fork").Process(target=_main, args=(root, command, list(words)))
     process.start()
     assert process.pid is not None
     return Train(process.pid, root, lambda: process.exitcode)
 
 
-def _main(root: Path, words: list[str]) -> None:
-    from digenrl.cli import train
+def _main(root: Path, command: str, words: list[str]) -> None:
     from digenrl.report import build
 
     build.draw_all = lambda run: []
@@ -128,8 +128,8 @@ def _main(root: Path, words: list[str]) -> None:
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    signal.signal(signal.SIGUSR1, _raise)
-    os._exit(train.main(words))
+    signal.signal(signal.SIGALRM, _raise)
+    os._exit(importlib.import_module(f"digenrl.cli.{command}").main(words))
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

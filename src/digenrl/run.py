@@ -77,7 +77,7 @@ def fit(
     """The life of one rank: emulated with the `durations` of all ranks, real with (). `expected` as in `build`."""
     if world.rank == 0:
         logging.getLogger("digenrl").addHandler(WarningEvents(session.run_dir))
-    emulated = durations[world.rank] if durations else None
+    emulated = durations[min(world.rank, world.size - 1)] if durations else None  # who joins is as the last rollout
     rank = build(config, world, session, emulated=emulated, expected=expected)
     if world.rank == 0 and checkpoint is not None:
         rank.trainer.callbacks.insert(0, Resumed(config))  # type: ignore[attr-defined]

@@ -59,8 +59,9 @@ class Fault(pl.Callback):
     """Args:
     point: a key of `POINTS`, before_join or after_join.
     rank: launch rank that must come to the point.
-    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGUSR1, where that raises); in its own
-        process also hang, leave (exit with code 0) or exhaust (take all memory).
+    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGALRM, where that raises); in its own
+        process also hang, leave (exit with code 0), go (SIGTERM, and a rest until it is heard) or exhaust (take all
+        memory).
     call: at the how-manieth passage.
     target: whom it happens to: self, launcher, or another launch rank.
     seconds: how long it hangs; None = for ever.
@@ -124,10 +125,14 @@ class Fault(pl.Callback):
             return
         if self._action == "leave":
             os._exit(0)
+        if self._action == "go":
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(2.0)
+            return
         held = []
         while self._action == "exhaust":
             held.append(b"x" * (64 << 20))
-        os.kill(self._victim(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}[self._action])
+        os.kill(self._victim(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGALRM}[self._action])
         if self._target == "launcher":  # it dies here, not somewhat later
             threading.Event().wait(60.0)
 

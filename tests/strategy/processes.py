@@ -51,6 +51,7 @@ TINY = (
     "algorithm.max_grad_norm=null",
     "max_rl_steps=2",
     "allocation.max_restarts=0",
+    "allocation.patience_s=0",
 )
 """4 prompts x 4 samples, tasks of 2, 4 denoising steps (3 trained), LoRA of rank 4, no evaluation."""
 SGD = (

@@ -60,6 +60,20 @@ def test_a_rollout_lost_in_mid_denoise_changes_no_result(tmp_path: Path, action:
     assert len(event["reissued"]) == 1  # type: ignore[arg-type]
 
 
+def test_a_rollout_that_is_asked_to_go_hands_its_task_over(tmp_path: Path) -> None:
+    """In its third denoising step; what it has computed is kept, and no attempt is counted."""
+    config = configured(*LIGHT)
+    cluster = run_cluster(tmp_path, 1, 2, config, before=inject(("denoise", 2, "go", 3)))
+    found, wanted = completed(cluster), reference_of(config)
+    assert_same_cells(found, wanted)
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
+    (event,) = [row for row in cluster.events() if row["kind"] == "left"]
+    assert (event["rank"], event["cause"]) == (2, "rank 2 (rollout) left: signal SIGTERM")
+    given = [row for row in cluster.spans("generate") if row["rank"] == 2]
+    assert [row.get("handed_to") for row in given] == [1]
+    assert event["reissued"] == [] == lost(cluster)
+
+
 def test_the_last_rollouts_death_and_a_forbidden_one_end_the_run(tmp_path: Path) -> None:
     config = configured(*LIGHT)
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "train": ("train", "train: experiment=NAME hardware=NAME key=value; -m sweeps"),
     "resume": ("train", "continue a run from its last checkpoint: resume RUN"),
     "replay": ("train", "train again from a run's trajectories, with nothing generated: replay RUN"),
+    "join": ("join", "add one rollout to a running run, from any machine: join RUN"),
     "plan": ("plan", "what a run will cost on a hardware profile; needs no GPU"),
     "profile": ("profile", "measure this machine's seconds per unit, for a hardware profile"),
     "encode": ("encode", "encode the prompts of a run into the prompt store"),
@@ -28,7 +29,15 @@ COMMANDS = {
     "check": ("setup", "check this machine: versions, devices, memory, disk"),
 }
 """Command -> (module of this package, what it does)."""
-OF_A_RUN = {"resume": "resume", "replay": "replay", "report": "run", "watch": "run", "eval": "run", "export": "run"}
+OF_A_RUN = {
+    "resume": "resume",
+    "join": "run",
+    "replay": "replay",
+    "report": "run",
+    "watch": "run",
+    "eval": "run",
+    "export": "run",
+}
 """Command -> the key whose value its first word is."""
 
 

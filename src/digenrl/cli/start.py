@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -22,11 +23,13 @@ from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.world import Session, World
 from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
+from digenrl.config.stored import identity
 from digenrl.data import PromptData
 from digenrl.display import Display, final_table
 from digenrl.emulate import durations
 from digenrl.preflight import expected_seconds, memory_lines
 from digenrl.record.attempt import ResumeAttempt
+from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_event
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
@@ -37,6 +40,14 @@ from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_o
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
 """`allocation.stop_grace_s=auto`: so many times the longest of the last ten steps, and no less than so many seconds;
 before the first step, seconds."""
+
+
+def passport(composed: Composed) -> dict[str, Any]:
+    """What a rollout that joins must show: the same code and the same configuration; {} where none can join."""
+    config = composed.config
+    if not config.allocation.rollouts or config.schedule.claims == "split":
+        return {}
+    return {"code": code_version(), "configuration": identity(config)}
 
 
 def ranks(composed: Composed) -> int:
@@ -190,6 +201,8 @@ def _plan(
             rollouts,
             run_dir,
             max_lost=None if most == "auto" else most,
+            patience_s=settings.allocation.patience_s,
+            passport=passport(composed),
             handshake=Handshake(**settings.handshake),
             limits=Limits(**settings.limits),
             network=_network(composed),

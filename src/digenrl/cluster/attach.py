@@ -10,13 +10,11 @@ SLURM process 0's), so they take no file of another user and none of another job
 from __future__ import annotations
 
 import ipaddress
-import json
 import math
 import os
 import re
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,11 +27,12 @@ from queue import Empty
 
 import torch.distributed as dist
 
+from digenrl.cluster.access import ACCESS, Access, leave_access, take_access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, Outcome
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.network import Network
+from digenrl.cluster.network import Network, source_address
 from digenrl.cluster.signals import StopSignals, obeyed
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import LauncherMonitor, judge_heartbeats, start_heartbeat
@@ -42,8 +41,6 @@ from digenrl.cluster.world import Session, World
 LEAVE_MORE_S = 2.0
 """How much longer than `Limits.leave_s`, in which links close, process 0 waits for the others to leave; after a failure
 `Limits.abort_s`. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
-ACCESS = "access.json"
-"""In the run directory while the run lasts: the store's address and the run's token, mode 0600."""
 SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
 """KillWait as SLURM has it by default; how long before a job's end its signal announces that end."""
 SOMEWHERE = "192.0.2.1"
@@ -70,18 +67,10 @@ class Place:
     def host(self) -> str:
         """The address under which peers reach this process: that of the route to the store. Where a machine resolves
         its own name to the loopback interface (Debian's 127.0.1.1), other machines need its outward address."""
-        host = _source(self.address)
+        host = source_address(self.address)
         if ipaddress.ip_address(host).is_loopback and self.size > self.local_size:
-            return _source(SOMEWHERE)
+            return source_address(SOMEWHERE)
         return host
-
-
-def _source(address: str) -> str:
-    """This machine's address on the route to `address`; nothing is sent."""
-    family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -235,10 +224,10 @@ def attach(
             monitor = monitored(partial(on_hang, run_dir))  # forked before the store has threads
             ended.callback(monitor.stop)
             server = StoreServer(network.listen(host), handshake)
-            _leave_access(run_dir, place, server, handshake)
+            leave_access(run_dir, Access(server.host, server.port, handshake.token, time.time(), place.prefix))
             notices.set("run_dir", str(run_dir))
         run_dir = _learn_run_dir(notices, place, limits.start_s)
-        session = replace(_take_access(run_dir, place, handshake), host=host, network=network, limits=limits)
+        session = replace(_session(run_dir, place, handshake), host=host, network=network, limits=limits)
         world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
 
         def hangs(cause: str) -> None:
@@ -249,7 +238,7 @@ def attach(
             judge_heartbeats(session, names, hangs)
         else:
             ended.callback(monitored(partial(_say_death, session, world.rank)).stop)
-        start_heartbeat(session, world.rank)
+        start_heartbeat(session, world)
         control, watcher = (Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2))
         outcome = Outcome()
         try:
@@ -313,42 +302,22 @@ def _learn_run_dir(notices: dist.Store, place: Place, patience: float) -> Path:
     return run_dir
 
 
-def _leave_access(run_dir: Path, place: Place, server: StoreServer, handshake: Handshake) -> None:
-    """Write down how to reach the run's store, for this user alone."""
-    access = {"prefix": place.prefix, "host": server.host, "port": server.port, "epoch": time.time()}
-    (run_dir / ACCESS).unlink(missing_ok=True)
-    handle = os.open(run_dir / ACCESS, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
-        json.dump(access | {"token": handshake.token}, file)
-
-
-def _take_access(run_dir: Path, place: Place, handshake: Handshake) -> Session:
+def _session(run_dir: Path, place: Place, handshake: Handshake) -> Session:
     """The session that process 0 wrote down.
 
     Raises:
-        ValueError: the file is another user's or another job's, or others can read it: whoever wrote the path on the
-            store is not process 0.
+        ValueError: as `take_access`; or the directory is another job's: whoever wrote its path on the store is not
+            process 0.
     """
-    with (
-        open(os.open(run_dir / ACCESS, os.O_RDONLY | os.O_NOFOLLOW)) as file,
-        tempfile.TemporaryFile(dir=run_dir) as own,
-    ):
-        found, mine = os.fstat(file.fileno()), os.fstat(own.fileno())
-        if found.st_uid != mine.st_uid or found.st_mode & 0o077:
-            raise ValueError(
-                f"{run_dir / ACCESS} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}, wanted are "
-                f"user {mine.st_uid} and 600: start all processes as one user. If you did, somebody else wrote this "
-                f"path on the store at {place.address}:{place.port}."
-            )
-        access = json.load(file)
-    if access["prefix"] != place.prefix:
-        raise ValueError(f"{run_dir} is in use by the job {access['prefix']}, this process belongs to {place.prefix}.")
+    access = take_access(run_dir)
+    if access.prefix != place.prefix:
+        raise ValueError(f"{run_dir} is in use by the job {access.prefix}, this process belongs to {place.prefix}.")
     return Session(
-        store_host=access["host"],
-        store_port=access["port"],
-        handshake=replace(handshake, token=access["token"]),
+        store_host=access.host,
+        store_port=access.port,
+        handshake=replace(handshake, token=access.token),
         run_dir=run_dir,
-        epoch=access["epoch"],
+        epoch=access.epoch,
         watched=False,
     )
 

@@ -4,7 +4,7 @@
     owner/v{version}/{position}  who runs the task, in which attempt; changed by compare-and-set alone
     got/v{version}/{position}    trainers that hold the result
     returned/v{version}          positions that came back because their owner was lost
-    version                      the newest published version
+    version, digest/v{version}   the newest published version; what its bytes must give
     work/{rank}                  what a generating rank does now, and how fast it is
 
 The rules are those of `digenrl.schedule.claims`. A claim lasts as long as its owner's life: the launcher, which sees a
@@ -61,15 +61,29 @@ def note_version(control: Control, version: int) -> None:
     control.set("version", str(version))
 
 
-def announce(control: Control, rank: int, work: Work) -> None:
-    """Tell the others what `rank` does."""
-    control.set(f"work/{rank}", _text(work))
+def note_digest(control: Control, version: int, digest: str) -> None:
+    """Note what a version's bytes give, before anybody can hold it; those of old versions go."""
+    control.set(f"digest/v{version}", digest)
+    control.delete(f"digest/v{version - 3}")
+
+
+def digest_of(control: Control, version: int) -> str | None:
+    """What the bytes of a version must give; None where that was noted long ago, or never."""
+    return control.get(f"digest/v{version}")
+
+
+def announce(control: Control, rank: int, work: Work | None) -> None:
+    """Tell the others what `rank` does; None: it takes no more tasks."""
+    control.set(f"work/{rank}", "" if work is None else _text(work))
 
 
 def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
-    """What each of `ranks` does; None for one that is lost or has not begun."""
+    """What each of `ranks`, and of those that joined, does; None for one that is lost, leaves, or has not begun."""
     ranks = list(ranks)
-    texts = control.get_all([f"work/{rank}" for rank in ranks])
+    joined, *texts = control.get_all(["joined", *(f"work/{rank}" for rank in ranks)])
+    if joined:
+        later = [int(rank) for rank in joined.split()]
+        ranks, texts = ranks + later, texts + control.get_all([f"work/{rank}" for rank in later])
     return {rank: _work(text) if text else None for rank, text in zip(ranks, texts, strict=True)}
 
 

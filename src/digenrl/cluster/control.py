@@ -57,19 +57,29 @@ class Control:
         """The values of `keys` at one moment, None where nobody has set one."""
         return [None if value is None else value.decode() for value in self._store.read(keys)]
 
+    def join(self, rank: int) -> None:
+        """Count `rank`, which began with another number of ranks running, among the rollouts from now on."""
+        while not self.compare_set("joined", before := self.get("joined") or "", f"{before} {rank}".strip()):
+            pass
+
+    def joined(self) -> list[int]:
+        """Ranks that joined after the run had begun, whatever became of them."""
+        return [int(rank) for rank in (self.get("joined") or "").split()]
+
     def lose(self, rank: int) -> None:
-        """Mark a rank as dead while the run goes on; what it announced no longer counts. The launcher alone does so."""
+        """Mark a rank as gone while the run goes on; what it announced no longer counts. Who hosts the store does so
+        alone."""
         self.set("lost", " ".join(str(lost) for lost in sorted(self.lost_ranks() | {rank})))
         self.set(f"work/{rank}", "")
 
     def lost_ranks(self) -> frozenset[int]:
-        """Ranks that died while the run went on."""
+        """Ranks that died or left while the run went on."""
         return frozenset(int(rank) for rank in (self.get("lost") or "").split())
 
     def survivors(self, ranks: Iterable[int]) -> list[int]:
-        """Those of `ranks` that are not lost."""
-        lost = self.lost_ranks()
-        return [rank for rank in ranks if rank not in lost]
+        """Those of `ranks`, and of the ranks that joined, that are not lost."""
+        joined, lost = ((text or "").split() for text in self.get_all(["joined", "lost"]))
+        return [rank for rank in (*ranks, *map(int, joined)) if str(rank) not in lost]
 
     def goes_on_without(self, rank: int, seconds: float) -> bool:
         """Whether the run goes on without `rank`, to which a connection broke: the launcher says so within `seconds`.

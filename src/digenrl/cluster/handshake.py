@@ -46,9 +46,11 @@ class Handshake:
     """Connections of a listener that have not proved themselves yet; one more ends the oldest."""
     connect_s: float = 60.0
     """Longest wait of a connecting end: the launcher accepts nobody before it has forked every rank."""
+    rank: int = -1
+    """As whom this process connects to the store: a rank that joined says so, and can then be shut out; -1: nobody."""
 
-    def connect(self, host: str, port: int, purpose: str, rank: int = -1) -> socket.socket:
-        """A connection to who listens there for `purpose`, as `rank` (-1: no rank).
+    def connect(self, host: str, port: int, purpose: str, rank: int | None = None) -> socket.socket:
+        """A connection to who listens there for `purpose`, as `rank` (None: as `self.rank`).
 
         Raises:
             NotOfThisRun: whoever listens there could not prove itself.
@@ -58,7 +60,7 @@ class Handshake:
         while True:
             sock = socket.create_connection((host, port), timeout=self.connect_s)
             try:
-                self._ask(sock, purpose, rank, deadline)
+                self._ask(sock, purpose, self.rank if rank is None else rank, deadline)
             except (EOFError, ConnectionResetError) as error:  # strangers pushed it out: once more
                 sock.close()
                 if time.monotonic() > deadline:

@@ -4,14 +4,16 @@ It is never a rank, so no rank's death takes the store with it. Ranks are forked
 instead of 250 MB and seconds). A rank cannot outlive the launcher (PR_SET_PDEATHSIG), and the launcher does not leave
 before every rank is gone.
 
-A rollout rank may die alone: what it owned goes back to the others, and the run continues. A trainer's death, the last
-rollout's, or that of a task's second owner ends the run with its cause.
+A rollout rank may die, leave and join alone (`digenrl.cluster.members`): what it owned goes back to the others, and the
+run continues. A trainer's death, or that of a task's second owner, ends the run with its cause; so does the lack of any
+rollout, for which the trainers first save.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import multiprocessing
 import os
 import resource
@@ -20,26 +22,26 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-from digenrl.cluster.claims import StoredClaims
+from digenrl.cluster.access import ACCESS, Access, leave_access
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.members import PASSPORT, Members, Terms
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals, held_back
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, oom_kills, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.record.redact import redact_text
-from digenrl.record.run_dir import LOST, append_event
-from digenrl.schedule.claims import ClaimError, Claims
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -74,7 +76,9 @@ class Launch:
     rollouts: int
     run_dir: Path
     max_lost: int | None = None
-    """Rollout ranks that may die while the run continues; None = all but the last, 0 = any death ends the run."""
+    """Rollout ranks that may die while the run continues; None = all, 0 = any death ends the run."""
+    patience_s: float = 0.0
+    """How long a run whose last rollout is gone waits for one to join; then it is saved and ends."""
     stop_grace: Callable[[], float] = field(default=lambda: 30.0)
     """Asked at a stop: seconds for the step in progress. Then trainers give it up, and save the last version."""
     stop_save_s: float = 60.0
@@ -85,6 +89,8 @@ class Launch:
     """Where the store and the ranks listen; all of them are on this machine."""
     handshake: Handshake = field(default_factory=Handshake)
     """With a token of its own for each run."""
+    passport: Mapping[str, Any] = field(default_factory=dict)
+    """What a rollout that joins must show, in JSON values: the configuration, the version of the code."""
     limits: Limits = field(default_factory=Limits)
     """How long ranks are waited for."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
@@ -135,19 +141,20 @@ def launch(spec: Launch) -> Outcome:
             for rank in range(spec.trainers + spec.rollouts):
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
                 session = Session(host, port, spec.handshake, spec.run_dir, epoch, host, spec.network, spec.limits)
-                log = logs / f"rank-{rank:03d}.log"
-                process = multiprocessing.get_context("fork").Process(
-                    target=_child, args=(spec.rank_main, world, session, log, os.getpid(), monitor, listener)
-                )
-                with held_back():
-                    process.start()
-                ranks[rank] = process
+                forget = partial(_forget, monitor, listener)
+                ranks[rank] = fork_rank(spec.rank_main, world, session, forget)
             # Only now, because a fork beside the store's busy threads may inherit a lock that nobody releases.
-            ended.callback(StoreServer(listener, spec.handshake).close)
+            server = StoreServer(listener, spec.handshake)
+            ended.callback(server.close)
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
+            control.set(PASSPORT, json.dumps(spec.passport))
+            leave_access(spec.run_dir, Access(host, port, spec.handshake.token, epoch))
+            ended.callback((spec.run_dir / ACCESS).unlink, missing_ok=True)
             for rank in ranks:
                 control.set(heartbeat_key(rank), "0")
-            outcome = _Watch(spec, ranks, control).run()
+            terms = Terms(spec.trainers, spec.rollouts, spec.max_lost, spec.patience_s)
+            members = Members(control, server, terms, spec.run_dir, spec.limits, ranks)
+            outcome = _Watch(spec, ranks, control, members).run()
         except Exception as error:
             outcome = _own_failure(error, logs)
         finally:
@@ -168,21 +175,37 @@ def _own_failure(error: Exception, logs: Path) -> Outcome:
     return Outcome("failed", f"the launcher raised {type(error).__name__}: {error}; see logs/launcher.log", 1)
 
 
+def _forget(monitor: LauncherMonitor, listener: socket.socket) -> None:
+    monitor.close_in_rank()
+    listener.close()
+
+
+def fork_rank(
+    rank_main: Callable[[World, Session], None], world: World, session: Session, forget: Callable[[], None]
+) -> BaseProcess:
+    """Start a rank as a child of this process; `forget` closes there what it must not inherit."""
+    log = session.run_dir / "logs" / f"rank-{world.rank:03d}.log"
+    process = multiprocessing.get_context("fork").Process(
+        target=_child, args=(rank_main, world, session, log, os.getpid(), forget)
+    )
+    with held_back():
+        process.start()
+    return process
+
+
 def _child(
     rank_main: Callable[[World, Session], None],
     world: World,
     session: Session,
     log: Path,
     launcher: int,
-    monitor: LauncherMonitor,
-    listener: socket.socket,
+    forget: Callable[[], None],
 ) -> None:
     """Body of a forked rank: die with the launcher, keep the terminal free, report what went wrong."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died between fork and prctl
         os._exit(1)
-    monitor.close_in_rank()
-    listener.close()
+    forget()
     keep_memory()
     session.network.announce(session.host)
     sys.stdout.flush()
@@ -193,7 +216,7 @@ def _child(
     mask_secrets()
     code = 0
     try:
-        start_heartbeat(session, world.rank)
+        start_heartbeat(session, world)
         rank_main(world, session)
         control = Control(StoreClient(*session.store), world.rank)
         control.set(f"left/{world.rank}", "1")
@@ -240,8 +263,9 @@ def keep_memory() -> None:
 class _Watch:
     """Waits for the ranks; turns deaths, hangs and signals into one outcome with one cause."""
 
-    def __init__(self, spec: Launch, ranks: dict[int, BaseProcess], control: Control) -> None:
-        self._spec, self._ranks, self._control, self._signals = spec, ranks, control, spec.signals
+    def __init__(self, spec: Launch, ranks: dict[int, BaseProcess], control: Control, members: Members) -> None:
+        self._spec, self._ranks, self._control, self._members = spec, ranks, control, members
+        self._signals = spec.signals
         self._outcome = Outcome()
         self._deadline = float("inf")
         """When the ranks are killed, on the monotonic clock."""
@@ -256,26 +280,32 @@ class _Watch:
         """rank -> why the launcher killed it."""
         pids = {rank: process.pid for rank, process in ranks.items()}
         self._heartbeats = HeartbeatMonitor(control, pids, spec.limits)
-        rollouts = max(0, spec.rollouts - 1)
-        self._may_lose = rollouts if spec.max_lost is None else min(spec.max_lost, rollouts)
 
     def run(self) -> Outcome:
         """Until every rank is gone."""
         while True:
             codes = {rank: process.exitcode for rank, process in self._ranks.items()}
             ended = {rank: code for rank, code in codes.items() if code is not None and rank not in self._dead}
-            self._left |= {rank for rank in ended.keys() - self._left if self._control.get(f"left/{rank}") is not None}
+            left = {rank for rank in ended.keys() - self._left if self._control.get(f"left/{rank}") is not None}
+            self._left |= left
             self._judge({rank: code for rank, code in ended.items() if rank not in self._left})
+            if self._outcome.status != "failed" and self._control.get("done") is None:
+                self._look_after_rollouts(left)
             alive = {rank: self._ranks[rank] for rank, code in codes.items() if code is None}
             if not alive:
+                self._members.see_off(self._spec.limits.leave_s)
                 if self._outcome.status == "completed" and (cause := self._control.get("stop")) is not None:
                     return Outcome("stopped", cause, EXIT_STOPPED)
                 return self._outcome
-            for rank, cause in self._heartbeats.unresponsive(list(alive)).items():
-                self._suspects[rank] = cause
-                alive[rank].kill()
+            watched = [] if self._members.waiting else [*alive, *self._members.guests]
+            for rank, cause in self._heartbeats.unresponsive(watched).items():
+                if rank in alive:
+                    self._suspects[rank] = cause
+                    alive[rank].kill()
+                else:
+                    self._settle(self._members.gone(rank, cause))
             self._obey_signals()
-            if self._outcome.status == "stopped" and alive.keys().isdisjoint(range(self._spec.trainers)):
+            if self._outcome.status != "completed" and alive.keys().isdisjoint(range(self._spec.trainers)):
                 self._kill_at(time.monotonic() + self._spec.limits.abort_s)  # nobody waits for the rollouts
             if time.monotonic() > self._give_up_at:
                 self._control.set("give_up", "1")  # trainers drop the step, save the version before it, and leave
@@ -301,9 +331,9 @@ class _Watch:
             cause = self._suspects.get(rank) or self._death(rank, code)
             if cause is None:
                 return self._fail(self._control.get("abort") or f"{self._name(rank)} exited with code {code}")
-            if rank < self._spec.trainers or self._may_lose == 0:
+            if rank < self._spec.trainers:
                 return self._fail(f"{self._name(rank)} {cause}")
-            self._lose(rank, cause)
+            self._settle(self._members.gone(rank, cause))
 
     def _death(self, rank: int, code: int) -> str | None:
         """What a dead rank did ("was killed by ...", "raised ..."), or None when it only left because the run was
@@ -319,16 +349,29 @@ class _Watch:
         unsaid = f"exited with code {code} before the run ended; see logs/rank-{rank:03d}.log"
         return self._control.get(f"cause/{rank}") or unsaid
 
-    def _lose(self, rank: int, cause: str) -> None:
-        """Go on without a rollout rank: its tasks go back to the others."""
-        self._may_lose -= 1
-        self._control.lose(rank)
-        try:
-            tasks = Claims(StoredClaims(self._control), rank=-1).lose(rank, cause, self._spec.trainers)
-        except ClaimError as error:
-            return self._fail(str(error))
-        facts = {"rank": rank, "cause": f"{self._name(rank)} {cause}", "reissued": tasks}
-        append_event(self._spec.run_dir, LOST, facts)
+    def _look_after_rollouts(self, left: set[int]) -> None:
+        """Those that have just `left`, those that want to, those that joined; and what follows when there are none."""
+        for rank in left & self._members.leaving:
+            self._settle(self._members.gone(rank, "left"))
+        self._settle(self._members.watch())
+        if self._outcome.status != "completed" or self._signals.count:  # a stop: nobody leaves before the others
+            return
+        if number := self._members.grant_leaves():
+            self._control.set("signal", str(number))
+        if (cause := self._members.abandoned()) is not None:
+            self._outcome = Outcome("failed", cause, 1, died=not self._members.last_one_left)
+            self._give_up(0.0)
+
+    def _settle(self, refusal: str | None) -> None:
+        if refusal is not None:
+            self._fail(refusal)
+
+    def _give_up(self, grace: float) -> None:
+        """End in order: after the step in progress if it ends within `grace`, else after the one before it."""
+        self._control.set("stop", "1")
+        if self._control.get("first_step") is None:  # nothing has been trained, so nothing can be lost
+            return self._kill()
+        self._give_up_at = time.monotonic() + grace
 
     def _fail(self, cause: str) -> None:
         if self._outcome.status != "failed":
@@ -345,10 +388,7 @@ class _Watch:
             number = signal.Signals(self._signals.number or int(passed_on or 0))
             self._outcome.status, self._outcome.exit_code = "stopped", 128 + number
             self._outcome.cause = f"signal {number.name}"
-            self._control.set("stop", "1")
-            if self._control.get("first_step") is None:  # nothing has been trained, so nothing can be lost
-                return self._kill()
-            self._give_up_at = time.monotonic() + self._spec.stop_grace()
+            self._give_up(self._spec.stop_grace())
         if self._outcome.status == "stopped" and self._signals.count > 1:
             self._give_up_at = 0.0
         if self._outcome.status == "stopped" and self._signals.count > 2:

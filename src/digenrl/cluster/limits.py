@@ -23,6 +23,8 @@ class Limits:
     """Until every process that a scheduler started gives its first sign of life, once process 0 is there."""
     silent_s: float = 30.0
     """No heartbeat and no processor time; not less, because a file server may stall a process."""
+    absent_s: float = 10.0
+    """Without a sign of life from who watches a joined rollout over there; its machine, or the way to it, is gone."""
     suspended_s: float = 3.0
     """In state T (SIGSTOP, a debugger): a rank, or the launcher."""
     leave_s: float = 10.0

@@ -93,6 +93,14 @@ ANYWHERE = Network()
 """Any interface, any ports."""
 
 
+def source_address(address: str) -> str:
+    """This machine's address on the route to `address`; nothing is sent."""
+    family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
 def _addresses() -> dict[str, list[str]]:
     """Interface -> its addresses that other machines can use without naming an interface of theirs; IPv4 first."""
     found: dict[str, list[str]] = {}

@@ -1,10 +1,12 @@
-"""Requests to stop: the four signals by which users, terminals and schedulers ask a process to end.
+"""Requests to stop: the signals by which users, terminals and schedulers ask a process to end.
 
-    SIGINT   Ctrl-C                    SIGTERM  kill, timeout, systemd, scancel, torchrun
+    SIGINT   Ctrl-C                    SIGTERM  kill, timeout, systemd, scancel, torchrun, a node that drains
     SIGQUIT  Ctrl-\\                    SIGHUP   a closed terminal, a dropped ssh connection
+                                       SIGUSR1  SLURM, before it takes a node away
 
 They reach the process that the user started, one rank, or the whole process group. The launcher decides; a rank holds
-them back and passes on what it gets, so a signal to one rank alone stops the run as one to the launcher does.
+them back and passes on what it gets, so a signal to one rank alone stops the run as one to the launcher does. Only a
+rollout that alone gets one of `LEAVES` leaves the run, which goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+LEAVES = (signal.SIGTERM, signal.SIGUSR1)
+STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *LEAVES)
 _NEVER = 1 << 30
 _ONE_REQUEST_S = 1.0
 """Signals this close are one request: `timeout` sends two, and a terminal that closes may."""

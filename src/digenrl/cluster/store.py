@@ -14,6 +14,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -38,20 +39,47 @@ class StoreServer:
         self.host, self.port = listener.getsockname()[:2]
         self._values: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
+        self._open: defaultdict[int, list[socket.socket]] = defaultdict(list)
+        """rank -> its connections; those of nobody in particular are not kept."""
+        self._out: set[int] = set()
         self._gate = Gate(listener, handshake, _PURPOSE, self._serve)
 
     def close(self) -> None:
         """Accept no further connection. Idempotent."""
         self._gate.close()
 
+    def connected(self) -> set[int]:
+        """Ranks that have said who they are, and have a connection."""
+        with self._lock:
+            return {rank for rank, sockets in self._open.items() if sockets}
+
+    def shut_out(self, rank: int) -> None:
+        """Hear nothing more of `rank`: no request of it is answered from now on."""
+        with self._lock:
+            self._out.add(rank)
+            for sock in self._open[rank]:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
     def _serve(self, sock: socket.socket, rank: int) -> None:
         frames = _Frames(sock)
-        with suppress(OSError, EOFError):  # the rank has ended
+        with self._lock:
+            if rank >= 0:
+                self._open[rank].append(sock)
+        try:
             while True:
                 request = frames.receive()
                 with self._lock:
+                    if rank in self._out:
+                        return
                     answer = self._answer(*request)
                 frames.send(*answer)
+        except (OSError, EOFError):  # the rank has ended
+            return
+        finally:
+            with self._lock:
+                if rank >= 0:
+                    self._open[rank].remove(sock)
 
     def _answer(self, name: bytes, *fields: bytes) -> Sequence[bytes]:
         values = self._values

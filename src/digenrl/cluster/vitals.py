@@ -21,21 +21,25 @@ import select
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.signals import held_back, obeyed
+from digenrl.cluster.signals import LEAVES, held_back, obeyed
 from digenrl.cluster.store import StoreClient, StoreLost
-from digenrl.cluster.world import Session
+from digenrl.cluster.world import Session, World
 from digenrl.record.progress import OUTSIDE, Stretch
 
 BEAT_EVERY_S = 1.0
 STACKS = signal.SIGUSR2
 """A rank that gets it writes the stacks of its threads to its log."""
+_ANSWER_S = 0.1
+"""A rollout that asked whether it may go looks for the answer this often."""
 _STACKS_S = 0.2
 """How long that takes."""
 _FIRST = 2.0
@@ -94,23 +98,28 @@ class ConditionTimer:
         return self.seconds
 
 
-def start_heartbeat(session: Session, rank: int) -> None:
-    """Say once per second what this process does, from a thread of its own, until the process or the store ends; pass a
-    stop signal on."""
+def start_heartbeat(session: Session, world: World) -> None:
+    """Say once per second what this process does, from a thread of its own, until the process or the store ends. Pass a
+    signal on: one of `LEAVES` asks that this rollout may go, any other one that the run stops."""
     faulthandler.register(STACKS, file=2)
+    rank, leaves = world.rank, () if world.is_trainer else LEAVES
 
     def run() -> None:
-        count = 0
+        count, pause = 0, BEAT_EVERY_S
         try:
             control = Control(StoreClient(*session.store), rank)
             while True:
                 count += 1
                 doing = [astuple(stretch) for stretch in session.progress.now()]
                 control.set(heartbeat_key(rank), json.dumps([count, doing]))
+                if leaves and control.get(f"leave/{rank}") is not None:
+                    session.leave.set()
                 if not session.watched:  # no launcher: the process has its own handlers
                     time.sleep(BEAT_EVERY_S)
-                elif (caught := signal.sigtimedwait(obeyed(), BEAT_EVERY_S)) is not None:
-                    control.set("signal", str(caught.si_signo))
+                elif (caught := signal.sigtimedwait(obeyed(), pause)) is not None:
+                    asks = caught.si_signo in leaves
+                    control.set(f"ask/{rank}" if asks else "signal", str(caught.si_signo))
+                    pause = _ANSWER_S if asks else BEAT_EVERY_S
         except StoreLost:  # whoever waits for it says so
             return
 
@@ -145,6 +154,11 @@ def judge_heartbeats(session: Session, names: Mapping[int, str], on_own: Callabl
     threading.Thread(target=run, name="judge", daemon=True).start()
 
 
+def watch_key(rank: int) -> str:
+    """Where who watches a joined rank over there leaves a count, every second."""
+    return f"watch/{rank}"
+
+
 def heartbeat_key(rank: int) -> str:
     """Where a rank leaves its heartbeats; the launcher sets all of them when the store begins."""
     return f"beat/{rank}"
@@ -154,13 +168,13 @@ class HeartbeatMonitor:
     """Tells the launcher which of its ranks no longer respond, or hang.
 
     Args:
-        pids: rank -> its process, None on another machine.
+        pids: rank -> its process; without one, or None: on another machine.
     """
 
     def __init__(self, control: Control, pids: Mapping[int, int | None], limits: Limits) -> None:
         self._control, self._pids, self._limits = control, dict(pids), limits
-        self._suspended = {rank: ConditionTimer(1.0) for rank in pids}
-        self._silent = {rank: ConditionTimer(2.0 * BEAT_EVERY_S) for rank in pids}
+        self._suspended: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 1.0))
+        self._silent: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 2.0 * BEAT_EVERY_S))
         self._seen: dict[int, tuple[str | None, int]] = {}
         self._progress = ProgressJudge(limits)
         self._next = 0.0
@@ -169,18 +183,19 @@ class HeartbeatMonitor:
         """Of the living `ranks`, those that no longer respond, each with the cause."""
         found: dict[int, str] = {}
         for rank in ranks:
-            if self._suspended[rank].observe(is_suspended(self._pids[rank])) > self._limits.suspended_s:
+            if self._suspended[rank].observe(is_suspended(self._pids.get(rank))) > self._limits.suspended_s:
                 found[rank] = f"stopped responding (process {self._pids[rank]} is suspended)"
         if time.monotonic() < self._next:
             return found
         self._next = time.monotonic() + BEAT_EVERY_S
         doing: dict[int, list[Stretch]] = {}
         for rank, beat in zip(ranks, self._control.get_all([heartbeat_key(rank) for rank in ranks]), strict=True):
-            sign = (beat, cpu_ticks(self._pids[rank]))
+            pid = self._pids.get(rank)
+            sign = (beat, cpu_ticks(pid))
             # Elsewhere nobody sees whether it computes: a library may hold Python's lock as long as a stage may take.
-            limit = self._limits.silent_s if self._pids[rank] is not None else self._limits.stage_floor_s
+            limit = self._limits.silent_s if pid is not None else self._limits.stage_floor_s
             said = f"stopped responding (it gave no sign of life for {limit:g} s)"
-            if self._pids[rank] is None and beat == "0":
+            if pid is None and beat == "0":
                 limit, key = self._limits.join_s, "limits.join_s"
                 said = f"has not joined (no sign of life for {limit:g} s; {_remedy(key)})"
             if self._silent[rank].observe(self._seen.get(rank) == sign) > limit:
@@ -189,13 +204,13 @@ class HeartbeatMonitor:
             doing[rank] = _stretches(beat)
         hanging = self._progress.hanging(doing)
         self._ask_for_stacks([rank for rank in hanging if rank not in found])
-        told = {rank: "; its log has the stacks of its threads" for rank in hanging if self._pids[rank] is not None}
+        told = {rank: "; its log has the stacks of its threads" for rank in hanging if self._pids.get(rank)}
         return {rank: cause + told.get(rank, "") for rank, cause in hanging.items()} | found
 
     def _ask_for_stacks(self, ranks: Sequence[int]) -> None:
         """Have `ranks`, which are about to be killed, say where their threads are."""
         for rank in ranks:
-            if (pid := self._pids[rank]) is not None:
+            if (pid := self._pids.get(rank)) is not None:
                 os.kill(pid, STACKS)
         if ranks:
             time.sleep(_STACKS_S)

@@ -1,12 +1,14 @@
 """Who is who: launch ranks, roles, and the role-scoped world that Lightning sees.
 
-Launch ranks 0..n-1 are trainers, the rest are rollouts. Each process's *default* process group is its role's group
-(all trainers; each rollout alone), because Lightning, torchmetrics and DeviceMesh use the default group in places that
-no override reaches: Lightning broadcasts on it before every micro-batch.
+Launch ranks 0..n-1 are trainers, the rest are rollouts; one that joins later gets the next number, which nobody had.
+Each process's *default* process group is its role's group (all trainers; each rollout alone), because Lightning,
+torchmetrics and DeviceMesh use the default group in places that no override reaches: Lightning broadcasts on it before
+every micro-batch.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,12 +25,17 @@ class World:
     """This process's place in the run."""
 
     rank: int
-    """Launch rank, 0..trainers+rollouts-1."""
+    """Launch rank, 0..trainers+rollouts-1; one above for each rollout that joins."""
     trainers: int
     rollouts: int
-    """0 = colocated: trainers generate too."""
+    """Those that the run began with; 0 = colocated: trainers generate too."""
     local_rank: int = 0
     """Index of this process's device on its machine."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank joined a run that had begun without it."""
+        return self.rank >= self.size
 
     @property
     def role(self) -> str:
@@ -74,6 +81,8 @@ class Session:
     limits: Limits = field(default_factory=Limits)
     progress: Progress = field(default_factory=Progress)
     """What this rank does at the moment; its heartbeat carries it."""
+    leave: threading.Event = field(default_factory=threading.Event)
+    """Set when this rank, a rollout, shall leave the run, which goes on."""
     watched: bool = True
     """A launcher sees every death and judges it. Without one the ranks see to each other: any death ends the run."""
 

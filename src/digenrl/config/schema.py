@@ -100,7 +100,10 @@ class Allocation(Closed):
     trainers: AtLeast1 | Auto = Field(description="ranks that train; auto: what the hardware profile's pools say")
     rollouts: AtLeast0 | Auto = Field(description="ranks that only generate; 0: every rank generates and trains")
     max_lost_rollouts: AtLeast0 | Auto = Field(
-        description="rollout ranks that may die while the run goes on; auto: all but the last"
+        description="rollout ranks that may die while the run goes on; auto: all; 0: none, and none may leave"
+    )
+    patience_s: Amount = Field(
+        description="seconds that a run whose last rollout is gone waits for one to join; then it is saved and ends"
     )
     stop_grace_s: Amount | Auto = Field(
         description="seconds for the step in progress after a stop signal; auto: 3 x the longest recent step, at least "
@@ -165,6 +168,9 @@ class Patience(Closed):
         description="first sign of life of a process that torchrun or SLURM started, once process 0 is there"
     )
     silent_s: Positive = Field(description="a rank without heartbeat and processor time counts as dead")
+    absent_s: Positive = Field(
+        description="without a sign of life from the process that watches a joined rollout; its machine counts as gone"
+    )
     suspended_s: Positive = Field(description="so does a suspended one (SIGSTOP), and a suspended launcher")
     leave_s: Positive = Field(description="at the end of a run, for what is still on its way to other ranks")
     verdict_s: Positive = Field(description="until the launcher says that a run goes on without a rank that is gone")

@@ -21,7 +21,7 @@ from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.schema import RESUMABLE, SCHEMAS, may_change
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of, shown
-from digenrl.record.redact import redact_text
+from digenrl.record.redact import redact, redact_text
 from digenrl.record.run_dir import CONFIG
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#\s]*)", re.IGNORECASE)
@@ -130,6 +130,19 @@ def changes(
     return [f"{said}: {because}; start a new run for another value. May change: {listing(may, len(may))}."]
 
 
+def identity(config: DictConfig) -> dict[str, Any]:
+    """What two ranks of one run must agree about: dotted key -> value, without what is a machine's own."""
+    plain = redact(OmegaConf.to_container(config))
+    return {key: value for key, value in _leaves(plain) if key.split(".")[0] not in _OWN and key not in _OWN}
+
+
+def disagreements(run: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """The keys in which two identities differ, with both values."""
+    keys = sorted(key for key in run.keys() | own.keys() if run.get(key, _ABSENT) != own.get(key, _ABSENT))
+    return [f"{key} = {_said(own, key)} (the run's: {_said(run, key)})" for key in keys]
+
+
+_OWN = ("resume", "output_root", "network", "allow_targets", "confirm_hosts", "data.prompt_store")
 _ABSENT = object()
 
 

@@ -6,7 +6,8 @@
 
 Invariants:
   one owner: a task is run by one rank at a time, and finished once; a late result of a lost owner is refused;
-  a task whose owner was lost goes back exactly once per loss, with a new attempt id.
+  a task whose owner was lost goes back exactly once per loss, with a new attempt id; one that an owner let go of as it
+  left goes back with the same.
 
 Where the claims are kept is a `ClaimStore`: the run's control store (`digenrl.cluster.claims`), or memory. Every
 transition is one atomic operation of the store, so nobody is asked. Pure: standard library only.
@@ -186,6 +187,12 @@ class Claims:
             return None
         return Claim(position, self._rank, attempt)
 
+    def let_go(self, version: int, claim: Claim) -> None:
+        """Give up this rank's task, which it will not finish; `collect` offers it again when the rank has left."""
+        owner = self._store.owner(version, claim.position)
+        if owner is not None and (owner.rank, owner.attempt) == (self._rank, claim.attempt):
+            self._store.change(version, claim.position, owner, replace(owner, rank=NOBODY, giver=NOBODY))
+
     # ---- trainers
 
     def accepts(self, version: int, claim: Claim) -> bool:
@@ -207,7 +214,26 @@ class Claims:
         for position in range(self._store.count(f"claim/v{old}")):
             self._store.forget(old, position)
 
-    # ---- whoever notices a loss: the launcher
+    # ---- whoever notices a loss: who hosts the store
+
+    def collect(self, rank: int) -> list[str]:
+        """Offer the tasks again that `rank` let go of, and those given to it since; returns what to call them. It has
+        left and is marked as lost. What it finished counts."""
+        names: list[str] = []
+        newest = self._store.newest_version()
+        for version in (newest - 1, newest):
+            offered, back = self._store.returned(version), []
+            for position in range(self._store.count(f"claim/v{version}")):
+                owner = self._store.owner(version, position)
+                if owner is not None and owner.rank == rank and owner.giver != NOBODY:
+                    free = replace(owner, rank=NOBODY, giver=NOBODY)
+                    owner = free if self._store.change(version, position, owner, free) else None
+                if owner is not None and owner.rank == NOBODY and position not in offered:
+                    back.append(position)
+                    names.append(_name(owner))
+            if back:
+                self._store.add_returned(version, back)
+        return names
 
     def lose(self, rank: int, cause: str, trainers: int) -> list[str]:
         """Give back every task that `rank` owned and that not all trainers hold; returns what to call them. The rank
@@ -240,7 +266,7 @@ class Claims:
                 return False
             if self._store.count(_received(version, position)) >= trainers:
                 return False
-            name = f"task {owner.index} of step {owner.step} (group {owner.group})"
+            name = _name(owner)
             if owner.attempt + 1 >= MAX_ATTEMPTS:
                 raise ClaimError(
                     f"{name} lost {owner.attempt + 1} owners, the last being rank {rank}, which {cause}: "
@@ -271,6 +297,10 @@ def queue_part(tasks: int, number: int, count: int) -> range:
 def _received(version: int, position: int) -> str:
     """The counter of trainers that hold a result."""
     return f"got/v{version}/{position}"
+
+
+def _name(owner: Owner) -> str:
+    return f"task {owner.index} of step {owner.step} (group {owner.group})"
 
 
 def _named(owner: Owner) -> Iterable[int]:

@@ -16,6 +16,7 @@ decision again.
                 pass_on        who runs the task that waits for a busy rank
                 loan_receiver  who finishes the task of a trainer whose fragment is ready
                 first_free     which rollout rank will be free first
+                successor      who goes on with the task of a rank that leaves
                 step_ended     whether TAG switches itself off
 
 Invariants:
@@ -110,6 +111,8 @@ class SchedulePolicy:
         self._trainers: dict[int, _Trainer] = {rank: _Trainer() for rank in range(roles.trainers)}
         self._same_moment: tuple[tuple[Any, ...], Decision, bool] | None = None
         """(moment, search's answer, whether it is about tasks of the step in progress)."""
+        self._generators = set(roles.generators)
+        """Ranks that generate by trade: those of the beginning, and those that joined and are there."""
         self._timed: set[int] = set()
         """Generating ranks whose speed has been seen."""
         self._fastest = (math.inf, math.inf)
@@ -123,11 +126,19 @@ class SchedulePolicy:
             return
         if self.record is not None:
             self.record({"event": "saw_rank", "args": [rank, None if work is None else _plain(work.values)]})
+        joined = rank >= self.roles.trainers + self.roles.rollouts
         if work is None:
             self._ranks.pop(rank, None)
+            if joined:
+                self._generators.discard(rank)
         else:
             self._ranks[rank] = work
-            if work.task_seconds and rank in self.roles.generators:
+            if joined:
+                self._generators.add(rank)
+                if work.task_seconds and ("generate", rank) not in self._costs:  # what its pool lets expect
+                    self._costs["generate", rank] = work.task_seconds
+                    self._guessed.add(("generate", rank))
+            if work.task_seconds and rank in self._generators:
                 self._timed.add(rank)
             task, step = self._fastest
             self._fastest = min(task, work.task_seconds or math.inf), min(step, work.step_seconds or math.inf)
@@ -190,7 +201,7 @@ class SchedulePolicy:
         units = left * self.spec.denoise_steps if handoff else left
         own = unit_seconds(self._ranks[rank], handoff)
         seconds, busy = {rank: own}, {}
-        for other in self.roles.generators:
+        for other in self._generators:
             work = self._ranks.get(other)
             if other != rank and work is not None and work.version <= version:
                 seconds[other] = unit_seconds(work, handoff)
@@ -205,9 +216,9 @@ class SchedulePolicy:
         own = unit_seconds(known, handoff) if known is not None else math.inf
         if own == math.inf:
             return True
-        generators = len(self.roles.generators)
+        generators = len(self._generators)
         units = left * self.spec.denoise_steps if handoff else left
-        return len(self._timed) == generators and units > generators * (1 + own / self._fastest[handoff])
+        return self._generators <= self._timed and units > generators * (1 + own / self._fastest[handoff])
 
     @_noted("decision")
     def hand_over(
@@ -259,8 +270,19 @@ class SchedulePolicy:
         """The rollout rank that is expected to be free first; None where no speed is known."""
         return self._first_free(now)
 
+    @_noted("decision")
+    def successor(self, rank: int, version: int, task_step: int, now: float) -> int | None:
+        """Who goes on with a task that `rank`, which leaves, began with `version`: the rollout rank with these weights
+        that is free first; None where there is none, and for a task of a later step (see `hand_over`)."""
+        others = [
+            (work.free_in(now), other)
+            for other, work in self._ranks.items()
+            if other >= self.roles.trainers and other != rank and work.version == version == task_step
+        ]
+        return min(others, default=(0.0, None))[1]
+
     def _first_free(self, now: float) -> int | None:
-        working = self._known_speed(self.roles.generators)
+        working = self._known_speed(self._generators)
         return min(working, key=lambda rank: (working[rank].free_in(now), rank), default=None)
 
     # ---- trainers
@@ -338,7 +360,9 @@ class SchedulePolicy:
         if self.roles.colocated:
             return int(self.roles.lockstep or self.takes(rank, step, left[1], now))
         trainer = self._trainers[rank]
-        rollouts = self._known_speed(range(self.roles.trainers, self.roles.trainers + self.roles.rollouts))
+        if self._timed and self._ranks.keys().isdisjoint(self._generators):  # all who generate by trade are gone
+            return 1
+        rollouts = self._known_speed(sorted(self._generators))
         if trainer.monitor.off or not rollouts or ("train", rank) not in self._costs:
             return 0
         moment = (step, now, len(pending))
@@ -359,8 +383,8 @@ class SchedulePolicy:
     ) -> float | None:
         """When the step that begins should end on trainer `rank`, on the run's clock. None before it and every
         generating rank have been measured. Arguments as for `lend`."""
-        working = self._known_speed(self.roles.generators)
-        known = {other for other in self.roles.generators if other in self._ranks}
+        working = self._known_speed(sorted(self._generators))
+        known = {other for other in self._generators if other in self._ranks}
         if not working or working.keys() != known or ("train", rank) not in self._costs:
             return None
         state = self._state(rank, working, {}, step, pending, left, now, self.roles.trainers)

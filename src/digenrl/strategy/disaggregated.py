@@ -26,7 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from digenrl.cluster.claims import note_version
+from digenrl.cluster.claims import note_digest, note_version
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment, Session, World
@@ -115,7 +115,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.previous: dict[str, Tensor] | None = None
         """Weights of version-1, kept for an exact resume of one-step asynchrony (part of the checkpoint)."""
         self.current: dict[str, Tensor] = {}
-        """Weights of `version`, kept for the same."""
+        """Weights of `version`, on trainer 0: for the same, and for who joins while no rollout holds them."""
         self._first_step = 0
         self._agreed = 0
         """Decisions that sharded trainers have taken together."""
@@ -206,9 +206,16 @@ class DisaggregatedStrategy(DDPStrategy):
             self.control,
             self.link,
             self.spans,
+            self._expected.get(("generate", world.size - 1), 0.0) if world.joined else 0.0,
         )
         self.inbox = Inbox(
-            self.link, self.runner.claims, self.policy, self.ledger, self._new_board, self._recording.take
+            self.link,
+            self.runner.claims,
+            self.policy,
+            self.ledger,
+            self._new_board,
+            self._serve,
+            self._recording.take,
         )
         hooks = Hooks(
             plan_tasks=lambda version: self.plan_tasks(version),
@@ -389,10 +396,11 @@ class DisaggregatedStrategy(DDPStrategy):
             agree = partial(self._agree_on_digest, version, replicas)
             if self.is_global_zero:
                 note_version(self.control, version)
+                if not self.spec.async_steps:
+                    self.current = {}  # two copies at once would be one too many
                 made = publish(version, source, self.link, self._routes(version), agree, like, there=version == 0)
                 facts["digest"] = made.digest
-                if self.spec.async_steps:
-                    self.previous, self.current = self.current or None, dict(made.tensors)
+                self.previous, self.current = self.current or None, dict(made.tensors)
                 append_event(self.session.run_dir, "publish", {"version": version, "digest": made.digest})
                 self.runner.claims.forget(version)
             elif replicas == 1:
@@ -409,6 +417,12 @@ class DisaggregatedStrategy(DDPStrategy):
     def _agree_on_digest(self, version: int, replicas: int, digest: str) -> None:
         with self._turn_of_others():
             gradients.assert_equal_digests(digest, replicas, version)
+        if self.is_global_zero:
+            note_digest(self.control, version, digest)
+
+    def _serve(self, rank: int) -> None:
+        """Send the present version to `rank`, which joined, and asked for it because no rollout holds it."""
+        publish(self.version, self.current, self.link, {rank: ()}, agree=lambda digest: None)
 
     def _routes(self, version: int) -> dict[int, list[int]]:
         """Rollout rank that gets `version` from here -> ranks of its node to which it passes it on. The weights that a
@@ -479,7 +493,10 @@ class DisaggregatedStrategy(DDPStrategy):
         with self.spans.stage("wait startup"):
             self._first_step = int(self.control.wait_for("first_step", "the trainers to start"))
         model = self.engine.policy
-        RolloutWorker(self.world.rank, self.runner, model, self.control, self.link, self.spans).run()
+        if self.world.joined:
+            self.control.join(self.world.rank)
+        leave = self.session.leave
+        RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave).run()
 
     # ---- checkpoints: whole tensors, whatever the sharding
 

@@ -42,6 +42,7 @@ class Inbox:
 
     Args:
         new_board: RL step -> an empty board.
+        serve: sends the present version to a rank that joined.
         keep: is given every message that counts (`record.trajectories`).
     """
 
@@ -52,8 +53,10 @@ class Inbox:
         policy: SchedulePolicy,
         ledger: StepLedger,
         new_board: Callable[[int], StepBoard],
+        serve: Callable[[int], None],
         keep: Callable[[int, Message], None] = lambda step, message: None,
     ) -> None:
+        self._serve = serve
         self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
         self._new_board, self._keep = new_board, keep
         self._boards: dict[int, StepBoard] = {}
@@ -70,6 +73,8 @@ class Inbox:
         message = self._link.receive(timeout)
         if message is None:
             return False
+        if message.kind is Kind.ASK:
+            self._serve(int(message.meta["rank"]))
         if message.kind is Kind.CELLS:
             part = Part(message)
             step, version = part.meta["step"], part.meta["version"]

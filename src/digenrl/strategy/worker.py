@@ -11,13 +11,14 @@ depend on who made it.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 
-from digenrl.cluster.claims import StoredClaims, announce, work_of
+from digenrl.cluster.claims import StoredClaims, announce, digest_of, work_of
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.data import PromptSampler
@@ -25,18 +26,19 @@ from digenrl.models.policy import Policy
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task
-from digenrl.schedule.claims import Claim, Claims, queue_part
+from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
 from digenrl.transport.cells import Placement, owned_positions, pack
 from digenrl.transport.handoff import Suspended, pack_state
 from digenrl.transport.link import Link
-from digenrl.transport.weights import Arrivals, Version, adopt
-from digenrl.transport.wire import Kind
+from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, publish
+from digenrl.transport.wire import Kind, Message
 from digenrl.types import Prompt, Trajectory
 
 Interrupt = Callable[[Task, int], int | None]
-"""Asked after every denoising step with (task, steps left): the rank that should finish the task, or None to go on."""
+"""Asked after every denoising step with (task, steps left): the rank that should finish the task, NOBODY to give it up,
+or None to go on."""
 
 
 _NOTICED_S = 0.001
@@ -52,6 +54,7 @@ class TaskRunner:
         policy: decides which tasks this rank takes.
         plan: the Strategy's `plan_tasks`: version -> its queue of tasks, in claim order.
         place: the Strategy's `place_timesteps`: (fragment, step) -> which trainer rank trains which cells.
+        task_seconds: that a task is expected to take, where the others do not know it; 0 = nobody knows.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class TaskRunner:
         control: Control,
         link: Link,
         spans: SpanLog,
+        task_seconds: float = 0.0,
     ) -> None:
         self._spec, self._world, self.policy, self._plan, self._place = spec, world, policy, plan, place
         self._engine, self._sampler, self._control, self._link, self._spans = engine, sampler, control, link, spans
@@ -74,8 +78,9 @@ class TaskRunner:
         """(step, index) -> claim of each task that this rank has begun and not shipped."""
         self._step_seconds = 0.0
         """Measured seconds of one denoising step on this rank; 0 before the first."""
-        self._task_seconds = 0.0
+        self._task_seconds = task_seconds
         self._unshipped: deque[Future[None]] = deque()
+        self._withdrawn = False
         self._tell(Work())
 
     # ---- claims
@@ -85,6 +90,16 @@ class TaskRunner:
         for rank, work in work_of(self._control, range(self._world.size)).items():
             if rank != self._world.rank:
                 self.policy.saw_rank(rank, work)
+
+    def withdraw(self) -> None:
+        """Count no longer among those that take tasks: this rank leaves."""
+        self._withdrawn = True
+        announce(self._control, self._world.rank, None)
+
+    def successor(self, task: Task, version: int) -> int | None:
+        """The rollout that goes on with a task of this rank, which leaves; None: it begins anew, somewhere."""
+        self.see()
+        return self.policy.successor(self._world.rank, version, task.step, self._spans.now())
 
     def left(self, version: int) -> int:
         """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody has finished. Sharded
@@ -126,7 +141,8 @@ class TaskRunner:
         self._tell(Work(version, self._task_seconds, self._step_seconds, step, group, until, idle))
 
     def _tell(self, work: Work) -> None:
-        announce(self._control, self._world.rank, work)
+        if not self._withdrawn:
+            announce(self._control, self._world.rank, work)
         self.policy.saw_rank(self._world.rank, work)
 
     # ---- tasks
@@ -178,13 +194,15 @@ class TaskRunner:
         self.announce(task.version, task, share)
         with spans.span(stage, step=task.step, group=task.group, version=task.version, samples=task.samples) as facts:
             generation, receiver = self._denoise(generation, began, interrupt)
-            if receiver is not None:
+            if receiver is not None and receiver != NOBODY:
                 facts["handed_to"] = receiver
         claim = self._held.pop((task.step, task.index))
+        if receiver == NOBODY:
+            return self.claims.let_go(task.version, claim)
         if receiver is not None:
             self.announce(task.version)
             self._link.send(receiver, pack_state(task, generation.state, claim))
-            return
+            return None
         with spans.span("decode", step=task.step, group=task.group):
             media = self._engine.decode(generation)
         seconds = spans.now() - began
@@ -201,6 +219,7 @@ class TaskRunner:
             spans.add("wait", handed, waited, cause="reward", step=task.step)
         scored.add_done_callback(lambda done: self._ship(task, claim, done, shipped, seconds))
         self.announce(task.version)
+        return None
 
     def _denoise(
         self, generation: Generation, began: float, interrupt: Interrupt | None
@@ -210,12 +229,15 @@ class TaskRunner:
         while left := self._engine.steps_left(generation):
             done = generation.state.next_step - first
             receiver = interrupt(task, left) if interrupt is not None and done else None
-            if receiver is not None and self.claims.give(task.version, self._held[task.step, task.index], receiver):
+            if receiver == NOBODY or (receiver is not None and self._give(task, receiver)):
                 return generation, receiver
             generation = self._engine.advance(generation)
             self._spans.progress.tick()
             self._step_seconds = (self._spans.now() - began) / (done + 1)
         return generation, None
+
+    def _give(self, task: Task, receiver: int) -> bool:
+        return self.claims.give(task.version, self._held[task.step, task.index], receiver)
 
     def _ship(
         self, task: Task, claim: Claim, scored: Future[Trajectory], shipped: Future[None], seconds: float
@@ -241,19 +263,34 @@ class RolloutWorker:
 
     With hand-off, a rank that waits says so, and a slower rank may give it the rest of a task, a busy one the tasks
     that wait for it: trainers end their loans at one moment, see the same rollout rank free first, and all give it
-    their tasks.
+    their tasks. A rank that shall leave gives all of its tasks away, at the next denoising step.
+
+    Args:
+        leave: set when this rank shall leave.
     """
 
     def __init__(
-        self, rank: int, runner: TaskRunner, model: Policy, control: Control, link: Link, spans: SpanLog
+        self,
+        world: World,
+        runner: TaskRunner,
+        model: Policy,
+        control: Control,
+        link: Link,
+        spans: SpanLog,
+        leave: threading.Event,
     ) -> None:
-        self._runner, self._policy, self._rank = runner, runner.policy, rank
+        self._runner, self._policy, self._world, self._leave = runner, runner.policy, world, leave
+        self._rank = world.rank
         self._parameters = model.trained_parameters()
         self._control, self._link, self._spans = control, link, spans
-        self._interrupt: Interrupt | None = self._between_steps if runner.policy.spec.handoff else None
+        self._handoff = runner.policy.spec.handoff
         self._arrivals = Arrivals(self._parameters)
         self._weights: deque[Version] = deque()
         self._suspended: deque[Suspended] = deque()
+        self._asked: list[tuple[int, int]] = []
+        """(rank that joined, the least version that it wants)."""
+        self._source: int | None = None
+        """Who was asked for weights, where this rank joined."""
         self._waits = 0
         self._version = -1
         self._idle_since: float | None = None
@@ -261,9 +298,11 @@ class RolloutWorker:
         """The stage of the wait in progress."""
 
     def run(self) -> None:
-        """Work until a trainer says that the run is done."""
+        """Work until a trainer says that the run is done, or until this rank shall leave."""
         with self._idle:
             while self._control.get("done") is None:
+                if self._leave.is_set():
+                    return self._hand_in()
                 self._control.check()
                 self._receive(0.0)
                 if self._recalled() or not self._work_once():
@@ -271,6 +310,18 @@ class RolloutWorker:
                         self._adopt()
                     else:
                         self._wait()
+        return None
+
+    def _hand_in(self) -> None:
+        """Leave: finished tasks are sent, those that wait here are passed on."""
+        self._runner.withdraw()
+        self._receive(0.0)
+        for suspended in self._suspended:
+            receiver = self._runner.successor(suspended.task, suspended.task.version)
+            if receiver is not None:
+                self._runner.pass_on(suspended, receiver)
+        self._runner.settle(wait=True)
+        self._link.drain()
 
     def _recalled(self) -> bool:
         """Whether an older version came back: a task of its queue lost its owner when nobody held it any more."""
@@ -281,7 +332,7 @@ class RolloutWorker:
         next version waits until this rank has adopted that: its weights were published before it was begun."""
         if self._suspended and self._suspended[0].task.version <= self._version:
             self._end_wait("tail")
-            self._runner.resume(self._suspended.popleft(), self._interrupt)
+            self._runner.resume(self._suspended.popleft(), self._between_steps)
             return True
         if self._version < 0 or not self._runner.takes(self._version):
             return False
@@ -289,7 +340,7 @@ class RolloutWorker:
         if task is None:
             return False
         self._end_wait("tail")
-        self._runner.run(task, interrupt=self._interrupt)
+        self._runner.run(task, interrupt=self._between_steps)
         return True
 
     def _adopt(self) -> None:
@@ -300,15 +351,18 @@ class RolloutWorker:
         with self._spans.span("adopt", version=self._version, digest=weights.digest):
             adopt(self._parameters, weights)
         self._runner.announce(self._version)
+        self._serve()
 
     def _wait(self) -> None:
         """A moment without work; with hand-off, this rank says that it is idle, and how fast it is."""
         if self._idle_since is None:
             self._idle_since = self._spans.now()
             self._idle.enter_context(self._spans.stage("wait startup" if self._version < 0 else "wait weights"))
-            if self._interrupt is not None:
+            if self._handoff:
                 self._waits += 1
                 self._runner.announce(self._version, idle=self._waits)
+        if self._version < 0 and self._world.joined:
+            self._ask()
         self._runner.settle()
         self._receive(0.2)
 
@@ -324,14 +378,64 @@ class RolloutWorker:
         while (message := self._link.receive(timeout)) is not None:
             timeout = 0.0
             if message.kind is Kind.WEIGHTS:
-                if (version := self._arrivals.add(message)) is not None:
+                version = self._arrivals.add(message)
+                if version is not None and (message.meta["sender"] == 0 or self._wanted(version)):
                     self._weights.append(version)
             elif message.kind is Kind.STATE:
                 self._suspended.append(Suspended.of(message, self._rank))
+            elif message.kind is Kind.ASK:
+                self._asked.append((int(message.meta["rank"]), int(message.meta["version"])))
+        if self._asked:
+            self._serve()
+
+    # ---- who joins has asked who is there
+
+    def _ask(self) -> None:
+        """Ask the nearest rank that holds weights for them: a rollout of this machine, else any, else trainer 0. Once;
+        again where who was asked is lost. Versions that are published from now on come by themselves."""
+        newest = self._control.get("version")
+        if newest is None or (self._source is not None and self._source not in self._control.lost_ranks()):
+            return
+        works = work_of(self._control, self._world.rollout_ranks)
+        holders = [rank for rank, work in works.items() if work is not None and work.version >= 0]
+        own, *hosts = (
+            (address or "").rpartition(":")[0]
+            for address in self._control.get_all([f"address/{rank}" for rank in (self._rank, *holders)])
+        )
+        near = [rank for rank, host in zip(holders, hosts, strict=True) if host == own]
+        self._source = next(iter((*near, *holders)), 0)
+        self._link.send(self._source, Message(Kind.ASK, {"rank": self._rank, "version": int(newest)}, {}))
+
+    def _serve(self) -> None:
+        """Send the weights in use to those that wait for them."""
+        served = [(rank, version) for rank, version in self._asked if version <= self._version]
+        for rank, _ in served:
+            with self._spans.span("send", quiet=True, version=self._version):
+                publish(self._version, self._parameters, self._link, {rank: ()}, lambda digest: None, sender=self._rank)
+        self._asked = [asked for asked in self._asked if asked not in served]
+
+    def _wanted(self, version: Version) -> bool:
+        """Whether weights that another rollout has sent are new here.
+
+        Raises:
+            WeightsError: they are not those that the trainers published.
+        """
+        if (published := digest_of(self._control, version.number)) not in (None, version.digest):
+            raise WeightsError(
+                f"weights of version {version.number} came with digest {version.digest} from a rollout; "
+                f"the trainers published {published}."
+            )
+        return version.number > max([self._version, *(weights.number for weights in self._weights)])
 
     def _between_steps(self, task: Task, steps_left: int) -> int | None:
         """Who should finish `task`, after the tasks that wait behind it have been passed on."""
+        if self._leave.is_set():
+            self._runner.withdraw()
+            receiver = self._runner.successor(task, self._version)
+            return NOBODY if receiver is None else receiver
         self._receive(0.0)
+        if not self._handoff:
+            return None
         tasks_left = self._runner.left(self._version)
         if self._suspended or not tasks_left:
             self._runner.see()

@@ -17,6 +17,7 @@ ends prove that they hold the run's token (`digenrl.cluster.handshake`).
 
 from __future__ import annotations
 
+import math
 import queue
 import socket
 import threading
@@ -54,6 +55,9 @@ class Link(Protocol):
     def receive(self, timeout: float) -> Message | None:
         """The next message from anybody, or None after `timeout` seconds. Raises what broke a connection, except after
         the end of the run."""
+
+    def drain(self) -> None:
+        """Wait until every queued message has been written to a peer that is there; nothing can be sent after it."""
 
     def close(self) -> None:
         """Flush queued messages (bounded; not at all in an aborted run), then close."""
@@ -128,8 +132,8 @@ class SocketLink:
             raise item
         return item
 
-    def close(self) -> None:
-        deadline = time.monotonic() + self._limits.leave_s
+    def drain(self, seconds: float = math.inf) -> None:
+        deadline = time.monotonic() + seconds
         for outbox, thread in self._outboxes.values():
             ended = False
             while thread.is_alive() and time.monotonic() < deadline and not self._aborted():
@@ -137,6 +141,9 @@ class SocketLink:
                     outbox.put(None)
                     ended = True
                 thread.join(timeout=0.05)
+
+    def close(self) -> None:
+        self.drain(self._limits.leave_s)
         self._closing.set()
         self._gate.close()
 

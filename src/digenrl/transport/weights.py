@@ -3,6 +3,7 @@
     trainer 0                                          rollout rank
     publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add, until the digest has come and matches  -->  adopt
                                                        (one rank of a node passes each message on inside it: the link)
+    any rank that holds the version: publish   -->     a rank that has joined, and asked it
     other trainers: attest (replicas) or take_part (shards); they hold no copy
 
 Version v = the weights after v logical batches. LoRA runs send the adapter alone, and every run sends the dtypes that
@@ -14,6 +15,7 @@ shapes and dtypes (`table`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -107,6 +109,7 @@ def publish(
     agree: Callable[[str], None],
     like: Mapping[str, Tensor] | None = None,
     there: bool = False,
+    sender: int = 0,
 ) -> Version:
     """Copy `parameters` and send them as version `number`. When it returns, the copy is complete, and later optimizer
     steps cannot change it, however slow the link.
@@ -118,9 +121,11 @@ def publish(
         agree: called with the digest before the version becomes valid; raises if another trainer has another one.
         like: tensors with the dtypes that travel; None = those of `parameters`.
         there: the ranks hold these weights already, as at the beginning of a run: the digest alone is sent.
+        sender: this rank; receivers keep apart what comes from two.
     """
     like = parameters if like is None else like
     known, plan = table(like), buckets(like)
+    meta = {"version": number, "table": known, "sender": sender}
     tensors: dict[str, Tensor] = {}
     digests: list[str] = []
     for index, bucket in enumerate(plan):
@@ -132,12 +137,12 @@ def publish(
             end = bucket.starts[name] + view.numel() * view.element_size()
             data[end : _padded(end)] = 0
         if not there:
-            _send(link, routes, {"version": number, "table": known, "bucket": index}, {"data": data})
+            _send(link, routes, meta | {"bucket": index}, {"data": data})
         digests.append(xxhash.xxh3_64_hexdigest(tensor_bytes(data)))
         tensors |= views
     digest = _combined(digests)
     agree(digest)
-    _send(link, routes, {"version": number, "table": known, "digest": digest})
+    _send(link, routes, meta | {"digest": digest})
     return Version(number, digest, tensors)
 
 
@@ -179,11 +184,13 @@ def _send(
 
 class Arrivals:
     """Collects the messages of a version until it is complete. `parameters` are this rank's own. A link keeps the order
-    of a sender's messages: buckets come in order, the digest last; alone, it is that of weights which are there."""
+    of a sender's messages: buckets come in order, the digest last; alone, it is that of weights which are there. Who
+    joined may get two versions at once: the one it asked for, and the next."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters, self._table, self._plan = parameters, table(parameters), buckets(parameters)
-        self._arrived: list[Message] = []
+        self._arrived: defaultdict[int, list[Message]] = defaultdict(list)
+        """Sender -> messages of the version that comes from it."""
 
     def add(self, message: Message) -> Version | None:
         """Take one message; the version that it completes, if it does.
@@ -198,14 +205,15 @@ class Arrivals:
                 f"weights of version {number} do not fit this rank: names, shapes or dtypes differ. "
                 "All ranks must build the model from the same configuration."
             )
-        place = len(self._arrived)
+        sender = message.meta["sender"]
+        place = len(self._arrived[sender])
         if announced is None:
             data, index = message.tensors.get("data"), message.meta.get("bucket")
             if index != place or place >= len(self._plan) or data is None or len(data) != self._plan[place].size:
                 raise WeightsError(f"weights of version {number}: bucket {index} came where {place} was expected.")
-            self._arrived.append(message)
+            self._arrived[sender].append(message)
             return None
-        arrived, self._arrived = self._arrived, []
+        arrived = self._arrived.pop(sender)
         if not arrived:
             if (own := attest(self._parameters, self._parameters)) != announced:
                 raise WeightsError(

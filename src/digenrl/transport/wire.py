@@ -47,6 +47,8 @@ class Kind(IntEnum):
     CELLS = 1
     WEIGHTS = 2
     STATE = 3
+    ASK = 4
+    """A rank that joined asks for the weights in use."""
 
 
 class WireError(ConnectionError):

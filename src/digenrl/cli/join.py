@@ -1,0 +1,140 @@
+"""`make join RUN=outputs/<experiment>/<run>`: one more rollout for a running run, from this or any other machine.
+
+    python -m digenrl.cli.join run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
+    python -m digenrl.cli.join run=COPY address=trainer-node:41234
+
+`run` is the run's directory, or a copy of its config.yaml and access.json. Code, libraries and configuration must be
+the run's. SIGTERM, SIGUSR1 or Ctrl-C: the rollout gives its tasks away and leaves, exit code 0; a second one ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from pydantic import Field
+
+from digenrl import config as configuration
+from digenrl.cluster.access import ACCESS, Access, take_access
+from digenrl.cluster.signals import StopSignals, outlast_terminal
+from digenrl.config.help import Arguments, RunDirectory, own_command
+from digenrl.config.stored import disagreements, identity
+from digenrl.record.run_dir import SUMMARY
+
+TOKEN = "DIGENRL_RUN_TOKEN"
+
+
+class Request(Arguments):
+    """What the command line asks for."""
+
+    run: RunDirectory = Field(description="that is running; or a copy of its config.yaml and access.json")
+    address: str | None = Field(None, description="HOST:PORT of its store; null: as access.json says")
+    device: int = Field(0, ge=0, description="number of the GPU to take, of those that this process sees")
+
+
+class Failed(RuntimeError):
+    """The rollout ended before the run did."""
+
+
+def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
+    """Be a rollout until the run ends or this process is asked to leave; what happened, in words.
+
+    Raises:
+        ConfigError, ValueError, OSError: this process cannot join.
+        Failed: it joined, and ended before its time.
+    """
+    access = _access(request)
+    composed = configuration.load(words, stored=request.run)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from digenrl import devices, run  # torch loads here
+    from digenrl.cluster import join as joining
+    from digenrl.cluster.handshake import Handshake
+    from digenrl.cluster.launcher import check_open_files
+    from digenrl.cluster.limits import Limits
+    from digenrl.cluster.network import Network
+    from digenrl.cluster.store import StoreLost
+    from digenrl.emulate import durations
+    from digenrl.preflight import expected_seconds
+    from digenrl.record.code_version import code_version
+
+    config = composed.config
+    trainers, rollouts = config.allocation.trainers, config.allocation.rollouts
+    handshake, network = Handshake(**config.handshake), Network(**config.network)
+    visit = joining.Visit(
+        access, handshake, composed.run_dir, trainers, rollouts, request.device, Limits(**config.limits), network
+    )
+    passport = joining.passport_of(visit)
+    if passport["code"] != code_version():
+        raise ValueError(
+            f"the run at {visit.place} runs {passport['code']}, this is {code_version()}: start the rollout from the "
+            "same checkout and environment as the run."
+        )
+    if different := disagreements(passport["configuration"], identity(config)):
+        raise ValueError(
+            f"{request.run}/config.yaml is not the configuration of the run at {visit.place}: {'; '.join(different)}. "
+            "Copy config.yaml anew from the run's directory, and change nothing."
+        )
+    devices.check(config, {trainers + rollouts - 1: request.device}, request.device + 1, devices.found())
+    check_open_files(trainers + rollouts + 1)
+    sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
+    try:
+        outcome = joining.join(visit, partial(run.fit, config, None, sleeps, expected), signals)
+    except (StoreLost, OSError) as error:
+        raise Failed(f"the run at {visit.place} has ended ({error}).") from error
+    if outcome.status == "failed":
+        raise Failed(str(outcome.cause))
+    return "the run is complete" if outcome.status == "completed" else "left the run, which goes on"
+
+
+def _access(request: Request) -> Access:
+    """How to reach the run: its access.json, changed by `address` and by the environment's token.
+
+    Raises:
+        ValueError: it is not running, or `address` is none.
+    """
+    try:
+        access = take_access(request.run)
+    except FileNotFoundError:
+        raise ValueError(f"{request.run}: {_why_closed(request.run)}") from None
+    if token := os.environ.get(TOKEN):
+        access = replace(access, token=token)
+    if request.address is None:
+        return access
+    host, colon, port = request.address.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise ValueError(
+            f"address = {request.address}: give HOST:PORT, as access.json in the run's directory has them."
+        )
+    return replace(access, host=host.strip("[]"), port=int(port))
+
+
+def _why_closed(run: Path) -> str:
+    """Why nobody can join the run in this directory, and what to do."""
+    if (run / SUMMARY).is_file():
+        return f"this run has ended; continue it first (make resume RUN={run}), then join."
+    return (
+        f"no run is running here: {ACCESS} is missing, which lies in the directory of every running run; start it, or "
+        f"copy the file (mode 600) beside config.yaml from the machine where it runs."
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0 when the run is complete, or goes on without this rollout as it was asked to leave; 2 when it could
+    not join; 1 when it ended before its time."""
+    outlast_terminal()
+    with StopSignals() as signals:
+
+        def work(request: Request, words: list[str]) -> None:
+            print(join(request, words, signals), file=sys.stderr)
+            print(request.run)
+
+        return own_command(Request, __doc__, arguments, work, others=True, failures=Failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

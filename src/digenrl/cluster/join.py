@@ -1,0 +1,139 @@
+"""One more rollout for a running run, from a process that the run did not start, on any machine that reaches its store.
+
+    this process --token--> store: what must I show? --the same configuration and code--> a number that nobody had
+      `- the rank: builds its model, joins (`Control.join`), asks for weights, claims like any other
+
+This process watches the rank as a launcher watches its own, and says every second on the store that it is there
+(`digenrl.cluster.members`): the rank's end, or its own, is a rollout's death, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from json import loads
+from pathlib import Path
+from typing import Any
+
+from digenrl.cluster.access import Access
+from digenrl.cluster.control import Control
+from digenrl.cluster.handshake import Handshake, NotOfThisRun
+from digenrl.cluster.launcher import Outcome, fork_rank
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.members import PASSPORT, end_key
+from digenrl.cluster.network import Network, source_address
+from digenrl.cluster.signals import StopSignals
+from digenrl.cluster.store import StoreClient, StoreLost
+from digenrl.cluster.vitals import BEAT_EVERY_S, HeartbeatMonitor, watch_key
+from digenrl.cluster.world import Session, World
+
+_TICK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Who wants to join which run."""
+
+    access: Access
+    handshake: Handshake
+    """The limits of this process; token and rank come from the run."""
+    run_dir: Path
+    """Where this rank writes: the run's own directory, or a copy."""
+    trainers: int
+    rollouts: int
+    """That the run began with."""
+    local_rank: int
+    """Index of this rank's device on its machine."""
+    limits: Limits
+    network: Network
+
+    @property
+    def place(self) -> str:
+        return f"{self.access.host}:{self.access.port}"
+
+
+def passport_of(visit: Visit) -> Mapping[str, Any]:
+    """What the run wants to see of who joins.
+
+    Raises:
+        ValueError: nobody answers, the token is another run's, or the run ends.
+    """
+    try:
+        control = Control(_connect(visit), rank=-1)
+        shown, cause, *ends = control.get_all([PASSPORT, "abort", "stop", "done"])
+    except NotOfThisRun as error:
+        raise ValueError(
+            f"the token is not that of the run at {visit.place}: take {visit.run_dir}/access.json anew from the run's "
+            "directory (each start of a run has a token of its own), or set DIGENRL_RUN_TOKEN to what is in it."
+        ) from error
+    except (OSError, StoreLost) as error:
+        raise ValueError(
+            f"no run answers at {visit.place} ({error}): it has ended, or this machine does not reach it. A run on one "
+            "machine listens on loopback unless it was started with network.interface=NAME."
+        ) from error
+    if cause is not None or any(end is not None for end in ends):
+        raise ValueError(f"the run at {visit.place} ends{f': {cause}' if cause else ''}; nobody can join it any more.")
+    found: Mapping[str, Any] = loads(shown or "{}")
+    if not found:
+        raise ValueError(f"the run at {visit.place} lets nobody join.")
+    return found
+
+
+def _connect(visit: Visit, rank: int = -1) -> StoreClient:
+    handshake = replace(visit.handshake, token=visit.access.token, rank=rank)
+    return StoreClient(visit.access.host, visit.access.port, handshake)
+
+
+def join(visit: Visit, rank_main: Callable[[World, Session], None], signals: StopSignals) -> Outcome:
+    """Be a rollout of the run until it ends, or until this process is asked to leave; how that ended.
+
+    Raises:
+        OSError, StoreLost: the run is gone.
+    """
+    rank = Control(_connect(visit), rank=-1).add("ranks", 1) - 1
+    control = Control(_connect(visit, rank), rank)
+    host = visit.network.address(source_address(visit.access.host))
+    world = World(rank, visit.trainers, visit.rollouts, visit.local_rank)
+    access = visit.access
+    handshake = replace(visit.handshake, token=access.token, rank=rank)
+    session = Session(
+        access.host, access.port, handshake, visit.run_dir, access.epoch, host, visit.network, visit.limits
+    )
+    (visit.run_dir / "logs").mkdir(exist_ok=True)
+    process = fork_rank(rank_main, world, session, lambda: None)
+    # Whether it gets on in its stage is judged where all ranks are seen.
+    monitor = HeartbeatMonitor(control, {rank: process.pid}, replace(visit.limits, stage_factor=None))
+    cause: str | None = None
+    asked, beats = 0, 0
+    beat_at = 0.0
+    try:
+        while process.exitcode is None:
+            if time.monotonic() > beat_at:
+                beats, beat_at = beats + 1, time.monotonic() + BEAT_EVERY_S
+                control.set(watch_key(rank), str(beats))
+            if signals.count > asked:
+                asked = signals.count
+                control.set(f"ask/{rank}", str(signals.number))
+            cause = monitor.unresponsive([rank]).get(rank)
+            if cause is not None or asked > 1:
+                process.kill()
+            process.join(_TICK_S)
+        said, left, done, abort = control.get_all([f"cause/{rank}", f"left/{rank}", "done", "abort"])
+        if left is not None:
+            return Outcome("completed" if done else "left")
+        cause = cause or said or _end(process.exitcode or 0)
+        control.set(end_key(rank), cause)
+        cause = f"the run ended: {abort}" if abort else cause
+    except StoreLost:
+        process.join(visit.limits.abort_s)
+        cause = "the run has ended, or goes on without this rank"
+    finally:
+        process.kill()
+        process.join()
+    return Outcome("failed", f"rank {rank} (rollout): {cause}; see {visit.run_dir}/logs/rank-{rank:03d}.log", 1)
+
+
+def _end(code: int) -> str:
+    return f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"

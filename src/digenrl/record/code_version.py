@@ -1,0 +1,19 @@
+"""Which code this is: ranks of one run must run the same."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+@cache
+def code_version() -> str:
+    """The digest of this package's sources, and the libraries that compute."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"digenrl {digest.hexdigest()[:12]}, torch {version('torch')}, diffusers {version('diffusers')}"
