@@ -21,7 +21,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train encode resume join replay sweep plan bench test test-fast test-all coverage report watch eval export score serve-reward tiny \
+.PHONY: help setup train encode resume join replay sweep plan bench test test-fast test-all chaos coverage report watch eval export score serve-reward tiny \
         pretrain profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
@@ -144,6 +144,9 @@ gpu-wheels:  ## Collect in .whl/ what a GPU machine without a network lacks (und
 	    "$$(grep '^antlr4-python3-runtime==' constraints.txt)"
 	@rm $(WHEELS).tmp
 	@du -sm $(WHEELS) | awk '{print $$1 " MiB in $(WHEELS)/"; exit $$1 >= 60}'
+
+chaos: $(STAMP)  ## Kill, suspend, dismiss and add rollouts at random; weights must not change. ARGS="seed=11 events=20"
+	@$(PY) -m tests.chaos $(ARGS)
 
 coverage: $(STAMP)  ## The default tests with the lines that no test reached
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS)" --cov --cov-report=term-missing:skip-covered $(ARGS)

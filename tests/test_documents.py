@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 DESIGN, ALGORITHMS = ROOT / "docs" / "design.md", ROOT / "docs" / "algorithms.md"
+FAULTS = ROOT / "docs" / "faults.md"
 FOLDERS = ("src", "reward_models", "tests", "configs", "benchmarks", "scripts", "notebooks", "docs")
 FOREIGN = re.compile(r"(arXiv[^;)]*|\b[\w-]+/[\w-]+(?:'s README)? )$")
 """What stands before a section or a path of somebody else's paper or repository."""
@@ -156,17 +157,22 @@ def test_relative_links_resolve(path: Path) -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-def test_each_invariant_names_a_test_that_exists() -> None:
-    rows = dict(re.findall(r"^\| I(\d+) \|(.*)\|$", DESIGN.read_text(encoding="utf-8"), re.MULTILINE))
-    assert [int(number) for number in rows] == list(INVARIANTS)
+@pytest.mark.parametrize(
+    ("document", "letter", "numbers"),
+    [(DESIGN, "I", INVARIANTS), (FAULTS, "F", range(1, 30))],
+    ids=["design", "faults"],
+)
+def test_each_invariant_and_fault_names_a_test_that_exists(document: Path, letter: str, numbers: range) -> None:
+    rows = dict(re.findall(rf"^\| {letter}(\d+) \|(.*)\|$", document.read_text(encoding="utf-8"), re.MULTILINE))
+    assert [int(number) for number in rows] == list(numbers)
     for number, row in rows.items():
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
-        assert named, f"I{number} names no test"
+        assert named or "not tested" in row, f"{letter}{number} names no test"
         for file, test in named:
-            assert (ROOT / file).is_file(), f"I{number}: {file} does not exist"
+            assert (ROOT / file).is_file(), f"{letter}{number}: {file} does not exist"
             functions = {
                 node.name
                 for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             }
-            assert test in functions, f"I{number}: {file} has no {test}"
+            assert test in functions, f"{letter}{number}: {file} has no {test}"

@@ -77,7 +77,10 @@ def passport_of(visit: Visit) -> Mapping[str, Any]:
         raise ValueError(f"the run at {visit.place} ends{f': {cause}' if cause else ''}; nobody can join it any more.")
     found: Mapping[str, Any] = loads(shown or "{}")
     if not found:
-        raise ValueError(f"the run at {visit.place} lets nobody join.")
+        raise ValueError(
+            f"the run at {visit.place} takes nobody in: it is colocated, or has schedule.claims=split, or torchrun or "
+            "SLURM started its ranks. Start it by `make train` with rollouts and schedule.claims=shared."
+        )
     return found
 
 
