@@ -106,7 +106,7 @@ def test_rollouts_join_die_and_leave_and_the_run_computes_the_same(running: Any,
     assert lost["time"] - killed < 1.0
     third = running(f"run={train.run_dir}", tiny=(), fork=True, command="join")
     wait_for(lambda: tasks_of(train, 4), train)
-    os.kill(third.pid, signal.SIGTERM)
+    os.killpg(third.pid, signal.SIGINT)  # as Ctrl-C in its terminal
     assert third.finish() == 0, third.stderr
     assert "left the run, which goes on" in third.stderr
     assert train.finish() == 0, train.stderr

@@ -119,7 +119,7 @@ def join(visit: Visit, rank_main: Callable[[World, Session], None], signals: Sto
             if signals.count > asked:
                 asked = signals.count
                 control.set(f"ask/{rank}", str(signals.number))
-            cause = monitor.unresponsive([rank]).get(rank)
+            cause = cause or monitor.unresponsive([rank]).get(rank)
             if cause is not None or asked > 1:
                 process.kill()
             process.join(_TICK_S)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.signals import LEAVES, held_back, obeyed
+from digenrl.cluster.signals import LEAVES, STOPS, held_back, obeyed
 from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.world import Session, World
 from digenrl.record.progress import OUTSIDE, Stretch
@@ -100,9 +100,9 @@ class ConditionTimer:
 
 def start_heartbeat(session: Session, world: World) -> None:
     """Say once per second what this process does, from a thread of its own, until the process or the store ends. Pass a
-    signal on: one of `LEAVES` asks that this rollout may go, any other one that the run stops."""
+    signal on: one of `LEAVES` asks that this rollout may go (any, where it joined), another one that the run stops."""
     faulthandler.register(STACKS, file=2)
-    rank, leaves = world.rank, () if world.is_trainer else LEAVES
+    rank, leaves = world.rank, () if world.is_trainer else STOPS if world.joined else LEAVES
 
     def run() -> None:
         count, pause = 0, BEAT_EVERY_S
