@@ -19,6 +19,7 @@ COMMANDS = {
     "encode": ("data.prompt_store = auto", "where encoded prompts are kept"),
     "report": ("run = required", "path of a run directory"),
     "watch": ("port = null", "KiB of each rank's log", "seconds between two drawings"),
+    "join": ("run = required", "address = null", "HOST:PORT of its store", "device = 0"),
     "evaluate": ("step = last", "base | last", "or also the last checkpoint"),
     "export": ("weights = evaluated", "evaluated | trained | average", "moving average"),
     "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),
