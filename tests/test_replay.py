@@ -111,13 +111,14 @@ def test_several_trainers_replay_bit_by_bit_and_one_trains_their_record_to_round
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_replay_takes_much_less_processor_time_than_its_run(running: Any) -> None:
-    words = ("experiment=digits_flowgrpo", "logger=none", "callbacks=default", "~callbacks.evaluation")
+def test_a_replay_takes_less_processor_time_than_its_run(running: Any) -> None:
+    """It spares what the rollout did; training, which is most of the work on digits, stays."""
+    quiet = ("logger=none", "callbacks=default", "~callbacks.evaluation")
     began = processor_seconds()
-    first = done(running(*words, *RECORD, tiny=()))
+    first = done(running("experiment=digits_flowgrpo", "max_rl_steps=20", *quiet, *RECORD, tiny=()))
     recorded = processor_seconds()
     done(running(f"replay={first.run_dir}", tiny=()))
-    assert recorded - began >= 1.8 * (processor_seconds() - recorded)
+    assert recorded - began >= 1.4 * (processor_seconds() - recorded)
 
 
 def processor_seconds() -> float:
