@@ -284,6 +284,8 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
         eval_guidance_scale=sampling.eval.guidance_scale,
         eval_solver=sampling.eval.solver,
         eval_batch=sampling.eval.batch,
+        candidates=sampling.scouts.candidates,
+        scout_steps=sampling.scouts.steps,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from digenrl.algorithms import objectives
 from digenrl.algorithms.surrogates import Cells, Clipped, FlowDPPO, Guard
-from digenrl.diffusion.sde import FlowSDE
+from digenrl.diffusion.sde import FlowSDE, LinearSDE
 from digenrl.diffusion.sigmas import static_grid, step_sigmas
 
 SHAPE = (3, 4)
@@ -341,3 +341,13 @@ def test_dpo() -> None:
         check_dpo(lambda w, l, rw, rl, b: objectives.dpo_loss(l, w, rl, rw, b))
     with pytest.raises(AssertionError):
         check_dpo(lambda w, l, rw, rl, b: objectives.dpo_loss(w, l, rw, rl, 2 * b))
+
+
+def test_rectified_weights_are_those_that_flash_grpo_publishes() -> None:
+    """Shredded-Pork/Flash-GRPO scripts/train_wanx2_1_flash.py:985 at 4211013, for the first ten of Wan's 20 steps."""
+    published = torch.tensor([7.4770, 7.0414, 6.6112, 6.1867, 5.7682, 5.3559, 4.9502, 4.5513, 4.1596, 3.7754])
+    found = objectives.rectified_weight(LinearSDE(0.983), static_grid(20, 3.0), torch.arange(10))
+    torch.testing.assert_close(found / found.sum(), published / published.sum(), rtol=5e-3, atol=0.0)
+    assert float((found - found.mean()).abs().max()) > 0.1
+    every = objectives.rectified_weight(FlowSDE(0.7), static_grid(10, 3.0), torch.arange(9))
+    assert float(every.mean()) == pytest.approx(1.0)

@@ -92,6 +92,17 @@ def test_random_choices_vary_with_step_and_seed() -> None:
         ]
 
 
+def test_each_prompt_may_draw_its_own_step_which_its_samples_share() -> None:
+    """Flash-GRPO: one step of the pool, with noise there alone."""
+    own = RandomSubset(size=1, stop=10, untrained="ode", per_prompt=True)
+    drawn = [own.plan(0, 3, 20, uid) for uid in range(200)]
+    assert {plan.trained[0] for plan in drawn} == set(range(10))
+    assert all(plan.sde == plan.trained for plan in drawn)
+    assert own.plan(0, 3, 20, uid=5) == drawn[5]
+    shared = RandomSubset(size=1, stop=10)
+    assert shared.plan(0, 3, 20, 1) == shared.plan(0, 3, 20, 2)
+
+
 def test_untrained_steps_follow_their_option() -> None:
     """Section 1.2: the last step is Euler (x0_hat) unless last="sde"; DanceGRPO keeps noise on untrained steps."""
     assert AllButLast().plan(0, 0, 6).sde == (0, 1, 2, 3, 4)

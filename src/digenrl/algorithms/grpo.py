@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.meters import NOTHING
-from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, longcat_weight, mean_square_kl
+from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, longcat_weight, mean_square_kl, rectified_weight
 from digenrl.algorithms.surrogates import Cells, Surrogate
 from digenrl.diffusion.denoise import Replay, replay
 from digenrl.diffusion.sde import FlowSDE, Kernel
@@ -30,7 +30,7 @@ from digenrl.types import CellBlock, TrainBatch
 logger = logging.getLogger(__name__)
 
 KlKind = Literal["gaussian", "h_free", "mean_square"]
-StepWeight = Literal["none", "std", "longcat"]
+StepWeight = Literal["none", "std", "longcat", "rectified"]
 RATIO_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5}
 """By the dtype that forwards compute in, whatever the weights are stored in."""
 HALF_RATIO_BOUND = 1e-3
@@ -70,7 +70,8 @@ class GRPO(PolicyModule):
         reach; null = 1e-5 where forwards compute in fp32, 1e-3 in 16 bit.
 
         step_weight: w of a cell. none: 1; std: std/sqrt(h) (yifan123/flow_grpo scripts/train_wan2_1.py at 32b48fd);
-        longcat: `objectives.longcat_weight`, and its square on the KL. detach_uncond: classifier-free guidance trains
+        longcat: `objectives.longcat_weight`, and its square on the KL; rectified: `objectives.rectified_weight`.
+        detach_uncond: classifier-free guidance trains
         its conditional branch alone (yifan123/flow_grpo train_sd3.py:190, ac4c86e).
 
         Raises:
@@ -96,8 +97,8 @@ class GRPO(PolicyModule):
             raise ValueError(f"algorithm.kl_weight must be >= 0, got {self.kl_weight}")
         if self.kl_kind not in ("gaussian", "h_free", "mean_square"):
             raise ValueError(f"algorithm.kl_kind must be gaussian, h_free or mean_square, got {self.kl_kind!r}")
-        if self.step_weight not in ("none", "std", "longcat"):
-            raise ValueError(f"algorithm.step_weight must be none, std or longcat, got {self.step_weight!r}")
+        if self.step_weight not in get_args(StepWeight):
+            raise ValueError(f"algorithm.step_weight must be one of {get_args(StepWeight)}, got {self.step_weight!r}")
         if self.step_weight == "longcat" and not isinstance(self.sde, FlowSDE):
             raise ValueError(
                 f"algorithm.step_weight=longcat is FlowSDE's, and algorithm.sde is {type(self.sde).__name__}: use "
@@ -176,6 +177,8 @@ class GRPO(PolicyModule):
             sigma, _, guard = step_sigmas(block.sigmas, block.steps)
             weight = longcat_weight(sigma, guard, new.sqrt_h)
             return weight, weight**2
+        if self.step_weight == "rectified":
+            return rectified_weight(self.sde, block.sigmas, block.steps), 1.0
         return 1.0, 1.0
 
     def _proximal(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:

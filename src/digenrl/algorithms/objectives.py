@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from digenrl.diffusion.sde import Kernel
+from digenrl.diffusion.sigmas import step_sigmas
+
 
 def mean_dims(value: Tensor) -> Tensor:
     """Mean over the latent dimensions: [b, K, *L] -> [b, K]."""
@@ -41,6 +44,20 @@ def longcat_weight(sigma: Tensor, sigma_guard: Tensor, sqrt_h: Tensor) -> Tensor
     gradient (ModelTC/GenRL genrl/trainer/wan_trainer.py:624-661, 82a867e).
     """
     return torch.sqrt(sigma / (1.0 - sigma_guard)) / sqrt_h
+
+
+def rectified_weight(kernel: Kernel, sigmas: Tensor, steps: Tensor) -> Tensor:
+    """[K]: 1 / (sqrt(h)/std + std*sqrt(h)*(1-s)/(2s)) at `steps` [K], in units of its mean over all steps of `sigmas`
+    [T+1] but the last.
+
+    It takes the time's own factor out of the gradient of a Gaussian log-prob with respect to the velocity (Flash-GRPO,
+    arXiv 2605.15980; Shredded-Pork/Flash-GRPO scripts/train_wanx2_1_flash.py:983 at 4211013, over the batch's mean).
+    """
+    sigma, following, guard = step_sigmas(sigmas, torch.arange(len(sigmas) - 2, device=sigmas.device))
+    nothing = torch.zeros(len(sigma), 1, device=sigmas.device)
+    made = kernel.transition(nothing, nothing, sigma, following, guard, next_latents=nothing)
+    weight = 1 / (made.sqrt_h / made.std + made.std * made.sqrt_h * (1 - sigma) / (2 * sigma))
+    return (weight / weight.mean())[steps]
 
 
 def gaussian_kl(mean: Tensor, reference_mean: Tensor, scale: Tensor) -> Tensor:

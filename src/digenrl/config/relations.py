@@ -85,6 +85,20 @@ def _same_noise(get: _View) -> Iterator[str]:
         )
 
 
+def _scouts(get: _View) -> Iterator[str]:
+    candidates = get("sampling.scouts.candidates")
+    if candidates > 1 and get("sampling.same_noise"):
+        yield (
+            f"sampling.scouts.candidates = {candidates} with sampling.same_noise = true: scouts choose among initial "
+            "noises, and there is one; set sampling.same_noise=false."
+        )
+    if candidates > 1 and get("sampling.task_size") < 2:
+        yield (
+            f"sampling.scouts.candidates = {candidates} with sampling.task_size = 1: a task keeps its best and its "
+            "worst samples, and has one; set sampling.task_size to 2 or more."
+        )
+
+
 def _precision(get: _View) -> Iterator[str]:
     if (precision := get("trainer.precision")) not in ("32-true", "32", 32):
         yield (
@@ -222,6 +236,7 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _updates,
     _batch_wide_statistics,
     _same_noise,
+    _scouts,
     _precision,
     _asynchrony,
     _replay,

@@ -252,6 +252,15 @@ class Evaluated(Closed):
     batch: AtLeast1 | None = Field(description="samples of an evaluation at once; null: all of a prompt")
 
 
+class Scouts(Closed):
+    """sampling.scouts.*"""
+
+    candidates: AtLeast1 = Field(
+        description="initial noises tried for each sample; a task keeps its best and worst halves; 1: no scouts"
+    )
+    steps: Steps = Field(description="ODE steps of a try; the chosen ones are generated anew with sampling.steps")
+
+
 class Sampling(Closed):
     """sampling.*"""
 
@@ -267,6 +276,7 @@ class Sampling(Closed):
     )
     task_size: int = Field(ge=1, le=4096, description="samples that a rank generates at once; divides data.group_size")
     same_noise: bool = Field(description="the samples of a group share their initial noise")
+    scouts: Scouts
     eval: Evaluated
 
 
@@ -299,8 +309,10 @@ class Algorithm(Open):
         ABSENT, description="how far a ratio may leave 1; a list: below, above"
     )
     kl_weight: Amount = Field(ABSENT, description="weight of the KL divergence from the reference model; 0: none")
-    step_weight: Literal["none", "std", "longcat"] = Field(
-        ABSENT, description="of the policy loss, step by step; std: the step's std/sqrt(h); longcat: LongCat's, KL too"
+    step_weight: Literal["none", "std", "longcat", "rectified"] = Field(
+        ABSENT,
+        description="of the policy loss, step by step; std: the step's std/sqrt(h); longcat: LongCat's, KL too; "
+        "rectified: Flash-GRPO's, which makes the gradients of all steps alike",
     )
     detach_uncond: bool = Field(ABSENT, description="guidance trains its conditional branch alone")
     updates_per_batch: AtLeast1 = Field(ABSENT, description="optimizer updates of an RL step")

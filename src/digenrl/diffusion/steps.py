@@ -54,8 +54,8 @@ class StepSelection(Protocol):
     def count(self, steps: int) -> int:
         """S, the number of trained steps of a T-step trajectory; ValueError if the selection does not fit T."""
 
-    def plan(self, seed: int, step: int, steps: int) -> StepPlan:
-        """The plan of RL step `step` for T = `steps`."""
+    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
+        """The plan of RL step `step` for T = `steps` and the prompt `uid`."""
 
 
 def _noisy(steps: int, last: Untrained) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class AllButLast:
         _need_two(steps)
         return steps - 1
 
-    def plan(self, seed: int, step: int, steps: int) -> StepPlan:
+    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Same for every RL step."""
         return StepPlan(_noisy(steps, self.last), tuple(range(self.count(steps))))
 
@@ -102,7 +102,7 @@ class FirstFraction:
         _need_two(steps)
         return min(max(int(steps * self.fraction), 1), steps - 1)
 
-    def plan(self, seed: int, step: int, steps: int) -> StepPlan:
+    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Same for every RL step."""
         trained = tuple(range(self.count(steps)))
         return StepPlan(_with_untrained(trained, steps, self.untrained, self.last), trained)
@@ -125,6 +125,8 @@ class RandomSubset:
     """End of the pool (exclusive); null = T-1."""
     untrained: Untrained = "sde"
     last: Untrained = "ode"
+    per_prompt: bool = False
+    """Drawn anew for each prompt, whose samples share it (Flash-GRPO, arXiv 2605.15980)."""
 
     def __post_init__(self) -> None:
         if self.size is None and self.fraction is None:
@@ -144,10 +146,12 @@ class RandomSubset:
             )
         return size
 
-    def plan(self, seed: int, step: int, steps: int) -> StepPlan:
-        """Keyed by (seed, RL step): equal on all ranks."""
+    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
+        """Keyed by (seed, RL step), and by the prompt where each draws its own: equal on all ranks."""
         first, stop = _pool("RandomSubset", self.first, self.stop, steps)
-        chosen = keys.generator(seed, "train_steps", step).choice(stop - first, size=self.count(steps), replace=False)
+        own = (uid,) if self.per_prompt else ()
+        drawn = keys.generator(seed, "train_steps", step, *own)
+        chosen = drawn.choice(stop - first, size=self.count(steps), replace=False)
         trained = tuple(sorted(first + int(index) for index in chosen))
         return StepPlan(_with_untrained(trained, steps, self.untrained, self.last), trained)
 
@@ -203,7 +207,7 @@ class Window:
         index = index % windows if self.wrap else min(index, windows - 1)
         return first + min(index * stride, room)
 
-    def plan(self, seed: int, step: int, steps: int) -> StepPlan:
+    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Window start..start+size-1 as both SDE and trained steps."""
         start = self.start(seed, step, steps)
         window = tuple(range(start, start + self.size))
@@ -231,7 +235,7 @@ class NoiseLevels:
             raise ValueError(f"train_steps.size={size} does not fit the {stop - first} noise levels [{first}, {stop})")
         return size
 
-    def plan(self, seed: int, step: int, steps: int) -> StepPlan:
+    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Keyed by (seed, RL step): equal on all ranks."""
         first, stop = _range("NoiseLevels", self.first, self.stop, steps, steps)
         chosen = keys.generator(seed, "noise_levels", step).choice(stop - first, size=self.count(steps), replace=False)

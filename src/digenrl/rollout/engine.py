@@ -20,7 +20,7 @@ from digenrl.diffusion.steps import StepPlan, StepSelection
 from digenrl.models.policy import Policy, wide
 from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.scorer import AsyncScorer
-from digenrl.rewards.suite import RewardSuite
+from digenrl.rewards.suite import RewardSuite, combine
 from digenrl.schedule import Task
 from digenrl.types import Prompt, Trajectory
 
@@ -45,6 +45,10 @@ class SamplingSpec:
     eval_solver: denoise.Solver = "euler"
     eval_batch: int | None = None
     """Samples of evaluation at once; None = all of a prompt."""
+    candidates: int = 1
+    """Initial noises that are scouted for each sample of a task; 1 = no scouting."""
+    scout_steps: int = 0
+    """ODE steps of a scout."""
 
 
 @dataclass(frozen=True)
@@ -155,17 +159,44 @@ class RolloutEngine:
         return self.sampling.steps - generation.state.next_step
 
     def advance(self, generation: Generation) -> Generation:
-        """One denoising step of all rows."""
+        """One denoising step of all rows. Before the first, scouts choose the rows' initial noise."""
+        before = generation.state
+        if self.sampling.candidates > 1 and before.next_step == 0:
+            rows = self._scouted(generation.task, generation.prompt)
+            key = replace(before.key, samples=rows)
+            before = denoise.start(key, self.policy.latent_shape, self.sampling.storage_dtype, self.policy.device)
         state = denoise.advance(
             self.policy,
             self.policy.encode([generation.prompt]),
-            generation.state,
+            before,
             self._grid,
             self._kernel,
-            self._plan(generation.task),
+            self._plan(generation.task, generation.prompt),
             self._keep_means,
         )
         return replace(generation, state=state)
+
+    @torch.no_grad()
+    def _scouted(self, task: Task, prompt: Prompt) -> tuple[int, ...]:
+        """Numbers of the noises that the task keeps, ascending: of `candidates` for each sample those whose ODE samples
+        of few steps score best (half of them) and worst. A missing score counts as the median.
+
+        Sol-RL (arXiv 2604.06916) explores in FP4; both rest on the initial noise deciding what an ODE draws.
+        """
+        condition, grid = self.policy.encode([prompt]), self.policy.sigma_grid(self.sampling.scout_steps)
+        scores = []
+        for turn in range(self.sampling.candidates):
+            first = task.first_sample * self.sampling.candidates + turn * task.samples
+            key = denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(range(first, first + task.samples)))
+            start = denoise.start(key, self.policy.latent_shape, self.sampling.storage_dtype, self.policy.device)
+            media = self.policy.decode(denoise.ode_sample(self.policy, condition, start.latents, grid))
+            found = self._scorer.submit(media, [prompt] * task.samples)
+            scores.append(combine(found.result(), self._rewards.weights))
+        rewards = torch.cat(scores)
+        order = rewards.nan_to_num(float(rewards.nanmedian().nan_to_num())).argsort(stable=True).tolist()
+        best = (task.samples + 1) // 2
+        chosen = order[: task.samples - best] + order[len(order) - best :]
+        return tuple(sorted(task.first_sample * self.sampling.candidates + number for number in chosen))
 
     @torch.no_grad()
     def decode(self, generation: Generation) -> Tensor:
@@ -175,7 +206,7 @@ class RolloutEngine:
     def score(self, generation: Generation, media: Tensor) -> Future[Trajectory]:
         """The finished trajectory, as soon as its scores are there; scoring runs beside the next task's generation."""
         task, prompt = generation.task, generation.prompt
-        plan = self._plan(task)
+        plan = self._plan(task, prompt)
         samples = denoise.finish(generation.state, plan)
         prompts = [prompt] * task.samples
         unscored = Trajectory(
@@ -203,7 +234,7 @@ class RolloutEngine:
 
     def outline(self, task: Task, prompt: Prompt) -> Trajectory:
         """The task's trajectory without values, on the meta device: what its record will take."""
-        plan, rows, shape = self._plan(task), task.samples, self.policy.latent_shape
+        plan, rows, shape = self._plan(task, prompt), task.samples, self.policy.latent_shape
         cells, kept = (rows, len(plan.trained)), self._keep_final or plan.forward_process
         stored = partial(torch.empty, device="meta", dtype=self.sampling.storage_dtype)
         plain = partial(torch.empty, device="meta")
@@ -252,8 +283,8 @@ class RolloutEngine:
         """Scores of media [N, ...] in [0, 1] that somebody kept: name -> [N], held-out rewards included."""
         return self._rewards.score(media, prompts, heldout=True)
 
-    def _plan(self, task: Task) -> StepPlan:
-        return self._selection.plan(self.seed, task.step, self.sampling.steps)
+    def _plan(self, task: Task, prompt: Prompt) -> StepPlan:
+        return self._selection.plan(self.seed, task.step, self.sampling.steps, prompt.uid)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop the scorers; the batch in progress has `timeout_s` to end."""
