@@ -1,0 +1,142 @@
+"""How near a run on the tilted mixture comes to the best reward that its KL allows.
+
+    python -m benchmarks.mixture runs=[RUN,...] [samples=2000]
+
+From each run's last checkpoint, over all prompts: the KL of whole trajectories to the base (exact for Gaussian steps;
+the KL of the points alone is no larger), the gain in reward, and the gain of the optimum at that KL. The optimum is
+p exp(r/beta): in closed form for the mixture itself, and by weighting samples of the base for the sampler as it is,
+with its finite steps. One beta holds for all prompts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks._shared import Report, options
+from digenrl import config as configuration
+from digenrl.config.stored import read_stored
+from digenrl.data import load_prompts
+from digenrl.diffusion.sde import Kernel
+from digenrl.diffusion.sigmas import step_sigmas
+from digenrl.models.mixture import MixtureFlow, MixturePolicy
+
+BASE_SAMPLES = 5_000
+"""Of each prompt, for the base's own distribution of rewards."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Means over the prompts."""
+
+    kl: float
+    """Nats, of trajectories."""
+    gain: float
+    """Reward above the base's."""
+    optimum: float
+    """The base sampler's best gain at this KL."""
+    closed_form: float
+    """The mixture's own."""
+
+    @property
+    def share(self) -> float:
+        """Of the optimum."""
+        return self.gain / self.optimum
+
+
+@torch.no_grad()
+def reached(run: Path, samples: int) -> Reached:
+    """Measure the last checkpoint of `run` with `samples` of each prompt."""
+    config = read_stored(run, "run")[0]
+    policy: MixturePolicy = configuration.instantiate(config.model)
+    kernel: Kernel = configuration.instantiate(config.algorithm.sde)
+    policy.load_trained_parameters(load_file(run / "checkpoints/last/policy.safetensors"))
+    network, steps = policy.transformer, config.sampling.steps
+    assert isinstance(network, MixtureFlow)
+    directions = torch.cat([policy.encode([prompt])["direction"] for prompt in load_prompts(config.data.prompts)])
+    generator = torch.Generator().manual_seed(0)
+    rows = directions.repeat_interleave(samples, 0)
+    points, kl = rolled(policy, kernel, rows, steps, generator)
+    rewards = (points * rows).sum(1)
+    rows = directions.repeat_interleave(BASE_SAMPLES, 0)
+    untrained, _ = rolled(policy, kernel, rows, steps, generator, trained=False)
+    base = (untrained * rows).sum(1).unflatten(0, (-1, BASE_SAMPLES))
+    return Reached(
+        kl,
+        float(rewards.mean() - base.mean()),
+        at_kl(kl, lambda beta: weighted(base.double(), beta)),
+        at_kl(kl, lambda beta: tilted(network, directions.double(), beta)),
+    )
+
+
+def rolled(
+    policy: MixturePolicy,
+    kernel: Kernel,
+    directions: Tensor,
+    steps: int,
+    generator: torch.Generator,
+    trained: bool = True,
+) -> tuple[Tensor, float]:
+    """One trajectory for each row of `directions` [B, D], noise in every step, of the trained weights or of the base:
+    (points [B, D], KL to the base)."""
+    grid, kl = policy.sigma_grid(steps), 0.0
+    x, condition = torch.randn(directions.shape, generator=generator), {"direction": directions}
+    for step in range(steps):
+        sigmas, noise = step_sigmas(grid, torch.full((len(x),), step)), torch.randn(x.shape, generator=generator)
+        with policy.reference():
+            base = made = kernel.transition(x, policy.velocity(x, sigmas[0], condition), *sigmas, noise=noise)
+        if trained:
+            made = kernel.transition(x, policy.velocity(x, sigmas[0], condition), *sigmas, noise=noise)
+        scale = (made.std * made.sqrt_h)[:, None]
+        kl += float((((made.mean - base.mean) / scale).square().sum(1) / 2).mean())
+        x = made.next_latents
+    return x, kl
+
+
+def weighted(base: Tensor, beta: float) -> tuple[float, float]:
+    """(KL, gain) of the base's samples under weights exp(r/beta); rewards [prompts, samples]."""
+    weights = (base / beta).softmax(dim=1)
+    kl = (weights * (weights * base.shape[1]).log()).sum(1).mean()
+    return float(kl), float((weights * base).sum(1).mean() - base.mean())
+
+
+def tilted(network: MixtureFlow, directions: Tensor, beta: float) -> tuple[float, float]:
+    """(KL, gain) of the mixture tilted along `directions` [prompts, D], in closed form."""
+    means, log_weights = network.means.double(), network.log_weights.double()
+    along, shift = directions @ means.T, network.variance / beta
+    log_z = torch.logsumexp(log_weights + along / beta, dim=1) + shift / (2 * beta)
+    best = ((log_weights + along / beta).softmax(dim=1) * along).sum(1) + shift
+    plain = (log_weights.exp() * along).sum(1)
+    return float((best / beta - log_z).mean()), float((best - plain).mean())
+
+
+def at_kl(kl: float, curve: Callable[[float], tuple[float, float]]) -> float:
+    """The gain where `curve` (beta -> KL, which falls with beta, and gain) has this KL, by bisection."""
+    low, high = 1e-2, 1e4
+    for _ in range(100):
+        beta = (low * high) ** 0.5
+        low, high = (beta, high) if curve(beta)[0] > kl else (low, beta)
+    return curve(high)[1]
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the table; the exit code."""
+    given = options(words, {"runs": "", "samples": "2000"}, {"samples": "200"})
+    report = Report("Reward at matched KL on the tilted mixture", __doc__ or "", ("run", "KL", "gain", "best", "share"))
+    for name in given["runs"].strip("[]").split(","):
+        found = reached(Path(name), int(given["samples"]))
+        report.row(
+            Path(name).name, f"{found.kl:.3f}", f"{found.gain:.3f}", f"{found.optimum:.3f}", f"{found.share:.3f}"
+        )
+        report.say(f"closed form of the mixture at this KL: {found.closed_form:.3f}")
+    return report.close(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
