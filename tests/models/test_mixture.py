@@ -87,5 +87,5 @@ def test_flow_grpo_comes_near_the_optimum_at_its_kl(running: Any) -> None:
     assert train.finish() == 0, train.stderr
     found = reached(train.run_dir, samples=1000)
     assert found.kl > 0.2, "far enough from the base to mean something"
-    assert found.share >= 0.75, found
+    assert found.share >= 0.9, found
     assert found.share <= 1.02, "nothing beats the optimum"

@@ -5,8 +5,10 @@ s^2, and the velocity E[eps - x | x_s] is the mean over the components' posterio
 
     (s - (1-s) d^2) / c (x_s - (1-s) m_k) - m_k.
 
-A residual network that begins at zero learns beside it. For a reward <a, x> the optimum of E_q[r] - beta KL(q || p) is
-p exp(r/beta) / Z: the mixture with means m_k + d^2 a/beta and weights w_k exp(<a, m_k>/beta).
+A residual network that begins at zero learns beside it, times s / (1 - 0.7 s): about the shape over sigma of the push
+that costs least KL under Flow-SDE, its variance times how far a push at s reaches. For a reward <a, x> the optimum of
+E_q[r] - beta KL(q || p) is p exp(r/beta) / Z: the mixture with means m_k + d^2 a/beta and weights
+w_k exp(<a, m_k>/beta).
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class MixtureFlow(nn.Module):
         hidden = self.enter(torch.cat([x, direction.to(x.dtype), s], dim=1))
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        return self.base(x, s) + s.sqrt() * self.leave(hidden)
+        return self.base(x, s) + s / (1 - 0.7 * s) * self.leave(hidden)
 
     def base(self, x: Tensor, s: Tensor) -> Tensor:
         """The mixture's own velocity [B, D]; s [B, 1]."""
