@@ -51,13 +51,24 @@ class LogLikelihood:
     Args:
         means, weights, deviation: of the mixture.
         span: of the pictures.
+
+    Raises:
+        ValueError: the model is no mixture.
     """
 
     model_id, weights_digest = "mixture log-likelihood", "none"
 
     def __init__(
-        self, means: Sequence[Sequence[float]], weights: Sequence[float], deviation: float, span: float
+        self,
+        means: Sequence[Sequence[float]] | None,
+        weights: Sequence[float] | None,
+        deviation: float | None,
+        span: float,
     ) -> None:
+        if means is None or weights is None or deviation is None:
+            raise ValueError(
+                "reward=mixture scores the points of model=mixture, and the model is another: choose that."
+            )
         self.means = torch.tensor([list(mean) for mean in means])
         self.log_weights, self.deviation, self.span = torch.tensor(list(weights)).log(), deviation, span
 

@@ -187,7 +187,7 @@ def _announce_record(
     config: DictConfig, trainers: int, engine: RolloutEngine, spec: ScheduleSpec, data: PromptData, run_dir: Path
 ) -> None:
     """Say before the first step how large the record of trajectories will be."""
-    lockstep = sharding(config) != "ddp" and trainers > 1
+    lockstep = (sharding(config) != "ddp" and trainers > 1) or spec.context > 1
     outline = engine.outline(group_tasks(spec, 0, 0)[0], data.sampler.batch(0)[0])
     step = step_bytes(spec, trainers, lockstep, outline) / 2**20
     steps, limit = config.max_rl_steps, config.record.trajectories_mib

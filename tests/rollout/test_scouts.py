@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +16,7 @@ from digenrl.models.digits import DigitsPolicy
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import Task
+from tests.strategy.processes import assert_same_cells, completed, configured, run_cluster
 
 SCORER = {"_target_": "reward_models.digit_judge.DigitJudge", "judge": "a", "output": "probability"}
 STEPS, CANDIDATES, SCOUT_STEPS = 6, 4, 2
@@ -71,3 +75,27 @@ def test_a_task_handed_over_keeps_what_its_scouts_chose() -> None:
 def test_off_is_one_candidate() -> None:
     assert finished(engine(), TASK)[0] == (4, 5, 6, 7)
     assert torch.equal(finished(engine(), TASK)[1], finished(engine(candidates=1, scout_steps=2), TASK)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("algorithm=nft", "sampling.scouts.candidates=3"), id="scouts"),
+        pytest.param(
+            (
+                "algorithm/train_steps=random_subset",
+                "algorithm.train_steps.size=1",
+                "algorithm.train_steps.untrained=ode",
+                "algorithm.train_steps.per_prompt=true",
+                "algorithm.step_weight=rectified",
+            ),
+            id="a step for each prompt",
+        ),
+    ],
+)
+def test_the_samples_are_the_same_in_every_schedule(tmp_path: Path, words: tuple[str, ...]) -> None:
+    together = completed(run_cluster(tmp_path / "0", 1, 0, configured(*words)))
+    apart = ("schedule=gap_tsp_tag", "schedule.handoff=true")
+    assert_same_cells(completed(run_cluster(tmp_path / "1", 1, 2, configured(*words, *apart))), together, steps=(0,))
