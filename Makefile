@@ -11,8 +11,9 @@ RUN ?=
 BENCH ?=
 ARGS ?=
 
-# benchmarks/learning.py (hours) and emulated.py (an hour and a half) are started by hand, real_size.py by `make gpu`.
-BENCHES := $(filter-out learning emulated count_facts live_bytes real_size,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
+# benchmarks/learning.py (hours) and emulated.py (an hour and a half) are started by hand, mixture.py for runs that are there,
+# real_size.py by `make gpu`.
+BENCHES := $(filter-out learning emulated count_facts live_bytes real_size mixture,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
 
 # Threads that spin while they wait would take a core from another rank.
 export OMP_WAIT_POLICY ?= passive
