@@ -82,7 +82,7 @@ def test_off_is_one_candidate() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("algorithm=nft", "sampling.scouts.candidates=3"), id="scouts"),
+        pytest.param(("algorithm=nft", "~algorithm.clip_range", "sampling.scouts.candidates=3"), id="scouts"),
         pytest.param(
             (
                 "algorithm/train_steps=random_subset",
