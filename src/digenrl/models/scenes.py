@@ -24,6 +24,7 @@ from digenrl.diffusion.sigmas import static_grid
 from digenrl.models.digits import base_weights, word_vector
 from digenrl.models.latents import token_positions
 from digenrl.models.policy import Policy, RecomputeConfig
+from digenrl.models.prompt_store import Wording
 
 BASE_FILE = Path(__file__).with_name("scenes_base.safetensors")
 SIDE = 24
@@ -159,9 +160,10 @@ class ScenesPolicy(Policy):
         )[0]
         return (latents - clean) / sigmas.clamp(min=LEAST_SIGMA).to(latents.dtype)[:, None, None]
 
-    def encode_prompts(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         """`text_features` on the policy's device."""
-        return {key: value.to(self.device) for key, value in text_features(texts).items()}
+        features = text_features([wording.text for wording in wordings])
+        return {key: value.to(self.device) for key, value in features.items()}
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, 36, 48] -> pictures [B, 3, 24, 24] fp32 in [0, 1]."""
