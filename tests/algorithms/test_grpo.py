@@ -389,7 +389,7 @@ def test_bad_combinations_are_refused(caplog: pytest.LogCaptureFixture) -> None:
         grpo(ToyPolicy(), sde=FlowSDE(0.0))
     with pytest.raises(ValueError, match="kl_kind"):
         grpo(ToyPolicy(), kl_kind="reverse")
-    with pytest.raises(ValueError, match="step_weight must be none, std or longcat"):
+    with pytest.raises(ValueError, match="step_weight must be one of"):
         grpo(ToyPolicy(), step_weight="h")
     with pytest.raises(ValueError, match=r"step_weight=longcat is FlowSDE's.*FlowCPS"):
         grpo(ToyPolicy(), sde=FlowCPS(0.8), step_weight="longcat")

@@ -155,10 +155,10 @@ def sample_scenes(policy: ScenesPolicy, scenes: list[Scene], steps: int, seed: i
     """Pictures [N, 3, 24, 24] of N scenes by the plain Euler ODE."""
     import torch
 
-    from digenrl.models.prompt_store import Wording
+    from digenrl.models.scenes import text_features
 
     latents = torch.randn(len(scenes), *policy.latent_shape, generator=torch.Generator().manual_seed(seed))
-    condition = policy.encode_prompts([Wording(scene.text) for scene in scenes])
+    condition = text_features([scene.text for scene in scenes])
     with torch.no_grad():
         for sigma, after in pairwise(policy.sigma_grid(steps)):
             latents = latents + (after - sigma) * policy.velocity(latents, sigma.expand(len(scenes)), condition)

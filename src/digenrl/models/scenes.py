@@ -162,8 +162,8 @@ class ScenesPolicy(Policy):
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         """`text_features` on the policy's device."""
-        texts = [wording.text for wording in wordings]
-        return {key: value.to(self.device) for key, value in text_features(texts).items()}
+        features = text_features([wording.text for wording in wordings])
+        return {key: value.to(self.device) for key, value in features.items()}
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, 36, 48] -> pictures [B, 3, 24, 24] fp32 in [0, 1]."""
