@@ -15,7 +15,6 @@ COMMANDS = {
     "resume": ("train", "continue a run from its last checkpoint: resume RUN"),
     "join": ("join", "add one rollout to a running run, from any machine: join RUN"),
     "replay": ("train", "train again from a run's trajectories, with nothing generated: replay RUN"),
-    "join": ("join", "add one rollout to a running run, from any machine: join RUN"),
     "plan": ("plan", "what a run will cost on a hardware profile; needs no GPU"),
     "profile": ("profile", "measure this machine's seconds per unit, for a hardware profile"),
     "encode": ("encode", "encode the prompts of a run into the prompt store"),
