@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -127,7 +128,7 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         assert {value.device for value in own.values()} == {CUDA}
 
         positive = {name: value.cpu() for name, value in condition.items() if not name.startswith(NEGATIVE)}
-        policy._embeddings |= dict.fromkeys((PROMPT.text, PROMPT.negative), positive)
+        policy._embeddings |= dict.fromkeys(itertools.chain(*policy.wordings([PROMPT])), positive)
         scores: list[Tensor] = []
 
         def score(media: Tensor, prompts: list[Prompt], heldout: bool) -> dict[str, Tensor]:

@@ -198,7 +198,9 @@ def test_the_store_holds_what_the_evaluations_guidance_needs(scale: float | None
         "oversample": 0,
         "prompt_store": str(tmp_path),
     }
-    config = OmegaConf.create({"max_rl_steps": 1, "data": data, "sampling": {"eval": {"guidance_scale": scale}}})
+    config = OmegaConf.create(
+        {"max_rl_steps": 1, "replay": None, "data": data, "sampling": {"eval": {"guidance_scale": scale}}}
+    )
     policy = make("wan", guidance_scale=1.0)
     filled = fill_prompt_store(config, policy, PromptData(config.data, 0))
     assert filled is not None

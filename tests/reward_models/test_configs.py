@@ -13,8 +13,8 @@ from digenrl.types import Prompt
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "reward"
 NEEDS_A_SERVICE = {"remote", "vlm_judge", "edit_judge"}
-ONE_SIZE_ONLY = {"digits", "scenes"}
-NAMES = sorted({path.stem for path in CONFIGS.glob("[a-z]*.yaml")} - ONE_SIZE_ONLY)
+OF_ONE_MODEL = {"digits", "scenes", "mixture"}
+NAMES = sorted({path.stem for path in CONFIGS.glob("[a-z]*.yaml")} - OF_ONE_MODEL)
 EDITS = load_prompts("edits.jsonl")[:2]
 PROMPTS = [Prompt(f'a sign "{word}"', images=e.images) for word, e in zip(("OPEN", "SHUT"), EDITS, strict=True)]
 
