@@ -114,8 +114,9 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(experiment: str,
     ids=["steps", "replicas", "kept", "720p", "480p"],
 )
 def test_a_misfit_is_refused_with_the_change_that_fits(words: tuple[str, ...], message: str) -> None:
+    trainers = "allocation.trainers=8" if "h100" not in words[1] else "allocation.trainers=4"
     with pytest.raises(ValueError, match=message):
-        allocated(loaded(*words, "allocation.trainers=8" if "h100" not in words[1] else "allocation.trainers=4"))
+        allocated(loaded(*words, trainers, "schedule.auto=false"))
 
 
 def test_all_weights_are_sharded_without_being_asked() -> None:
