@@ -15,11 +15,11 @@ from tests.conftest import ROOT
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 DESIGN, ALGORITHMS = ROOT / "docs" / "design.md", ROOT / "docs" / "algorithms.md"
 FAULTS = ROOT / "docs" / "faults.md"
-FOLDERS = ("src", "reward_models", "tests", "configs", "benchmarks", "scripts", "notebooks", "docs")
+FOLDERS = ("src", "reward_models", "tests", "configs", "benchmarks", "scripts", "examples", "notebooks", "docs")
 FOREIGN = re.compile(r"(arXiv[^;)]*|\b[\w-]+/[\w-]+(?:'s README)? )$")
 """What stands before a section or a path of somebody else's paper or repository."""
 PATH = re.compile(
-    r"(?<![\w./-])((?:src|digenrl|reward_models|tests|configs|benchmarks|scripts|notebooks|docs|\.ci)"
+    r"(?<![\w./-])((?:src|digenrl|reward_models|tests|configs|benchmarks|scripts|examples|notebooks|docs|\.ci)"
     r"(?:/[\w.-]+)+\.(?:py|md|yaml|json|sbatch|sh|ipynb|png))\b"
 )
 ROOM_PATH = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.py)`")

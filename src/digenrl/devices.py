@@ -94,11 +94,16 @@ def found() -> tuple[Device, ...]:
     return tuple(Device(*facts) for facts in answer)
 
 
+def seen() -> tuple[Device, ...]:
+    """The GPUs of this process, which asks the driver itself and therefore forks no rank that uses them."""
+    facts = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return tuple(Device(fact.name, fact.total_memory / 2**30) for fact in facts)
+
+
 def _ask(pipe: Connection) -> None:
     """Send (name, GiB) of every GPU, or what prevents it."""
     try:
-        facts = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        pipe.send([(fact.name, fact.total_memory / 2**30) for fact in facts])
+        pipe.send([(device.name, device.memory_gib) for device in seen()])
     except Exception as error:  # whatever the driver says goes into the message
         pipe.send(f"{' '.join(str(error).split())}.")
 

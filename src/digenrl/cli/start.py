@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl import devices, run
+from digenrl.cluster import on_ray
 from digenrl.cluster.attach import Place, attach, check_allocation, scheduler_limit
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Outcome, launch
@@ -34,7 +35,7 @@ from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_even
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.schedule import groups_of_step
-from digenrl.simulate.hardware import numbering, parse_hardware
+from digenrl.simulate.hardware import assign, numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
@@ -56,13 +57,14 @@ def ranks(composed: Composed) -> int:
 
 
 def check_devices(composed: Composed, place: Place | None) -> None:
-    """Refuse a run whose ranks cannot have their GPUs: all of them here, or the one that a scheduler started.
+    """Refuse a run whose ranks cannot have their GPUs: all of them here, or the one that a scheduler started. On Ray
+    each rank looks for itself.
 
     Raises:
         ValueError: as `devices.check` and `devices.found`.
     """
     trainers, rollouts = _counts(composed)
-    if composed.config.hardware.emulate:
+    if composed.config.hardware.emulate or (place is None and composed.config.launch == "ray"):
         return
     if place is None:
         count = trainers + rollouts
@@ -74,12 +76,16 @@ def check_devices(composed: Composed, place: Place | None) -> None:
 
 
 def check_network(composed: Composed, place: Place | None) -> None:
-    """Refuse an interface or a range of ports that the ranks of this machine cannot have.
+    """Refuse an interface, a range of ports or a cluster's address that the ranks of this machine cannot have.
 
     Raises:
-        ValueError: as `Network.check`.
+        ValueError: as `Network.check`, `on_ray.driver_host`.
     """
-    _network(composed).check(1 + (ranks(composed) if place is None else place.local_size))
+    here = ranks(composed) if place is None else place.local_size
+    if place is None and composed.config.launch == "ray":
+        on_ray.driver_host(composed.config.ray.address)
+        here = 0
+    _network(composed).check(1 + here)
 
 
 def _network(composed: Composed) -> Network:
@@ -179,6 +185,11 @@ def _plan(
     """What an attempt starts, by the checkpoint that it begins with."""
     settings, (trainers, rollouts) = composed.config, _counts(composed)
     sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
+    main = partial(run.fit, settings)
+    elsewhere, host = None, "127.0.0.1"
+    if settings.launch == "ray":
+        main = partial(_fit_on_own_gpu, settings)
+        elsewhere, host = partial(on_ray.seated, _places(composed), trainers), on_ray.driver_host(settings.ray.address)
     most = settings.allocation.max_lost_rollouts
     if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
         most = 0
@@ -196,10 +207,12 @@ def _plan(
                 display.close()
 
         return Launch(
-            partial(run.fit, settings, checkpoint, sleeps, expected),
+            partial(main, checkpoint, sleeps, expected),
             trainers,
             rollouts,
             run_dir,
+            host=host,
+            elsewhere=elsewhere,
             max_lost=None if most == "auto" else most,
             patience_s=settings.allocation.patience_s,
             passport=passport(composed),
@@ -215,6 +228,30 @@ def _plan(
         )
 
     return plan
+
+
+def _fit_on_own_gpu(config: DictConfig, checkpoint: Path | None, sleeps: Any, expected: Any, *rank: Any) -> None:
+    """`run.fit` of a rank that Ray has given its GPU."""
+    world, session = rank
+    devices.check(config, {world.rank: 0}, 1, devices.seen())
+    if not config.hardware.emulate:
+        devices.take(0)
+        devices.claim(session, world.rank)
+    run.fit(config, checkpoint, sleeps, expected, world, session)
+
+
+def _places(composed: Composed) -> on_ray.Places:
+    """What each rank wants of Ray."""
+    hardware, own = parse_hardware(composed.config.hardware), composed.config.ray
+    emulated = composed.config.hardware.emulate
+
+    def want(pool: str) -> dict[str, float]:
+        if pool in own.resources:
+            return dict(own.resources[pool])
+        return {"CPU": 1} if emulated or hardware.pool(pool).gpu == "cpu" else {"GPU": 1}
+
+    wants = tuple(want(pool) for pool, _ in assign(hardware, *_counts(composed)))
+    return on_ray.Places(own.address, wants, own.wait_s)
 
 
 def _checkpoint_after_death(run_dir: Path) -> Path | None:

@@ -23,13 +23,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from digenrl.cluster.access import ACCESS, Access, leave_access
 from digenrl.cluster.control import Aborted, Control
@@ -43,6 +42,8 @@ from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_
 from digenrl.cluster.world import Session, World
 from digenrl.record.redact import redact_text
 
+RankMain = Callable[[World, Session], None]
+"""The life of a rank; an exception there ends the rank with its text as the cause."""
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt(3)."""
@@ -50,6 +51,32 @@ FILES_OF_A_PROCESS, FILES_PER_RANK = 64, 12
 """Open files: libraries, logs and scorers of one process; connections of one rank, to the store and to another rank."""
 EXIT_STOPPED = 75
 """Exit code of a run that asked to stop itself (EX_TEMPFAIL: fix the cause, then resume)."""
+
+
+class NoPlace(RuntimeError):
+    """Ranks cannot start where they should; says why, and what to do."""
+
+
+class RankProcess(Protocol):
+    """A rank, as the launcher watches it: one of its own processes, or one somewhere else."""
+
+    @property
+    def pid(self) -> int | None:
+        """None: on another machine."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """None: it lives; negative: the signal that killed it."""
+
+    @property
+    def sentinel(self) -> Any:
+        """What `multiprocessing.connection.wait` takes: ready when the rank has ended."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
 
 
 @dataclass
@@ -66,12 +93,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start.
+    """What to start."""
 
-    `rank_main(world, session)` runs in each forked rank; an exception there ends the rank with its text as the cause.
-    """
-
-    rank_main: Callable[[World, Session], None]
+    rank_main: RankMain
     trainers: int
     rollouts: int
     run_dir: Path
@@ -86,7 +110,11 @@ class Launch:
     signals: StopSignals = field(default_factory=StopSignals)
     """What has been asked of this process so far counts too."""
     network: Network = field(default_factory=Network)
-    """Where the store and the ranks listen; all of them are on this machine."""
+    """Where the store and the ranks listen ..."""
+    host: str = "127.0.0.1"
+    """... unless it names an interface."""
+    elsewhere: Callable[[], AbstractContextManager[Callable[[RankMain, World, Session], RankProcess]]] | None = None
+    """Gives places to the ranks, and then what starts one; None: they are forked."""
     handshake: Handshake = field(default_factory=Handshake)
     """With a token of its own for each run."""
     passport: Mapping[str, Any] = field(default_factory=dict)
@@ -129,20 +157,24 @@ def launch(spec: Launch) -> Outcome:
     # and die of it.
     gc.collect()
     gc.freeze()
-    host = spec.network.address("127.0.0.1")
+    host = spec.network.address(spec.host)
     listener = spec.network.listen(host)
     monitor, port = LauncherMonitor(spec.on_orphaned, spec.limits.suspended_s), listener.getsockname()[1]
     epoch = time.time()
     logs = spec.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    ranks: dict[int, BaseProcess] = {}
+    ranks: dict[int, RankProcess] = {}
     with spec.signals, ExitStack() as ended:
         try:
+            start: Callable[[RankMain, World, Session], RankProcess]
+            start = partial(fork_rank, forget=partial(_forget, monitor, listener))
+            if spec.elsewhere is not None:
+                start = ended.enter_context(spec.elsewhere())
+                ended.enter_context(spec.signals)  # Ray has taken SIGTERM
             for rank in range(spec.trainers + spec.rollouts):
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
                 session = Session(host, port, spec.handshake, spec.run_dir, epoch, host, spec.network, spec.limits)
-                forget = partial(_forget, monitor, listener)
-                ranks[rank] = fork_rank(spec.rank_main, world, session, forget)
+                ranks[rank] = start(spec.rank_main, world, session)
             # Only now, because a fork beside the store's busy threads may inherit a lock that nobody releases.
             server = StoreServer(listener, spec.handshake)
             ended.callback(server.close)
@@ -155,6 +187,8 @@ def launch(spec: Launch) -> Outcome:
             terms = Terms(spec.trainers, spec.rollouts, spec.max_lost, spec.patience_s)
             members = Members(control, server, terms, spec.run_dir, spec.limits, ranks)
             outcome = _Watch(spec, ranks, control, members).run()
+        except NoPlace as error:
+            outcome = Outcome("failed", str(error), 1)
         except Exception as error:
             outcome = _own_failure(error, logs)
         finally:
@@ -180,13 +214,10 @@ def _forget(monitor: LauncherMonitor, listener: socket.socket) -> None:
     listener.close()
 
 
-def fork_rank(
-    rank_main: Callable[[World, Session], None], world: World, session: Session, forget: Callable[[], None]
-) -> BaseProcess:
+def fork_rank(rank_main: RankMain, world: World, session: Session, forget: Callable[[], None]) -> RankProcess:
     """Start a rank as a child of this process; `forget` closes there what it must not inherit."""
-    log = session.run_dir / "logs" / f"rank-{world.rank:03d}.log"
     process = multiprocessing.get_context("fork").Process(
-        target=_child, args=(rank_main, world, session, log, os.getpid(), forget)
+        target=_child, args=(rank_main, world, session, os.getpid(), forget)
     )
     with held_back():
         process.start()
@@ -194,18 +225,23 @@ def fork_rank(
 
 
 def _child(
-    rank_main: Callable[[World, Session], None],
+    rank_main: RankMain,
     world: World,
     session: Session,
-    log: Path,
     launcher: int,
     forget: Callable[[], None],
 ) -> None:
-    """Body of a forked rank: die with the launcher, keep the terminal free, report what went wrong."""
+    """Body of a forked rank: die with the launcher."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died between fork and prctl
         os._exit(1)
     forget()
+    os._exit(live(rank_main, world, session))  # interpreter shutdown would wait for threads that wait for peers
+
+
+def live(rank_main: RankMain, world: World, session: Session) -> int:
+    """Be a rank in this process: keep the terminal free, report what went wrong. Returns its exit code."""
+    log = session.run_dir / "logs" / f"rank-{world.rank:03d}.log"
     keep_memory()
     session.network.announce(session.host)
     sys.stdout.flush()
@@ -229,7 +265,7 @@ def _child(
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # interpreter shutdown would wait for threads that wait for peers
+    return code
 
 
 def mask_secrets() -> None:
@@ -263,7 +299,7 @@ def keep_memory() -> None:
 class _Watch:
     """Waits for the ranks; turns deaths, hangs and signals into one outcome with one cause."""
 
-    def __init__(self, spec: Launch, ranks: dict[int, BaseProcess], control: Control, members: Members) -> None:
+    def __init__(self, spec: Launch, ranks: dict[int, RankProcess], control: Control, members: Members) -> None:
         self._spec, self._ranks, self._control, self._members = spec, ranks, control, members
         self._signals = spec.signals
         self._outcome = Outcome()
@@ -338,6 +374,8 @@ class _Watch:
     def _death(self, rank: int, code: int) -> str | None:
         """What a dead rank did ("was killed by ...", "raised ..."), or None when it only left because the run was
         over."""
+        if code < 0 and self._ranks[rank].pid is None:
+            return f"is gone, with its process or its machine; see logs/rank-{rank:03d}.log"
         if code < 0:
             hint = ""
             if -code == signal.SIGKILL:
@@ -409,7 +447,7 @@ class _Watch:
         return f"rank {rank} ({World(rank, self._spec.trainers, self._spec.rollouts).role})"
 
 
-def _kill(ranks: dict[int, BaseProcess], limits: Limits) -> None:
+def _kill(ranks: dict[int, RankProcess], limits: Limits) -> None:
     for process in ranks.values():
         if process.exitcode is None:
             process.kill()

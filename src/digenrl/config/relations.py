@@ -217,6 +217,12 @@ def _rank_counts(get: _View) -> Iterator[str]:
             )
 
 
+def _ray_pools(get: _View) -> Iterator[str]:
+    pools = sorted(get("hardware.pools"))
+    for name in sorted(set(get("ray.resources")) - set(pools)):
+        yield f"ray.resources.{name}: is no pool of the hardware profile; its pools are {', '.join(pools)}."
+
+
 _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _task_size,
     _updates,
@@ -232,4 +238,5 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _split_claims,
     _recomputation,
     _rank_counts,
+    _ray_pools,
 )

@@ -119,6 +119,19 @@ class Allocation(Closed):
     restart_pause_s: Amount = Field(description="seconds before the first restart; twice as many before each next one")
 
 
+class Ray(Closed):
+    """ray.*"""
+
+    address: Text | None = Field(
+        description="HOST:PORT of a cluster's head, or auto; null: that of RAY_ADDRESS, else this machine alone"
+    )
+    resources: dict[str, dict[str, Positive]] = Field(
+        description="pool of the profile -> what a rank there wants (CPU, GPU, accelerator_type:H20: 0.001, or any "
+        "name); a pool that is not here: 1 GPU, or 1 CPU where it has no GPUs"
+    )
+    wait_s: Positive = Field(description="until all ranks must have a place, nodes that still start included")
+
+
 class Handshake(Closed):
     """handshake.*"""
 
@@ -410,6 +423,8 @@ class Train(Closed):
         description="hosts that the config.yaml of an earlier run may name; counts on the command line only"
     )
     allocation: Allocation
+    launch: Literal["local", "ray"] = Field(description="who starts ranks that no torchrun or SLURM has started")
+    ray: Ray
     handshake: Handshake
     network: Network
     parallel: Parallel
@@ -502,6 +517,8 @@ class ServeReward(Closed):
 RESUMABLE: tuple[str, ...] = (
     "max_rl_steps",
     "allocation",
+    "launch",
+    "ray",
     "handshake",
     "network",
     "limits",

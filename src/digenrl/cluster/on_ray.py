@@ -1,0 +1,186 @@
+"""`launch=ray`: the ranks of a run are actors of a Ray cluster, and the launcher is its driver.
+
+Ray finds places, starts the processes and says when one is gone. Store, claims, trajectories and weights are as
+everywhere, so the launcher watches these ranks as it watches forked ones. Ray is imported when ranks are placed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any
+
+from digenrl.cluster.attach import SOMEWHERE
+from digenrl.cluster.control import Control
+from digenrl.cluster.launcher import NoPlace, RankMain, live
+from digenrl.cluster.network import source_address
+from digenrl.cluster.store import StoreClient
+from digenrl.cluster.world import Session, World
+
+_INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+"""Read when torch loads, before an actor can set them; Ray has values of its own."""
+_KNOWN_S = 5.0
+"""How long one look for places lasts."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where ranks shall live."""
+
+    address: str | None
+    """Of a cluster; None: that of RAY_ADDRESS, else a cluster of this machine alone, for this run."""
+    wants: tuple[Mapping[str, float], ...]
+    """Rank -> Ray's resources: CPU, GPU, or any other name."""
+    wait_s: float
+    """Seconds until all ranks must have a place."""
+
+
+class Seat:
+    """The actor: a process in which one rank lives."""
+
+    def ready(self) -> bool:
+        """Answers as soon as it has a place."""
+        return True
+
+    def live(self, rank_main: RankMain, world: World, facts: Mapping[str, Any]) -> int:
+        """Be this rank; its exit code. `facts`: of its `Session`."""
+        host = facts["network"].address(source_address(facts["store_host"]))
+        session = Session(**facts, host=host)
+        if not session.run_dir.is_dir():
+            error = ValueError(
+                f"this machine ({host}) does not see the run directory {session.run_dir}: set output_root to a "
+                "directory that all machines share"
+            )
+            Control(StoreClient(*session.store), world.rank).report(True, error)
+            return 1
+        return live(rank_main, world, session)
+
+
+class RayRank:
+    """A rank as the launcher sees it, in the words of a process."""
+
+    pid = None  # it may be on another machine
+
+    def __init__(self, actor: Any, call: Any) -> None:
+        self._actor = actor
+        self.exitcode: int | None = None
+        self.sentinel, self._ends = os.pipe()
+        call.future().add_done_callback(self._ended)
+
+    def kill(self) -> None:
+        """End it at once."""
+        import ray
+
+        with suppress(Exception):  # a cluster that is gone has no actors
+            ray.kill(self._actor)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+        if self.exitcode is None:
+            connection.wait([self.sentinel], timeout)
+
+    def _ended(self, call: Future[int]) -> None:
+        self.exitcode = call.result() if call.exception() is None else -signal.SIGKILL
+        os.close(self._ends)
+
+
+def driver_host(address: str | None) -> str:
+    """Where the store listens: this machine's address on the route to the cluster, loopback for one of its own.
+
+    Raises:
+        ValueError: the address is that of a Ray client, which its cluster does not reach.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        return "127.0.0.1"
+    if "://" in address:
+        raise ValueError(
+            f"ray.address = {address}: ranks could not reach this process; start it on a node of the cluster "
+            "(ray job submit), with ray.address=auto."
+        )
+    return source_address(SOMEWHERE if address == "auto" else address.rpartition(":")[0])
+
+
+@contextmanager
+def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World, Session], RayRank]]:
+    """Inside, every rank has a place: trainers in one placement group, each rollout by itself. Afterwards all are gone.
+
+    Raises:
+        NoPlace: no Ray, no cluster at the address, or not what the ranks want.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise NoPlace("launch=ray needs Ray: pip install 'digenrl[ray]'.") from error
+    from ray.util import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    try:
+        ray.init(address=places.address, log_to_driver=False, logging_level="error", include_dashboard=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise NoPlace(f"ray.address = {places.address}: no cluster answers there ({error}).") from error
+    try:
+        environment = {"env_vars": {name: os.environ[name] for name in _INHERITED if name in os.environ}}
+        group = placement_group([dict(want) for want in places.wants[:trainers]], strategy="PACK")
+        seats = []
+        for rank, want in enumerate(places.wants):
+            options: dict[str, Any] = {"num_cpus": want.get("CPU", 0), "num_gpus": want.get("GPU", 0)}
+            options["resources"] = {name: amount for name, amount in want.items() if name not in ("CPU", "GPU")}
+            if rank < trainers:
+                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
+            seats.append(ray.remote(Seat).options(runtime_env=environment, max_restarts=0, **options).remote())
+        _wait_for_places(places, [seat.ready.remote() for seat in seats])
+
+        def start(rank_main: RankMain, world: World, session: Session) -> RayRank:
+            names = ("store_host", "store_port", "handshake", "run_dir", "epoch", "network", "limits")
+            facts = {name: getattr(session, name) for name in names}
+            return RayRank(seats[world.rank], seats[world.rank].live.remote(rank_main, world, facts))
+
+        yield start
+    finally:
+        ray.shutdown()
+
+
+def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
+    """Until every rank has one.
+
+    Raises:
+        NoPlace: that took too long.
+    """
+    import ray
+
+    deadline, told = time.monotonic() + places.wait_s, False
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        _, missing = ray.wait(list(answers), num_returns=len(answers), timeout=min(_KNOWN_S, left))
+        if not missing:
+            try:
+                ray.get(list(answers))
+            except ray.exceptions.RayError as error:
+                raise NoPlace(
+                    f"ranks could not start: {error}; digenrl must be installed on every node, in one version."
+                ) from error
+            return
+        ranks = [rank for rank, answer in enumerate(answers) if answer in missing]
+        wants = "; ".join(f"rank {rank}: {dict(places.wants[rank])}" for rank in ranks[:4])
+        has, free = (
+            {k: v for k, v in found().items() if not k.startswith("node:") and "memory" not in k}
+            for found in (ray.cluster_resources, ray.available_resources)
+        )
+        lack = f"{len(ranks)} ranks have no place yet ({wants}); the cluster has {has}, of which {free} are free"
+        if time.monotonic() > deadline:
+            raise NoPlace(
+                f"{lack}, after {places.wait_s:g} s: add nodes, change ray.resources, or set a smaller allocation; "
+                "raise ray.wait_s where nodes still start."
+            )
+        if not told:
+            print(f"{lack}; waiting up to {places.wait_s:g} s (ray.wait_s)", file=sys.stderr, flush=True)
+            told = True
