@@ -118,7 +118,7 @@ VALUES: dict[str, Case] = {
     "lost rollouts below none": (["allocation.max_lost_rollouts=-1"], ["allocation.max_lost_rollouts = -1", ">= 0"]),
     "restarts below none": (["allocation.max_restarts=-1"], ["allocation.max_restarts = -1", "whole number >= 0"]),
     "unknown launcher": (["launch=slurm"], ["launch = slurm", "local | ray"]),
-    "resources of no pool": (["ray.resources.spot={GPU:1}"], ["ray.resources.spot", "no pool", "pools are local"]),
+    "resources of no pool": (["ray.resources={spot:{GPU:1}}"], ["ray.resources.spot", "no pool", "pools are local"]),
     "no time scale": (["hardware.time_scale=0"], ["hardware.time_scale = 0", "number > 0"]),
     "negative share": (["schedule.shares=[1,-1]"], ["schedule.shares", "holds -1", "too small"]),
     "name that leads elsewhere": (["experiment_name=../../x"], ["experiment_name = ../../x", "not of that form"]),

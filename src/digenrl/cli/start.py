@@ -251,7 +251,7 @@ def _places(composed: Composed) -> on_ray.Places:
         return {"CPU": 1} if emulated or hardware.pool(pool).gpu == "cpu" else {"GPU": 1}
 
     wants = tuple(want(pool) for pool, _ in assign(hardware, *_counts(composed)))
-    return on_ray.Places(own.address, wants, own.wait_s)
+    return on_ray.Places(own.address, wants, own.wait_s, own.respawn_s)
 
 
 def _checkpoint_after_death(run_dir: Path) -> Path | None:

@@ -6,15 +6,21 @@ everywhere, so the launcher watches these ranks as it watches forked ones. Ray i
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 from digenrl.cluster.attach import SOMEWHERE
@@ -26,8 +32,10 @@ from digenrl.cluster.world import Session, World
 
 _INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Read when torch loads, before an actor can set them; Ray has values of its own."""
-_KNOWN_S = 5.0
-"""How long one look for places lasts."""
+_INTERNAL = re.compile("^node:|memory|_group_")
+"""Resources that Ray counts for itself."""
+_TELL_S, _LOOK_S = 5.0, 0.5
+"""After which it is said that places lack; between two looks at a rollout."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,8 @@ class Places:
     """Rank -> Ray's resources: CPU, GPU, or any other name."""
     wait_s: float
     """Seconds until all ranks must have a place."""
+    respawn_s: float
+    """Seconds before another rollout is started for one that died; twice as many for each next one."""
 
 
 class Seat:
@@ -61,6 +71,13 @@ class Seat:
             Control(StoreClient(*session.store), world.rank).report(True, error)
             return 1
         return live(rank_main, world, session)
+
+    def join(self, run_dir: str) -> int:
+        """Be one more rollout of the run in that directory; the exit code of `digenrl join`."""
+        own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-m", "digenrl.cli.join", f"run={run_dir}"]
+        with (Path(run_dir) / "logs" / "join.log").open("a") as log:
+            return subprocess.run(command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
 
 
 class RayRank:
@@ -122,31 +139,55 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
     from ray.util import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    over = threading.Event()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
     try:
-        ray.init(address=places.address, log_to_driver=False, logging_level="error", include_dashboard=False)
+        ray.init(address=places.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise NoPlace(f"ray.address = {places.address}: no cluster answers there ({error}).") from error
     try:
+        remote: Any = ray.remote(Seat)
         environment = {"env_vars": {name: os.environ[name] for name in _INHERITED if name in os.environ}}
         group = placement_group([dict(want) for want in places.wants[:trainers]], strategy="PACK")
-        seats = []
-        for rank, want in enumerate(places.wants):
+
+        def seat(rank: int) -> Any:
+            want = places.wants[rank]
             options: dict[str, Any] = {"num_cpus": want.get("CPU", 0), "num_gpus": want.get("GPU", 0)}
             options["resources"] = {name: amount for name, amount in want.items() if name not in ("CPU", "GPU")}
             if rank < trainers:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
-            seats.append(ray.remote(Seat).options(runtime_env=environment, max_restarts=0, **options).remote())
-        _wait_for_places(places, [seat.ready.remote() for seat in seats])
+            return remote.options(runtime_env=environment, max_restarts=0, **options).remote()
+
+        seats = [seat(rank) for rank in range(len(places.wants))]
+        _wait_for_places(places, [actor.ready.remote() for actor in seats])
 
         def start(rank_main: RankMain, world: World, session: Session) -> RayRank:
             names = ("store_host", "store_port", "handshake", "run_dir", "epoch", "network", "limits")
             facts = {name: getattr(session, name) for name in names}
-            return RayRank(seats[world.rank], seats[world.rank].live.remote(rank_main, world, facts))
+            life = RayRank(seats[world.rank], seats[world.rank].live.remote(rank_main, world, facts))
+            if not world.is_trainer:
+                threading.Thread(
+                    target=_replace, args=(life, partial(seat, world.rank), session.run_dir, places.respawn_s, over),
+                    name=f"replace-{world.rank}", daemon=True,
+                ).start()  # fmt: skip
+            return life
 
         yield start
     finally:
+        over.set()
         ray.shutdown()
+
+
+def _replace(life: RayRank, seat: Callable[[], Any], run_dir: Path, pause_s: float, over: threading.Event) -> None:
+    """Until the run is over, have another rollout join from a like place for each that died there."""
+    while not over.wait(_LOOK_S):
+        if life.exitcode is None:
+            continue
+        if not life.exitcode or over.wait(pause_s):
+            return
+        life.kill()  # it may have raised, and hold its place
+        actor, pause_s = seat(), 2 * pause_s
+        life = RayRank(actor, actor.join.remote(str(run_dir)))
 
 
 def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
@@ -160,7 +201,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
     deadline, told = time.monotonic() + places.wait_s, False
     while True:
         left = max(0.0, deadline - time.monotonic())
-        _, missing = ray.wait(list(answers), num_returns=len(answers), timeout=min(_KNOWN_S, left))
+        _, missing = ray.wait(list(answers), num_returns=len(answers), timeout=min(_TELL_S, left))
         if not missing:
             try:
                 ray.get(list(answers))
@@ -172,7 +213,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
         ranks = [rank for rank, answer in enumerate(answers) if answer in missing]
         wants = "; ".join(f"rank {rank}: {dict(places.wants[rank])}" for rank in ranks[:4])
         has, free = (
-            {k: v for k, v in found().items() if not k.startswith("node:") and "memory" not in k}
+            {name: amount for name, amount in found().items() if not _INTERNAL.search(name)}
             for found in (ray.cluster_resources, ray.available_resources)
         )
         lack = f"{len(ranks)} ranks have no place yet ({wants}); the cluster has {has}, of which {free} are free"

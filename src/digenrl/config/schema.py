@@ -130,6 +130,9 @@ class Ray(Closed):
         "name); a pool that is not here: 1 GPU, or 1 CPU where it has no GPUs"
     )
     wait_s: Positive = Field(description="until all ranks must have a place, nodes that still start included")
+    respawn_s: Amount = Field(
+        description="seconds before another rollout is started for one that died; twice as many for each next one"
+    )
 
 
 class Handshake(Closed):
