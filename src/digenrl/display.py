@@ -199,6 +199,8 @@ def _activity(state: str) -> str:
 def _told(event: Row) -> str:
     when = f"{time.strftime('%H:%M:%S', time.localtime(event['time']))} " if is_number(event.get("time")) else ""
     rest = ", ".join(
-        f"{key} {value}" for key, value in event.items() if key not in ("time", "kind") and value is not None
+        f"{key} {value}" for key, value in event.items() if key not in ("time", "kind", "cause") and value is not None
     )
-    return f"{when}{event.get('kind')} {rest}".rstrip()
+    cause = event.get("cause")
+    said = f"{when}{str(event.get('kind')).replace('_', ' ')} {rest}".rstrip()
+    return said if cause is None else f"{said}: {cause}"

@@ -82,6 +82,7 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
     devices.check(config, {trainers + rollouts - 1: request.device}, request.device + 1, devices.found())
     check_open_files(trainers + rollouts + 1)
     sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
+    print(f"joins the run at {visit.place}; Ctrl-C lets this rollout leave", file=sys.stderr, flush=True)
     try:
         outcome = joining.join(visit, partial(run.fit, config, None, sleeps, expected), signals)
     except (StoreLost, OSError) as error:
