@@ -13,7 +13,7 @@ from digenrl.config import Composed, config_directory, instantiate
 from digenrl.config.compose import merge_words
 from digenrl.config.relations import relation_problems
 from digenrl.recompute import AUTO, parse_recompute
-from digenrl.schedule import ScheduleSpec, groups_of_step, steps_per_forward
+from digenrl.schedule import ScheduleSpec, groups_of_step, steps_per_forward, usual_groups
 from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.floor import training_floor
@@ -504,8 +504,8 @@ def workload(composed: Composed) -> Workload:
         frames=sampling.frames,
         steps=sampling.steps,
         trained_steps=trained_steps(config),
-        prompts=groups_of_step(config.data),
-        oversample=config.data.oversample,
+        prompts=usual_groups(config.data),
+        oversample=usual_groups(config.data) - config.data.prompts_per_batch,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,
         guidance=guided,

@@ -173,6 +173,29 @@ RELATIONS: dict[str, Case] = {
         ["data.prompts_per_batch=4", "algorithm.updates_per_batch=2", "data.oversample=3"],
         ["data.oversample = 3", "algorithm.updates_per_batch = 2", "0, 2, 4"],
     ),
+    "refilling with nothing": (
+        ["data.zero_variance_groups=refill"],
+        ["data.zero_variance_groups = refill with data.oversample = 0", "set data.oversample=10", "=drop"],
+    ),
+    "refilling a later update": (
+        [
+            "data.zero_variance_groups=refill",
+            "data.prompts_per_batch=4",
+            "data.oversample=4",
+            "algorithm.updates_per_batch=2",
+        ],
+        ["refill with algorithm.updates_per_batch = 2", "set algorithm.updates_per_batch=1"],
+    ),
+    "refilling with old weights": (
+        [
+            "data.zero_variance_groups=refill",
+            "data.prompts_per_batch=4",
+            "data.oversample=4",
+            "schedule=full",
+            "schedule.stale_fraction=0.9",
+        ],
+        ["schedule.stale_fraction = 0.9 of 8 groups", "set schedule.stale_fraction=0.5 or less"],
+    ),
     "equal parts and lending": (
         ["schedule.claims=split", "schedule.tag=true"],
         ["schedule.claims = split", "schedule.tag = true", "set schedule.claims=shared or schedule.tag=false"],

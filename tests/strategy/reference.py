@@ -138,7 +138,7 @@ class Reference:
                 for block in blocks[group]:
                     rows = slice(block.first_sample, block.first_sample + block.samples)
                     (self._losses(block, advantages[rows]).sum() / denominator).backward()
-            if groups and config.data.zero_variance_groups == "drop":
+            if groups and config.data.zero_variance_groups != "keep":
                 for parameter in self.policy.trained_parameters().values():
                     if parameter.grad is not None:  # as if they had never been counted; log-probs round to fp32
                         parameter.grad *= places / len(groups)

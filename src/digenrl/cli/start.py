@@ -34,7 +34,7 @@ from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_event
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
-from digenrl.schedule import groups_of_step
+from digenrl.schedule import usual_groups
 from digenrl.simulate.hardware import assign, numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
 
@@ -118,7 +118,7 @@ def _announce(composed: Composed, run_dir: Path, checkpoint: Path | None) -> Non
 def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
     """The lines that precede a run: what runs where, with what schedule."""
     data, schedule = config.data, config.schedule
-    prompts = groups_of_step(data)
+    prompts = usual_groups(data)
     samples = prompts * data.group_size
     ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}"
     lines = [

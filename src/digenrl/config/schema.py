@@ -215,10 +215,12 @@ class Data(Closed):
     prompts_per_batch: int = Field(ge=1, le=65536, description="groups of an RL step, each of one prompt")
     group_size: int = Field(ge=2, le=4096, description="samples of a group")
     oversample: AtLeast0 = Field(
-        description="groups generated beyond prompts_per_batch; the first that teach something are trained"
+        description="groups generated beyond prompts_per_batch; the first that teach something are trained. With "
+        "zero_variance_groups=refill the most that are, each in place of one that teaches nothing"
     )
-    zero_variance_groups: Literal["keep", "drop"] = Field(
-        description="groups whose samples all score alike: they stay in the loss's denominator, or leave it and the KL"
+    zero_variance_groups: Literal["keep", "drop", "refill"] = Field(
+        description="groups whose samples all score alike: they stay in the loss's denominator, or leave it and the "
+        "KL; refill: they leave it, and for each the next prompt is sampled, oversample prompts at most"
     )
     prompt_store: Auto | Directory | None = Field(
         description="where encoded prompts are kept for all ranks and later runs; auto: the user's cache; null: nowhere"

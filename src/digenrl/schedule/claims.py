@@ -77,11 +77,15 @@ class ClaimStore(Protocol):
     def forget(self, version: int, position: int) -> None:
         """Remove what is kept of a task."""
 
-    def returned(self, version: int) -> Sequence[int]:
-        """Positions that have come back so far, in rising order; some may have a new owner."""
+    def offered(self, version: int) -> tuple[Sequence[int], range]:
+        """Positions that have come back so far, in rising order, and those of the reserve that are open; some of both
+        may have a new owner."""
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
         """Note positions that came back. One process alone does so."""
+
+    def set_opened(self, version: int, positions: range) -> None:
+        """Note which positions of the reserve are open. One process alone does so."""
 
     def newest_version(self) -> int:
         """The newest published version."""
@@ -100,6 +104,7 @@ class MemoryClaims:
     _counts: dict[str, int] = field(default_factory=dict)
     _owners: dict[tuple[int, int], Owner] = field(default_factory=dict)
     _returned: dict[int, set[int]] = field(default_factory=dict)
+    _opened: dict[int, range] = field(default_factory=dict)
 
     def count(self, name: str, amount: int = 0) -> int:
         total = self._counts.get(name, 0) + amount
@@ -119,11 +124,15 @@ class MemoryClaims:
     def forget(self, version: int, position: int) -> None:
         self._owners.pop((version, position), None)
 
-    def returned(self, version: int) -> Sequence[int]:
-        return sorted(self._returned[version]) if version in self._returned else ()
+    def offered(self, version: int) -> tuple[Sequence[int], range]:
+        back = sorted(self._returned[version]) if version in self._returned else ()
+        return back, self._opened.get(version, range(0))
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
         self._returned.setdefault(version, set()).update(positions)
+
+    def set_opened(self, version: int, positions: range) -> None:
+        self._opened[version] = positions
 
     def newest_version(self) -> int:
         return self.version
@@ -140,17 +149,19 @@ class Claims:
 
     # ---- generating ranks
 
-    def take(self, version: int, tasks: Sequence[Task], part: range) -> Claim | None:
-        """The next task of a queue: one that came back, else the counter's next; None when none is left.
+    def take(self, version: int, tasks: Sequence[Task], part: range, reserve: int = 0) -> Claim | None:
+        """The next task of a queue: one that came back or was opened, else the counter's next; None when none is left.
 
         Args:
             tasks: the version's whole queue.
             part: positions that the counter runs over (all of them, or this rank's own part of a divided queue).
+            reserve: tasks at the queue's end that the counter never reaches: they wait until they are opened.
         """
-        for position, owner in self._waiting(version, len(tasks)):
+        counted = len(tasks) - reserve
+        for position, owner in self._waiting(version, counted):
             if self._store.change(version, position, owner, Owner.of(self._rank, owner.attempt, tasks[position])):
                 return Claim(position, self._rank, owner.attempt)
-        name = queue_name(version, part, len(tasks))
+        name = queue_name(version, part, counted)
         while self._store.count(name) < len(part):
             number = self._store.count(name, 1) - 1
             if number >= len(part):
@@ -161,7 +172,7 @@ class Claims:
         return None
 
     def left(self, version: int, tasks: int, part: range) -> int:
-        """Tasks of the queue that nobody runs and nobody has finished."""
+        """Tasks of the queue that nobody runs and nobody has finished; `tasks` without the reserve."""
         claimed = self._store.count(queue_name(version, part, tasks))
         return max(0, len(part) - claimed) + self.returned(version, tasks)
 
@@ -200,18 +211,24 @@ class Claims:
         owner = self._store.owner(version, claim.position)
         return owner is not None and (owner.rank, owner.attempt) == (claim.rank, claim.attempt)
 
+    def open(self, version: int, tasks: Sequence[Task], positions: range) -> None:
+        """Offer the tasks at `positions` of the reserve, its first ones; one trainer alone does so."""
+        for position in positions:
+            self._store.change(version, position, None, Owner.of(NOBODY, 0, tasks[position]))
+        self._store.set_opened(version, positions)
+
     def received(self, version: int, position: int) -> None:
         """Note that one more trainer holds a task's result; once a trainer and task."""
         self._store.count(_received(version, position), 1)
 
     def returned(self, version: int, tasks: int) -> int:
-        """How many tasks of the version's queue came back and wait for a new owner."""
+        """How many tasks of a queue came back, or were opened, and wait for an owner; `tasks` as of `left`."""
         return len(list(self._waiting(version, tasks)))
 
     def forget(self, version: int) -> None:
         """Remove what is kept of the queue that can no longer matter once `version` is published."""
         old = version - _FORGET_AFTER
-        for position in range(self._store.count(f"claim/v{old}")):
+        for position in self._known(old):
             self._store.forget(old, position)
 
     # ---- whoever notices a loss: who hosts the store
@@ -222,8 +239,9 @@ class Claims:
         names: list[str] = []
         newest = self._store.newest_version()
         for version in (newest - 1, newest):
-            offered, back = self._store.returned(version), []
-            for position in range(self._store.count(f"claim/v{version}")):
+            returned, opened = self._store.offered(version)
+            offered, back = {*returned, *opened}, []
+            for position in self._known(version):
                 owner = self._store.owner(version, position)
                 if owner is not None and owner.rank == rank and owner.giver != NOBODY:
                     free = replace(owner, rank=NOBODY, giver=NOBODY)
@@ -247,7 +265,7 @@ class Claims:
         for version in (newest - 1, newest):
             back = [
                 position
-                for position in range(self._store.count(f"claim/v{version}"))
+                for position in self._known(version)
                 if self._take_back(version, position, rank, cause, trainers, names)
             ]
             if back:
@@ -277,11 +295,16 @@ class Claims:
                 return True
 
     def _waiting(self, version: int, tasks: int) -> Iterator[tuple[int, Owner]]:
-        """(position, owner entry) of the tasks that came back and have no owner."""
-        for position in self._store.returned(version):
-            owner = self._store.owner(version, position) if position < tasks else None
+        """(position, owner entry) of the tasks that came back or were opened, and have no owner."""
+        returned, opened = self._store.offered(version)
+        for position in (*(position for position in returned if position < tasks), *opened):
+            owner = self._store.owner(version, position)
             if owner is not None and owner.rank == NOBODY:
                 yield position, owner
+
+    def _known(self, version: int) -> list[int]:
+        """Positions of the queue that may have an owner."""
+        return sorted({*range(self._store.count(f"claim/v{version}")), *self._store.offered(version)[1]})
 
 
 def queue_name(version: int, part: range, tasks: int) -> str:

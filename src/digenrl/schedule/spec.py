@@ -22,8 +22,14 @@ def steps_per_forward(asked: int | str, trained: int) -> int:
 
 
 def groups_of_step(data: Mapping[str, Any]) -> int:
-    """Groups that an RL step generates, of the `data` group of a configuration; an old run's may lack `oversample`."""
+    """Groups that an RL step generates at most, of the `data` group of a configuration; an old run's may lack
+    `oversample`."""
     return int(data["prompts_per_batch"]) + int(data.get("oversample", 0))
+
+
+def usual_groups(data: Mapping[str, Any]) -> int:
+    """Groups that an RL step generates where every group teaches something; arguments as of `groups_of_step`."""
+    return int(data["prompts_per_batch"]) if data.get("zero_variance_groups") == "refill" else groups_of_step(data)
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,9 @@ class ScheduleSpec:
     """`shares` are only the first ones: they follow the trainers' measured speed from step to step."""
     oversample: int = 0
     """Groups of `prompts` that are generated beyond what is trained: the first that teach something are."""
-    zero_variance_groups: Literal["keep", "drop"] = "keep"
-    """Groups whose samples all score alike: they count in the loss's denominator, or leave it."""
+    zero_variance_groups: Literal["keep", "drop", "refill"] = "keep"
+    """Groups whose samples all score alike: they count in the loss's denominator, or leave it; refill: they leave it,
+    and each opens one of the `oversample` groups, which are generated only then."""
     context: int = 1
     """Neighbouring trainers that share the tokens of each trained forward, and so train the same cells together."""
     skip_zero: bool = True
@@ -109,6 +116,11 @@ class ScheduleSpec:
                 f"algorithm.updates_per_batch = {updates} both data.prompts_per_batch = {trained} and data.oversample "
                 f"= {self.oversample}."
             )
+        if self.refills and (updates > 1 or self.async_steps * math.ceil(self.stale_fraction * self.prompts) > trained):
+            raise ValueError(
+                f"data.zero_variance_groups = refill: needs algorithm.updates_per_batch = 1 (it is {updates}), and "
+                f"schedule.stale_fraction = {self.stale_fraction} of {self.prompts} groups within the first {trained}."
+            )
 
     @property
     def tasks_per_group(self) -> int:
@@ -131,7 +143,16 @@ class ScheduleSpec:
     @property
     def selects(self) -> bool:
         """Whether groups that teach nothing are left out."""
-        return self.oversample > 0 or self.zero_variance_groups == "drop"
+        return self.oversample > 0 or self.zero_variance_groups != "keep"
+
+    @property
+    def refills(self) -> bool:
+        """Whether groups beyond the places are generated only in place of others."""
+        return self.zero_variance_groups == "refill"
+
+    def in_reserve(self, group: int) -> bool:
+        """Whether `group` is generated only when groups before it teach nothing."""
+        return self.refills and group >= self.places
 
     @property
     def fragment_groups(self) -> int:

@@ -216,6 +216,7 @@ class DisaggregatedStrategy(DDPStrategy):
             self._new_board,
             self._serve,
             self._recording.take,
+            lambda step, count: self.runner.open(step, count) if self.is_global_zero else None,
         )
         hooks = Hooks(
             plan_tasks=lambda version: self.plan_tasks(version),
