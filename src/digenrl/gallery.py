@@ -61,7 +61,7 @@ def tiles(
     prompts: Sequence[str],
     score: NDArray[np.float64],
     rows: Sequence[int],
-    sources: Sequence[NDArray[np.uint8]] | None = None,
+    sources: Sequence[NDArray[np.uint8]] | NDArray[np.uint8] | None = None,
 ) -> tuple[Tile, ...]:
     """The samples `rows` of media [N, ...], prompts [N], score [N] and, where prompts name images, sources [N]."""
     return tuple(

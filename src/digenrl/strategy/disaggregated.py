@@ -80,6 +80,8 @@ class DisaggregatedStrategy(DDPStrategy):
     """
 
     strategy_name = "disaggregated"
+    _timeout: timedelta
+    """Of one collective; Lightning's."""
 
     def __init__(
         self,
