@@ -11,7 +11,7 @@ import pytest
 
 from digenrl import config as configuration
 from digenrl.config import Composed
-from digenrl.preflight import allocated, candidate_of, costing_of, sized, with_task_size
+from digenrl.preflight import allocated, candidate_of, costing_of, memory_lines, sized, with_task_size
 from tests.models.test_experiments import EXPERIMENTS
 
 PROFILES = (
@@ -181,6 +181,34 @@ def test_what_is_always_there_is_counted() -> None:
     costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100"))
     assert alone["rollout"] > 2 * (costing.work.sizes["parameters"] + 4.7e9) / 2**30, "encoders are used on the GPU"
     assert whole["rollout"] < alone["rollout"] - 3.0, "with a store they have left memory"
+
+
+def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
+    """Activations of all blocks of four trainers of a node; of published versions one, or three with asynchrony."""
+    base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
+    base += ("schedule=sync", "schedule.auto=false", "schedule.tsp.batch=1")
+    offload = "model.gradient_checkpointing=offload"
+
+    def host(*words: str) -> float:
+        composed = allocated(loaded(*base, *words))
+        costing = costing_of(composed)
+        (gib,) = costing.host_gib(candidate_of(composed.config, 4, 4, costing.work.trained_steps)).values()
+        assert f"memory    host: {gib:.1f} GiB (off-loaded activations, published weights)" in memory_lines(
+            composed, 4, 4
+        )
+        return gib
+
+    work = costing_of(loaded(*base)).work
+    version = 2 * work.trained_parameters / 2**30
+    assert host() == pytest.approx(version)
+    assert host("schedule.async_steps=1") == pytest.approx(3 * version)
+    rows = loaded(*base).config.sampling.task_size * work.passes
+    waiting = 4 * work.sizes["blocks"] * work.kept_bytes("all", rows) / 2**30
+    assert host(offload) == pytest.approx(version + waiting)
+    node = "+hardware.pools.h100.host_gib={}".format
+    assert host(offload, node(1.2 * (version + waiting))) == pytest.approx(version + waiting)
+    with pytest.raises(ValueError, match=r"on its host: set model\.gradient_checkpointing=auto\.$"):
+        allocated(loaded(*base, offload, node(1.1 * (version + waiting))))
 
 
 def test_stored_prompts_cost_no_step_anything() -> None:

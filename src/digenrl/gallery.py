@@ -37,6 +37,8 @@ class Tile:
     """Whole."""
     score: float
     """The weighted sum of the optimised rewards; NaN: missing."""
+    source: NDArray[np.uint8] | None = None
+    """[3, H, W]: the image that it was made from, shown at its left; None: the prompt names none."""
 
     @property
     def is_video(self) -> bool:
@@ -55,10 +57,16 @@ def totals(scores: Mapping[str, NDArray[np.float32]], weights: Mapping[str, floa
 
 
 def tiles(
-    media: NDArray[np.uint8], prompts: Sequence[str], score: NDArray[np.float64], rows: Sequence[int]
+    media: NDArray[np.uint8],
+    prompts: Sequence[str],
+    score: NDArray[np.float64],
+    rows: Sequence[int],
+    sources: Sequence[NDArray[np.uint8]] | NDArray[np.uint8] | None = None,
 ) -> tuple[Tile, ...]:
-    """The samples `rows` of media [N, ...], prompts [N] and score [N]."""
-    return tuple(Tile(media[row], prompts[row], float(score[row])) for row in rows)
+    """The samples `rows` of media [N, ...], prompts [N], score [N] and, where prompts name images, sources [N]."""
+    return tuple(
+        Tile(media[row], prompts[row], float(score[row]), None if sources is None else sources[row]) for row in rows
+    )
 
 
 def by_prompt(prompts: Sequence[str]) -> dict[str, list[int]]:
@@ -76,13 +84,13 @@ def extremes(score: NDArray[np.float64], count: int) -> tuple[list[int], list[in
     return order[:count], order[::-1][:count]
 
 
-def still(media: NDArray[np.uint8]) -> Image.Image:
-    """A picture of reasonable size; of a video, a strip of its frames."""
+def still(media: NDArray[np.uint8], source: NDArray[np.uint8] | None = None) -> Image.Image:
+    """A picture of reasonable size, with its source at the left; of a video, a strip of its frames."""
     if media.ndim == 4:
         shown = np.unique(np.linspace(0, len(media) - 1, min(STRIP_FRAMES, len(media))).round().astype(int))
         media = np.concatenate([media[frame] for frame in shown], axis=2)
-    image = Image.fromarray(pixels(media))
-    longer = max(image.height, image.width) if media.shape[2] <= 2 * media.shape[1] else image.height
+    longer = max(media.shape[1:]) if media.shape[2] <= 2 * media.shape[1] else media.shape[1]
+    image = Image.fromarray(_beside(source, pixels(media)))
     if longer < SMALLEST:
         times = math.ceil(SMALLEST / longer)
         return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
@@ -96,6 +104,14 @@ def pixels(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array if array.shape[-1] == 3 else np.repeat(array, 3, axis=-1))
 
 
+def _beside(source: NDArray[np.uint8] | None, shown: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[..., H, W, 3] with the source [3, H, W] at the left of every frame; as it is where there is none."""
+    if source is None:
+        return shown
+    left = pixels(source)
+    return np.concatenate([np.broadcast_to(left, (*shown.shape[:-3], *left.shape)), shown], axis=-2)
+
+
 def encoded(image: Image.Image) -> tuple[str, bytes]:
     """(MIME type, bytes) of a picture: PNG where it is small or flat, else JPEG."""
     png, jpeg = io.BytesIO(), io.BytesIO()
@@ -106,8 +122,8 @@ def encoded(image: Image.Image) -> tuple[str, bytes]:
     return "image/jpeg", jpeg.getvalue()
 
 
-def mp4(media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
-    """A video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along.
+def mp4(media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND, source: NDArray[np.uint8] | None = None) -> bytes:
+    """A video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along; its source at the left.
 
     Raises:
         ImportError: imageio is not installed.
@@ -117,7 +133,7 @@ def mp4(media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
     except ImportError as error:
         raise ImportError("writing videos needs imageio: pip install 'digenrl[video]'") from error
     # yuv420p, which every player shows, needs even sides: the last row or column is repeated where one is odd.
-    frames = pixels(media)
+    frames = _beside(source, pixels(media))
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     options: dict[str, Any] = {"fps": fps, "codec": "libx264", "macro_block_size": 1}
     return imageio.imwrite("<bytes>", frames, plugin="FFMPEG", extension=".mp4", **options)
@@ -132,7 +148,7 @@ def caption(tile: Tile) -> str:
 
 def sheet(shown: Sequence[Tile]) -> Image.Image:
     """Tiles beside each other, score below each, the prompt above: once, where all have the same."""
-    images = [still(tile.media) for tile in shown]
+    images = [still(tile.media, tile.source) for tile in shown]
     gap, line, font = 8, 16, ImageFont.load_default(12)
     width = max(sum(image.width + gap for image in images) - gap, 240)
     common = len({tile.prompt for tile in shown}) == 1

@@ -394,7 +394,8 @@ def _way_out(costing: Costing, candidate: Candidate) -> str:
             return f"set {said}{' '.join(words)}".rstrip() + "."
     return (
         "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA (model.lora), take a "
-        "smaller resolution or fewer frames, use more or larger GPUs, or correct memory_gib of the profile's pools."
+        "smaller resolution or fewer frames, use more or larger GPUs, or correct memory_gib or host_gib of the "
+        "profile's pools."
     )
 
 
@@ -466,6 +467,9 @@ def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
         lines.append(f"memory    {where}: {use.gib:.1f} GiB ({_parts(use)})")
         if role == "trainer":
             lines[-1] += f", gradient checkpointing {costing.recompute(candidate, costing.hardware.pool(pool)).config}"
+    for pool, gib in costing.host_gib(candidate).items():
+        where = f"host of a node of {pool}" if several else "host"
+        lines.append(f"memory    {where}: {gib:.1f} GiB (off-loaded activations, published weights)")
     return lines
 
 

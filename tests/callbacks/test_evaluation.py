@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,14 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 from digenrl.callbacks.evaluation import Evaluation, Pictures, measure, save_pictures
+from digenrl.callbacks.guarded import Guarded
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.models.digits import DigitsPolicy
@@ -66,14 +71,14 @@ def engine_of(policy: DigitsPolicy) -> RolloutEngine:
     return RolloutEngine(policy, rewards, FlowSDE(0.9), AllButLast(), SamplingSpec(steps=3, eval_steps=3), seed=0)
 
 
-def train(run_dir: Path, evaluation: Evaluation | None, epochs: int = 5) -> DigitsPolicy:
+def train(run_dir: Path, evaluation: Evaluation | None, epochs: int = 5, logger: Guarded | None = None) -> DigitsPolicy:
     policy = DigitsPolicy()
     trainer = pl.Trainer(
         strategy=WithEngine(engine_of(policy)),
         max_epochs=epochs,
         callbacks=[evaluation] if evaluation else [],
         default_root_dir=run_dir,
-        logger=False,
+        logger=logger or False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -189,6 +194,24 @@ def test_saved_pictures_keep_the_first_of_each_prompt_in_any_order(tmp_path: Pat
     kept = read_samples(tmp_path / "eval-1.npz")
     assert kept.media[:, 0, 0, 0].tolist() == [0, 1]
     assert kept.scores["r"].tolist() == [0.0, 1.0]
+
+
+def test_what_prompts_change_is_kept_and_shown_beside_the_samples(tmp_path: Path) -> None:
+    for name, colour in (("red", (200, 0, 0)), ("blue", (0, 0, 200))):
+        Image.new("RGB", (40, 40), colour).save(tmp_path / f"{name}.png")
+    asked = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"number {word}", "image": f"{name}.png"} for word, name in (("one", "red"), ("two", "blue"))]
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    logger = Guarded(TensorBoardLogger(tmp_path, name="t", version=""), "own", tmp_path)
+    train(tmp_path, Evaluation(asked, samples_per_prompt=2, every=0), epochs=1, logger=logger)
+    logger.finalize("success")
+    kept = read_samples(tmp_path / "samples" / "eval-1.npz").sources
+    assert kept is not None
+    assert kept[:, :, 4, 4].tolist() == [[200, 0, 0]] * 2 + [[0, 0, 200]] * 2
+    events = EventAccumulator(str(tmp_path / "t"), size_guidance={"images": 0}).Reload()
+    with Image.open(io.BytesIO(events.Images("eval/01 number two")[-1].encoded_image_string)) as sheet:
+        assert sheet.convert("RGB").getpixel((10, 40)) == (0, 0, 200)
+        assert sheet.width >= 2 * 2 * 96
 
 
 @pytest.mark.parametrize(("key", "value"), [("samples_per_prompt", 0), ("every", -1), ("max_prompts", 0)])

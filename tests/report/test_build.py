@@ -157,13 +157,17 @@ def test_comparison_matches_samples_by_prompt_and_position(tmp_path: Path) -> No
                      (0, 0, 1): 2, (0, 1, 1): 3, (1, 0, 1): 0, (1, 1, 1): 3}  # fmt: skip
 
 
-def test_videos_are_shown_as_film_strips(tmp_path: Path) -> None:
+@pytest.mark.parametrize("animated", [False, True], ids=["from text", "from images"])
+def test_videos_are_shown_as_film_strips(tmp_path: Path, animated: bool) -> None:
     media = np.random.default_rng(0).integers(0, 255, (4, 9, 3, 16, 24), dtype=np.uint8)
+    more = {"sources": media[:, 0]} if animated else {}
     for step in (0, 5):
-        np.savez(tmp_path / f"eval-{step}.npz", media=media, prompts=np.array(["a red ball rolls", "rain"] * 2))
+        np.savez(tmp_path / f"eval-{step}.npz", media=media, prompts=np.array(["a red ball rolls", "rain"] * 2), **more)
     with paper_style():
         figure = comparison(read_samples(tmp_path / "eval-0.npz"), read_samples(tmp_path / "eval-5.npz"))
-    assert sum(len(axes.images) for axes in figure.axes) == 2 * 2 * 5
+    shown = [np.asarray(axes.images[0].get_array()) for axes in figure.axes]
+    assert len(shown) == 2 * 2 * 5 + 2 * animated
+    assert not animated or all((shown[row] == np.moveaxis(media[row, 0], 0, -1)).all() for row in (0, 1))
 
 
 def test_command_prints_the_reports_path_last(

@@ -20,7 +20,9 @@ from digenrl.report.showing import CHANGES, MOMENTS, showing
 from digenrl.report.summary import build_summary
 
 
-def evaluated(path: Path, steps: int, prompts: list[str], shape: tuple[int, ...] = (3, 8, 8)) -> Path:
+def evaluated(
+    path: Path, steps: int, prompts: list[str], shape: tuple[int, ...] = (3, 8, 8), animated: bool = False
+) -> Path:
     """A run of `steps` evaluations; sample k of every prompt scores step + k/10 with `a`, which weighs 2, and `b`."""
     (path / "samples").mkdir(parents=True)
     (path / "config.yaml").write_text("reward: {rewards: {a: {weight: 2.0}}, heldout: {b: {}}}\n")
@@ -30,7 +32,8 @@ def evaluated(path: Path, steps: int, prompts: list[str], shape: tuple[int, ...]
         media[:] = step
         score = np.array([step * (1 + prompts.index(p)) + sample / 10 for p, sample in rows], np.float32)
         texts = np.array([prompt for prompt, _ in rows])
-        np.savez(path / "samples" / f"eval-{step * 10}.npz", media=media, prompts=texts, a=score, b=-score)
+        more = {"sources": np.full((len(rows), *shape[-3:]), 200, np.uint8)} if animated else {}
+        np.savez(path / "samples" / f"eval-{step * 10}.npz", media=media, prompts=texts, a=score, b=-score, **more)
     return path
 
 
@@ -60,8 +63,9 @@ def test_best_worst_and_change_are_of_the_optimised_reward(tmp_path: Path) -> No
     assert shown.changes[-1][0] == "prompt 0"
 
 
-def test_a_video_is_a_video_in_the_report(tmp_path: Path) -> None:
-    run = read_run(evaluated(tmp_path, 1, ["<b>"], (5, 3, 15, 16)))
+@pytest.mark.parametrize("animated", [False, True], ids=["from text", "from images"])
+def test_a_video_is_a_video_in_the_report(tmp_path: Path, animated: bool) -> None:
+    run = read_run(evaluated(tmp_path, 1, ["<b>"], (5, 3, 15, 16), animated))
     shown = showing(run)
     page = render(run, build_summary(run), {}, shown)
     assert shown is not None
@@ -70,7 +74,10 @@ def test_a_video_is_a_video_in_the_report(tmp_path: Path) -> None:
     assert "<b></b>" not in page
     assert "&lt;b&gt;" in page
     video = base64.b64decode(shown.best[0].source.partition(",")[2])
-    assert imageio.imread(video, extension=".mp4").shape == (5, 16, 16, 3)
+    frames = imageio.imread(video, extension=".mp4")
+    assert frames.shape == (5, 16, 32 if animated else 16, 3)
+    assert (frames[:, 5, 5] > 150).all() == animated
+    assert (frames[:, 5, -5] < 50).all()
 
 
 def test_missing_scores_are_neither_best_nor_worst() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from digenrl.strategy.shard import full_state, mesh_of, shard
+from digenrl.strategy.context import Context
+from digenrl.strategy.shard import bounded, full_state, mesh_of, shard
 from digenrl.types import Prompt
 from tests.models.real_policies import real
 from tests.models.tiny_policies import make
@@ -119,3 +123,34 @@ def test_every_rank_reads_its_own_rows_of_the_same_weights(family: str, tune: st
                 assert torch.equal(value, expected), name
 
     as_one_of_many(body, 1)
+
+
+def test_a_collective_of_some_trainers_ends_by_the_limit_of_all(tmp_path: Path) -> None:
+    """In the groups of hsdp's mesh, and of context groups: rank 0 waits for a partner that never comes."""
+
+    def rank(number: int) -> None:
+        store = dist.FileStore(str(tmp_path / "store"), 4)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=4)
+        limit = timedelta(seconds=0.2)
+        mesh = bounded(mesh_of("hsdp", 4, 2, "cpu"), limit)
+        context = Context(make("wan"), 2, "cpu", limit)._config.context_parallel_config
+        for group in (
+            *mesh.get_all_groups(),
+            context._mesh["ulysses"].get_group(),
+            context._flattened_mesh.get_group(),
+        ):
+            if number == 0:
+                began = time.monotonic()
+                with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                    dist.all_reduce(torch.ones(1), group=group)
+                assert time.monotonic() - began < 20.0
+        dist.PrefixStore("end", store).set(str(number), "")
+        store.wait(["end/0"], timedelta(seconds=60))
+
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=rank, args=(number,)) for number in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0] * 4, "see their tracebacks above"

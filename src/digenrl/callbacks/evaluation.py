@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from digenrl import gallery
@@ -97,14 +98,24 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
         "media": pictures.media[index].numpy(),
         "prompts": np.array([pictures.prompts[row].text for row in kept], dtype=np.str_),
     }
-    sources = [images[0] for row in kept if (images := image_sources(pictures.prompts[row].images))]
-    if len(sources) == len(kept):
-        height, width = pictures.media.shape[-2:]
-        arrays["sources"] = np.stack([np.moveaxis(np.asarray(s.fitted(height, width)), -1, 0) for s in sources])
+    if (sources := fitted_sources(pictures)) is not None:
+        arrays["sources"] = np.stack([sources[row] for row in kept])
     scores = {name: values[index].numpy() for name, values in pictures.rewards.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(file, **(scores | arrays))  # type: ignore[arg-type]  # no array is called allow_pickle
+
+
+def fitted_sources(pictures: Pictures) -> list[NDArray[np.uint8]] | None:
+    """[3, H, W] of each sample: the image that its prompt names, as large as the sample; None where one names none."""
+    height, width = pictures.media.shape[-2:]
+    uids = [prompt.uid for prompt in pictures.prompts]
+    fitted: dict[int, NDArray[np.uint8]] = {}
+    for uid, prompt in dict(zip(uids, pictures.prompts, strict=True)).items():
+        if not (images := image_sources(prompt.images)):
+            return None
+        fitted[uid] = np.moveaxis(np.asarray(images[0].fitted(height, width)), -1, 0)
+    return [fitted[uid] for uid in uids]
 
 
 class Evaluation(pl.Callback):
@@ -210,7 +221,8 @@ class Evaluation(pl.Callback):
         texts = [prompt.text for prompt in pictures.prompts]
         scores = {name: values.numpy() for name, values in pictures.rewards.items()}
         score = gallery.totals(scores, weights, len(texts))
-        return chosen(pictures.media.numpy(), texts, score, self.shown_prompts, self.shown_samples)
+        counts = self.shown_prompts, self.shown_samples
+        return chosen(pictures.media.numpy(), texts, score, *counts, fitted_sources(pictures))
 
     def _raise_alarms(self, run_dir: Path, rl_step: int, pictures: Pictures, engine: RolloutEngine) -> None:
         """Compare with this process's first evaluation, and write what is suspicious to events.jsonl."""

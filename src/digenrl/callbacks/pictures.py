@@ -18,16 +18,21 @@ Shown = Mapping[str, Sequence[Tile]]
 
 
 def chosen(
-    media: NDArray[np.uint8], prompts: Sequence[str], score: NDArray[np.float64], keep: int, samples: int
+    media: NDArray[np.uint8],
+    prompts: Sequence[str],
+    score: NDArray[np.float64],
+    keep: int,
+    samples: int,
+    sources: Sequence[NDArray[np.uint8]] | None = None,
 ) -> dict[str, tuple[Tile, ...]]:
     """What loggers show of an evaluation: the first `samples` of the first `keep` prompts, and as many of the best and
-    the worst."""
+    the worst, each beside its source where prompts name images."""
     shown = {}
     for place, (prompt, rows) in enumerate(list(gallery.by_prompt(prompts).items())[:keep]):
-        shown[f"eval/{place:02d} {prompt[:40]}"] = gallery.tiles(media, prompts, score, rows[:samples])
+        shown[f"eval/{place:02d} {prompt[:40]}"] = gallery.tiles(media, prompts, score, rows[:samples], sources)
     for name, rows in zip(("best", "worst"), gallery.extremes(score, samples if keep else 0), strict=True):
         if rows:
-            shown[f"eval/{name}"] = gallery.tiles(media, prompts, score, rows)
+            shown[f"eval/{name}"] = gallery.tiles(media, prompts, score, rows, sources)
     return shown
 
 
@@ -40,11 +45,13 @@ def log_pictures(logger: Logger, shown: Shown, step: int) -> None:
         elif isinstance(logger, WandbLogger):
             captions = [f"{gallery.caption(tile)}: {tile.prompt}" for tile in tiles]
             if not tiles[0].is_video:
-                logger.log_image(key, [gallery.still(tile.media) for tile in tiles], step, caption=captions)
+                logger.log_image(
+                    key, [gallery.still(tile.media, tile.source) for tile in tiles], step, caption=captions
+                )
                 continue
             with ExitStack() as files:
                 videos = [files.enter_context(tempfile.NamedTemporaryFile(suffix=".mp4")) for _ in tiles]
                 for file, tile in zip(videos, tiles, strict=True):
-                    file.write(gallery.mp4(tile.media))
+                    file.write(gallery.mp4(tile.media, source=tile.source))
                     file.flush()
                 logger.log_video(key, [file.name for file in videos], step, caption=captions)

@@ -410,6 +410,10 @@ class Pool(Closed):
     intra_gb_s: Positive = Field(description="GB/s between two GPUs of a node, per direction")
     inter_gb_s: Positive = Field(description="GB/s of a node's network link, per direction, shared by its GPUs")
     per_node: AtLeast1 | None = Field(ABSENT, description="GPUs of a node; null: 8, or all of a smaller pool")
+    host_gib: Positive | None = Field(
+        ABSENT,
+        description="GiB of memory of a node's host; nine tenths are planned with; null: as much as is asked for",
+    )
     efficiency: Efficiency | None = Field(ABSENT, description="what its GPUs reach, if not what their kind does")
 
 

@@ -157,24 +157,30 @@ def _film_strips(before: Samples, after: Samples, pairs: dict[str, list[tuple[in
     shown = np.unique(np.linspace(0, frames - 1, min(STRIP_FRAMES, frames)).round().astype(int))
     cell = 4.6 / len(shown)
     row_height = cell * height / width + 0.3
-    figure = Figure(figsize=(9.6, 0.35 + row_height * len(texts)))
+    # One strip beside the other: those of the samples, and one frame of what they were made from.
+    strips = [
+        (before.media[:, shown], 0, _moment(before, "before"), VERMILION),
+        (after.media[:, shown], 1, _moment(after, "after"), BLUE),
+    ]
+    if before.sources is not None:
+        strips.insert(0, (before.sources[:, None], 0, "source", INK))
+    widths = [media.shape[1] for media, *_ in strips]
+    figure = Figure(figsize=(9.6 * sum(widths) / (2 * len(shown)), 0.35 + row_height * len(texts)))
     columns = figure.add_gridspec(
-        1, 2, wspace=0.04, left=0.005, right=0.995, bottom=0.01, top=1 - 0.3 / figure.get_figheight()
-    )
-    for side, (samples, title, colour) in enumerate(
-        [(before, _moment(before, "before"), VERMILION), (after, _moment(after, "after"), BLUE)]
-    ):
-        box = columns[side].get_position(figure)
+        1, len(strips), width_ratios=widths, wspace=0.04, left=0.005, right=0.995, bottom=0.01,
+        top=1 - 0.3 / figure.get_figheight(),
+    )  # fmt: skip
+    for place, (media, side, title, colour) in enumerate(strips):
+        box = columns[place].get_position(figure)
         figure.text((box.x0 + box.x1) / 2, 1 - 0.15 / figure.get_figheight(), title.replace("\n", ", "), ha="center",
                     va="center", fontsize=9.5, fontweight="bold", color=colour)  # fmt: skip
-        grid = columns[side].subgridspec(len(texts), len(shown), hspace=0.32 / (row_height - 0.3), wspace=0.02)
+        grid = columns[place].subgridspec(len(texts), widths[place], hspace=0.32 / (row_height - 0.3), wspace=0.02)
         for row, text in enumerate(texts):
-            video = samples.media[pairs[text][0][side]]
-            for column, frame in enumerate(shown):
+            for column, frame in enumerate(media[pairs[text][0][side]]):
                 axes = figure.add_subplot(grid[row, column])
                 axes.set_axis_off()
-                _show(axes, video[frame])
-                if side == 0 and column == 0:
+                _show(axes, frame)
+                if place == 0 and column == 0:
                     axes.set_title(textwrap.shorten(text, 110, placeholder=" ..."), fontsize=8, fontweight="normal",
                                    loc="left", color=FAINT, pad=3)  # fmt: skip
     return figure

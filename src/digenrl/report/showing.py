@@ -69,7 +69,7 @@ def showing(run: Run) -> Showing | None:
         for prompt in list(rows[-1])[:PROMPTS]
     ]
     best, worst = (
-        tuple(map(cell, gallery.tiles(last.media, last.prompts, score, chosen)))
+        tuple(map(cell, gallery.tiles(last.media, last.prompts, score, chosen, last.sources)))
         for chosen in gallery.extremes(score, EXTREMES)
     )
     means = [
@@ -82,11 +82,11 @@ def showing(run: Run) -> Showing | None:
 
 def cell(tile: Tile) -> Cell:
     """A tile as a page holds it: a video as MP4, or, where imageio is missing, as a strip of its frames."""
-    mime, data = gallery.encoded(gallery.still(tile.media))
+    mime, data = gallery.encoded(gallery.still(tile.media, tile.source))
     is_video = False
     if tile.is_video:
         with suppress(ImportError):
-            mime, data, is_video = "video/mp4", gallery.mp4(tile.media), True
+            mime, data, is_video = "video/mp4", gallery.mp4(tile.media, source=tile.source), True
     source = f"data:{mime};base64,{base64.b64encode(data).decode()}"
     return Cell(source, is_video, gallery.caption(tile), tile.prompt)
 
@@ -94,7 +94,7 @@ def cell(tile: Tile) -> Cell:
 def _first(prompt: str, moment: Samples, score: Any, rows: Mapping[str, Sequence[int]]) -> Cell | None:
     if prompt not in rows:
         return None
-    return cell(gallery.tiles(moment.media, moment.prompts, score, rows[prompt][:1])[0])
+    return cell(gallery.tiles(moment.media, moment.prompts, score, rows[prompt][:1], moment.sources)[0])
 
 
 def _changes(first: Mapping[str, float], last: Mapping[str, float]) -> Iterable[tuple[str, str, str, str]]:

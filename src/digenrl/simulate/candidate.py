@@ -16,7 +16,15 @@ from digenrl.schedule import ScheduleSpec
 from digenrl.simulate.bound import Bound, solve_bound
 from digenrl.simulate.costs import STAGES, Costs
 from digenrl.simulate.hardware import Hardware, Pool, assign, shard_group
-from digenrl.simulate.memory import USABLE, Memory, rollout_memory, trainer_memory
+from digenrl.simulate.memory import (
+    GIB,
+    USABLE,
+    Memory,
+    offloaded_bytes,
+    published_bytes,
+    rollout_memory,
+    trainer_memory,
+)
 from digenrl.simulate.virtual_cluster import Cluster, Rank
 from digenrl.simulate.workload import HEADS, Workload
 
@@ -226,7 +234,27 @@ class Costing:
                     f"{role} on {pool_name} ({pool.gpu}) needs {need:.1f} GiB of {USABLE * pool.memory_gib:.1f} GiB "
                     f"({USABLE:.0%} of {pool.memory_gib:g})"
                 )
+        for pool_name, need in self.host_gib(candidate).items():
+            room = self.hardware.pool(pool_name).host_gib
+            if need > USABLE * room:
+                reasons.append(
+                    f"trainers of a node of {pool_name} keep what needs {need:.1f} GiB of {USABLE * room:.1f} GiB "
+                    f"({USABLE:.0%} of {room:g}) on its host"
+                )
         return reasons
+
+    def host_gib(self, candidate: Candidate) -> dict[str, float]:
+        """Pool -> GiB that the trainers of its fullest node keep on the host: off-loaded activations, and beside
+        trainer 0 what is published."""
+        spec, table = candidate.spec, {}
+        names = [name for name, role in self.placed(candidate) if role == "trainer"]
+        for name in dict.fromkeys(names):
+            pool = self.hardware.pool(name)
+            rows = spec.task_size * spec.tsp_batch * self.blocks_at_once(candidate, pool) * self.work.passes
+            each = offloaded_bytes(self.work, rows, self.recompute(candidate, pool), spec.context)
+            table[name] = min(pool.per_node, names.count(name)) * each / GIB
+        table[names[0]] += published_bytes(self.work, spec.async_steps) / GIB
+        return table
 
     def trainer_misfits(self, candidate: Candidate) -> list[str]:
         """`misfits` of the trainers alone."""

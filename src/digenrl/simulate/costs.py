@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from digenrl.recompute import ALL, OFFLOAD, Recompute
+from digenrl.recompute import OFFLOAD, Recompute
 from digenrl.simulate.gpus import ENGINES, Engine, kind_of
 from digenrl.simulate.hardware import Hardware, Pool
-from digenrl.simulate.memory import sent_bytes, text_encoder_bytes, vae_bytes, version_bytes
+from digenrl.simulate.memory import offloaded_bytes, sent_bytes, text_encoder_bytes, vae_bytes, version_bytes
 from digenrl.simulate.workload import Workload
 
 SELECTION_SECONDS = 6e-3
@@ -130,8 +130,7 @@ class Costs:
         selected = recompute.products + recompute.attention
         launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
-        copied = 2 * recompute.offload * work.sizes["blocks"] * work.kept_bytes(ALL, rows, context)
-        copying = copied / (pool.reaches.host_gb_s * 1e9)
+        copying = 2 * offloaded_bytes(work, rows, recompute, context) / (pool.reaches.host_gb_s * 1e9)
         return max(seconds, launches / tsp_batch, selecting / tsp_batch, copying)
 
     # ---- links

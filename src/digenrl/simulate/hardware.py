@@ -29,6 +29,8 @@ class Pool:
     inter_gb_s: float
     """GB/s of a node's network link, per direction, shared by its GPUs."""
     per_node: int
+    host_gib: float = math.inf
+    """Memory of a node's host; inf: not known."""
     efficiency: Efficiency | None = None
     """What its GPUs reach; None = what GPUs of their kind do."""
 

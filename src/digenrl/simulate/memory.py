@@ -1,6 +1,7 @@
-"""Bytes on one GPU, by role. Weights, gradients and optimizer are exact; activations follow counts of facts.json.
+"""Bytes on one GPU, by role, and on its host. Weights, gradients and optimizer are exact; activations follow counts of
+facts.json.
 
-A rank fits where its bytes are at most `USABLE` of the GPU's memory: the rest is for what nobody counts.
+What is to fit takes at most `USABLE` of the memory there is: the rest is for what nobody counts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from digenrl.simulate.workload import ENCODERS, Workload, facts
 
 GIB = 2**30
 USABLE = 0.9
-"""Share of a GPU's memory that a plan may fill; an assumption."""
+"""Share of the memory of a GPU, or of a host, that a plan may fill; an assumption."""
 RESERVED = 1.5 * GIB
 """CUDA context, communicators and workspaces; an assumption."""
 FRAGMENTATION = 1.05
@@ -67,6 +68,11 @@ def saved_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 
     return int(work.sizes["blocks"] * sum(share * work.kept_bytes(mode, rows, context) for mode, share in kept.items()))
 
 
+def offloaded_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
+    """Bytes of `rows` forwards that wait for the backward pass in pinned memory of the host; as `saved_bytes`."""
+    return int(recompute.offload * work.sizes["blocks"] * work.kept_bytes(ALL, rows, context))
+
+
 def repeated_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
     """Bytes that one block keeps for a moment, while what it threw away is computed again; or two, while one computes
     and the next comes back from the host."""
@@ -116,6 +122,12 @@ def version_bytes(work: Workload) -> int:
     """One version of the trained weights as it travels: in the dtype that rollouts hold, 16 bit. (Norms, which forwards
     read in fp32, are neglected.)"""
     return 2 * work.trained_parameters
+
+
+def published_bytes(work: Workload, async_steps: int) -> int:
+    """Bytes of published versions in trainer 0's host memory: the newest, for who joins. With asynchrony also the one
+    before, for who resumes, and one more while the next is made."""
+    return (1 + 2 * async_steps) * version_bytes(work)
 
 
 def sent_bytes(work: Workload, other_nodes: int) -> int:

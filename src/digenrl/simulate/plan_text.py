@@ -68,6 +68,7 @@ def row(outcome: Outcome) -> dict[str, Any]:
         "robust_step_s": outcome.robust_s,
         "messages": list(outcome.result.messages),
         "memory_gib": memory_by_role(outcome),
+        "host_gib": {pool: round(gib, 3) for pool, gib in outcome.costing.host_gib(outcome.candidate).items()},
         "recompute": {pool: kept.config for pool, kept in recomputed(outcome).items()},
         "bubble": outcome.bubble,
         "limits": outcome.limits,

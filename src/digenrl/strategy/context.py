@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelC
 from torch.distributed.device_mesh import init_device_mesh
 
 from digenrl.models.policy import Policy
+from digenrl.strategy.shard import bounded
 
 
 class Context:
@@ -26,14 +28,17 @@ class Context:
     Args:
         ranks: of a group.
         device_type: of the trainers' devices.
+        timeout: of one collective.
     """
 
-    def __init__(self, policy: Policy, ranks: int, device_type: str) -> None:
+    def __init__(self, policy: Policy, ranks: int, device_type: str, timeout: timedelta) -> None:
         self._policy = policy
         shape = (dist.get_world_size() // ranks, 1, ranks)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("seat", "ring", "ulysses"))["ring", "ulysses"]
         self._config = ParallelConfig(ContextParallelConfig(ulysses_degree=ranks))
         self._config.setup(mesh.get_local_rank("ulysses"), ranks, policy.device, mesh=mesh)
+        for made in (mesh, self._config.context_parallel_config._flattened_mesh):
+            bounded(made, timeout)
         blocks = [module for unit in policy.wrap_units() for module in unit.modules()]
         processors: list[Any] = [getattr(module, "processor", None) for module in blocks]
         self._processors = [processor for processor in processors if hasattr(processor, "_parallel_config")]

@@ -80,6 +80,8 @@ class DisaggregatedStrategy(DDPStrategy):
     """
 
     strategy_name = "disaggregated"
+    _timeout: timedelta
+    """Of one collective; Lightning's."""
 
     def __init__(
         self,
@@ -274,13 +276,12 @@ class DisaggregatedStrategy(DDPStrategy):
         """Weights that are to be sharded are sharded first, and read or moved in parts: no rank ever holds all."""
         if self.sharding != "ddp" and self.world.is_trainer:
             device = self.root_device.type
-            shard.shard(
-                self.engine.policy, shard.mesh_of(self.sharding, self.world.trainers, self._shard_group, device)
-            )
+            mesh = shard.mesh_of(self.sharding, self.world.trainers, self._shard_group, device)
+            shard.shard(self.engine.policy, shard.bounded(mesh, self._timeout))
             self.engine.policy.fill(self.root_device)
         super().model_to_device()
         if self.spec.context > 1 and self.world.is_trainer:
-            self._context = Context(self.engine.policy, self.spec.context, self.root_device.type)
+            self._context = Context(self.engine.policy, self.spec.context, self.root_device.type, self._timeout)
 
     def configure_ddp(self) -> None:
         """Replicas need no wrapper: `gradients.average` reduces once per update. FSDP2 has sharded in place."""

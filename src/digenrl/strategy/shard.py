@@ -8,6 +8,7 @@ hsdp sharded inside a node, replicated between nodes.
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,6 +45,13 @@ def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> Devic
             f"set it to {math.gcd(group, trainers)}, or parallel.sharding=fsdp."
         )
     return init_device_mesh(device_type, (trainers // group, group), mesh_dim_names=("replicate", "shard"))
+
+
+def bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
+    """`mesh`, whose collectives may take `timeout`: the groups that torch makes for it have a limit of torch's own."""
+    for group in mesh.get_all_groups():
+        group._get_backend(torch.device(mesh.device_type))._set_default_timeout(timeout)
+    return mesh
 
 
 def shard(policy: Policy, mesh: DeviceMesh) -> None:
