@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 ALL, PRODUCTS, ATTENTION, INPUTS, OFFLOAD = "all", "products", "attention", "inputs", "offload"
@@ -46,7 +47,7 @@ class Recompute:
                 f"model.gradient_checkpointing = {self.config}: shares of the blocks must be 0 .. 1, their sum too"
             )
 
-    @property
+    @cached_property
     def shares(self) -> dict[str, float]:
         """Mode -> share of the blocks; they sum to 1."""
         changes = {mode: getattr(self, mode) for mode in CHANGES}

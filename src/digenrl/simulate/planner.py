@@ -312,12 +312,10 @@ def _balance(costing: Costing, base: Candidate) -> float:
         per_task = {p.name: costing.pool_cell_seconds(p, trainer) for p in pools}
         training = {name: units["train"] * cell / trainer.spec.task_size for name, cell in per_task.items()}
     order = [p.name for p in pools for _ in range(p.count)]
-    gap = []
-    for trainers in range(1, len(order)):
-        train_rate = sum(1.0 / training[name] for name in order[:trainers])
-        make_rate = sum(1.0 / making[name] for name in order[trainers:])
-        gap.append((abs(1.0 / train_rate - 1.0 / make_rate), trainers))
-    return float(min(gap)[1])
+    train_rates = list(itertools.accumulate(1.0 / training[name] for name in order))
+    make_rates = list(itertools.accumulate(1.0 / making[name] for name in reversed(order)))[::-1]
+    gap = [abs(1.0 / train_rates[n - 1] - 1.0 / make_rates[n]) for n in range(1, len(order))]
+    return float(1 + gap.index(min(gap)))
 
 
 def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:

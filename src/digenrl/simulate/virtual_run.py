@@ -114,6 +114,12 @@ def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...
     return tuple(sum(seconds + common for seconds in own if seconds) for own in rows)
 
 
+def fragment_staleness(spec: ScheduleSpec, version: int, fragment: tuple[int, ...]) -> int:
+    """The most versions that samples of `fragment` are behind trainers of `version`."""
+    made = (group_version(spec, version, group) for group in fragment)
+    return max(check_staleness(own, version, spec.async_steps) for own in made)
+
+
 def _useless(spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]) -> frozenset[tuple[int, int]]:
     """Tasks (group, part) of one sample that have no gradient: as many of each group as `useful` leaves, drawn anew for
     each group but not for each step."""
@@ -155,6 +161,7 @@ class _VirtualRun:
         self.units = [Unit(tuple(ids))] if cluster.lockstep else [Unit((rank,)) for rank in ids]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
         self.fragment_seconds = functools.cache(functools.partial(train_seconds, spec, cluster))
+        self.fragment_staleness = functools.cache(functools.partial(fragment_staleness, spec))
         self.cells = functools.cache(functools.partial(cells_by_rank, spec, len(ids), cluster.lockstep))
         for rank in ids:
             self.policy.expected("switch", rank, cluster.switch_seconds)
@@ -370,11 +377,10 @@ class _VirtualRun:
         return sum(self.gen.left(version, self.gen.workers[rank]) for rank in ranks)
 
     def _move(self, unit: Unit, granted: int | None = None) -> str:
-        done = len(self.completed.get(self.version, []))
-        left = self._left(unit, self.version)
-        return self.policy.next_move(
-            unit.ranks[0], self.updates_done, unit.pending, self._ready(unit), done, left, granted
-        )
+        done, ready = len(self.completed.get(self.version, [])), self._ready(unit)
+        asks = self.gen.colocated or (self.spec.tag and ready is None)  # else the move does not depend on what is left
+        left = self._left(unit, self.version) if asks else 0
+        return self.policy.next_move(unit.ranks[0], self.updates_done, unit.pending, ready, done, left, granted)
 
     def _advance(self, unit: Unit) -> None:
         """`unit` is free: train, meet the others, lend, or wait."""
@@ -447,9 +453,7 @@ class _VirtualRun:
         if unit.lent and not self.gen.colocated:
             begin += 2 * self.cluster.switch_seconds
         unit.lent = False
-        for group in fragment:
-            version = group_version(self.spec, self.version, group)
-            self.staleness = max(self.staleness, check_staleness(version, self.version, self.spec.async_steps))
+        self.staleness = max(self.staleness, self.fragment_staleness(self.version, fragment))
         end = begin
         for rank in unit.ranks:
             seconds = self.fragment_seconds(fragment)[rank] * self._factor(rank)
