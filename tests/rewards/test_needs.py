@@ -56,6 +56,14 @@ def test_weights_in_a_directory_or_in_the_hub_cache_are_there(tmp_path: Path, hu
         require_weights(reward)
 
 
+def test_statistics_of_the_evaluation_need_weights_too(tmp_path: Path, hub: Path) -> None:
+    words, path = ["reward=jpeg", "data=signs", "callbacks=clip"], "callbacks.evaluation.statistics.0.path"
+    with pytest.raises(ValueError, match=f"^{path} = openai/.* of statistic ClipStatistics are not here.*hf download"):
+        require_weights({}, config.load(words).config.callbacks)
+    require_weights({}, config.load([*words, f"{path}={tmp_path}"]).config.callbacks)
+    require_weights({}, config.load([*words, "hardware=cpu_tiny"]).config.callbacks)
+
+
 @pytest.mark.processes
 def test_the_command_refuses_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a\n")

@@ -85,7 +85,7 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
     if "evaluation" not in (config.callbacks or {}):
         raise ValueError(f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; add one")
 
-    require_weights(scoring)
+    require_weights(scoring, config.callbacks)
 
     # torch is imported only now, so that a mistyped word is refused at once.
     from digenrl.callbacks.evaluation import Evaluation, Pictures

@@ -38,7 +38,8 @@ def _run(words: list[str], signals: StopSignals) -> int:
         return sweep(words)
     composed = configuration.load_or_exit(words, doc=__doc__)
     try:
-        require_weights({} if composed.config.hardware.emulate else composed.config.reward)
+        rewards = {} if composed.config.hardware.emulate else composed.config.reward
+        require_weights(rewards, composed.config.callbacks)
     except ValueError as error:
         print(error, file=sys.stderr)
         return configuration.EXIT_CODE

@@ -132,10 +132,12 @@ def policy(run: Run) -> Figure | None:
 
 
 def diversity(run: Run) -> Figure | None:
-    """What learning cost in variety: diversity relative to real data, distance to the nearest real sample."""
+    """What learning cost in variety: relative to real data or between CLIP features, and the distance to real data."""
     panels = [
         ("diversity_ratio", "Within-class diversity / real data", "ratio", GREEN),
         ("nn_distance", "Distance to the nearest real sample", "distance", BLUE),
+        ("clip_diversity", "CLIP distance within a prompt", "1 − cosine", GREEN),
+        ("clip_kid", "KID to the reference (CLIP)", "MMD²", BLUE),
     ]
     panels = [panel for panel in panels if run.column(panel[0], "eval")[1]]
     if not panels:

@@ -1,4 +1,4 @@
-"""What the rewards of a configuration need, before any of them is built: weights that are here, prompts to score."""
+"""What rewards and statistics of a configuration need, before any is built: weights that are here, prompts to score."""
 
 from __future__ import annotations
 
@@ -26,23 +26,34 @@ def _built_here(reward: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[s
                 yield f"reward.{group}.{name}.scorer", name, entry["scorer"]
 
 
-def require_weights(reward: Mapping[str, Any]) -> None:
+def _measuring(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """(dotted key, what it is, YAML node) of what `_built_here` gives, and of every statistic of the evaluation."""
+    for key, name, node in _built_here(reward):
+        yield key, f"reward {name}", node
+    evaluation = callbacks.get("evaluation") or {}
+    for index, node in enumerate(evaluation.get("statistics") or ()):
+        yield f"callbacks.evaluation.statistics.{index}", f"statistic {node['_target_'].rpartition('.')[2]}", node
+
+
+def require_weights(reward: Mapping[str, Any], callbacks: Mapping[str, Any] | None = None) -> None:
     """Imports neither torch nor a scorer.
 
     Args:
         reward: the group of a checked configuration.
+        callbacks: the same; None = none.
 
     Raises:
-        ValueError: weights that a scorer of ours needs are not on this machine; says which, and how to get them.
+        ValueError: weights that a scorer or statistic of ours needs are not on this machine; says which, and how to
+            get them.
     """
     problems = []
-    for key, name, node in _built_here(reward):
+    for key, what, node in _measuring(reward, callbacks or {}):
         published = WEIGHTS.get(node["_target_"], {}) if node.get("build", "real") == "real" else {}
         for argument, source in published.items():
             value = node.get(argument)
             if (remedy := _absent(value, f"{key}.{argument}", source)) is not None:
                 problems.append(
-                    f"{key}.{argument} = {value or 'null'}: the weights of reward {name} are not here; {remedy}. "
+                    f"{key}.{argument} = {value or 'null'}: the weights of {what} are not here; {remedy}. "
                     "hardware.build=tiny tries everything else with small random weights."
                 )
     if problems:

@@ -1,0 +1,133 @@
+"""What no reward sees, for any model of pictures or videos: variety within a prompt, and distance to pictures that one
+trusts, both between CLIP embeddings. The metric objects are torchmetrics'.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torchmetrics.aggregation import MeanMetric
+from torchmetrics.functional import pairwise_cosine_similarity
+from torchmetrics.image.kid import KernelInceptionDistance
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from digenrl.types import Prompt
+from reward_models.clip_backbone import ClipBackbone
+from reward_models.weights import BUILDS
+
+_SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+_SUBSETS = 10
+"""Draws from the larger of two sets of unequal size."""
+
+
+class ClipStatistics:
+    """Statistics of an evaluation; `callbacks.evaluation.statistics` takes it. CLIP is held only while they are taken.
+
+    * `clip_diversity`: mean cosine distance between two samples of one prompt, averaged over prompts; 0 = all alike. A
+      video counts as the mean of its frames. NaN when no prompt has two samples.
+    * `clip_kid`, with a `reference`: the squared maximum mean discrepancy of KID (arXiv:1801.01401) between the
+      samples' frames and the reference's, on unit CLIP embeddings in place of Inception's, with the kernel
+      (cosine + 1)^3. Unbiased, so a little below 0 where both are alike. Compare it only between runs that evaluate
+      equally many pictures.
+
+    Random features measure nothing, so the tiny build calls both `tiny/...`.
+
+    Args:
+        path: a CLIP checkpoint, directory or hub id; the tiny build needs none.
+        build: "real" or "tiny".
+        reference: a folder of PNG, JPEG or WebP pictures, or the samples/eval-0.npz of a run, which is its base model;
+            None = no `clip_kid`.
+        max_reference: the first so many of them, by name.
+        frames: frames taken from a video.
+        device: "auto", or as torch reads it.
+        dtype: of the model.
+
+    Raises:
+        ValueError: unknown build, no path for the real one, `max_reference` below 2, or no reference of two pictures.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        build: str = "real",
+        reference: str | None = None,
+        max_reference: int = 1000,
+        frames: int = 4,
+        device: str = "auto",
+        dtype: str = "float32",
+    ) -> None:
+        if build not in BUILDS or (build == "real" and path is None):
+            raise ValueError(
+                f"ClipStatistics got build={build!r}, path={path!r}: build=real with a path, or build=tiny"
+            )
+        if max_reference < 2:
+            raise ValueError(f"ClipStatistics compares with at least two pictures, got max_reference={max_reference}")
+        self._reference = None if reference is None else Path(reference).expanduser()
+        if self._reference is not None and len(list(_pictures(self._reference, 2))) < 2:
+            raise ValueError(
+                f"reference={reference} holds fewer than two pictures ({', '.join(_SUFFIXES)}): give a folder of them, "
+                "or the samples/eval-0.npz of a run"
+            )
+        self._wanted: Tensor | None = None
+        self._max_reference, self._frames = max_reference, frames
+        self._options = (path, build, device, dtype)
+        self._prefix = "tiny/" if build == "tiny" else ""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Statistics of samples [N, C, H, W] or [N, F, C, H, W] in [0, 1] and their N prompts."""
+        clip = ClipBackbone(*self._options)
+        frames = clip.frames(media, self._frames).cpu()
+        found = {"clip_diversity": _spread(frames.mean(1), prompts)}
+        if self._reference is not None:
+            if self._wanted is None:  # one after another, because sizes differ
+                pictures = _pictures(self._reference, self._max_reference)
+                self._wanted = torch.cat([clip.frames(one[None] / 255.0, self._frames)[0].cpu() for one in pictures])
+            found["clip_kid"] = _kid(frames.flatten(0, 1), self._wanted)
+        return {f"{self._prefix}{name}": value for name, value in found.items()}
+
+
+def _pictures(reference: Path, most: int) -> Iterator[Tensor]:
+    """Up to `most` pictures [C, H, W] or videos [F, C, H, W], uint8; none where there is no such reference."""
+    if reference.suffix == ".npz" and reference.is_file():
+        with np.load(reference, allow_pickle=False) as arrays:
+            yield from torch.from_numpy(arrays["media"][:most])
+        return
+    files = sorted(file for file in reference.glob("*") if file.suffix.lower() in _SUFFIXES)
+    for file in files[:most]:
+        with Image.open(file, formats=tuple(set(_SUFFIXES.values()))) as opened:
+            yield pil_to_tensor(opened.convert("RGB"))
+
+
+def _spread(samples: Tensor, prompts: Sequence[Prompt]) -> float:
+    """Mean cosine distance of two samples [N, D] of one prompt."""
+    rows: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows.setdefault(prompt.uid, []).append(row)
+    # Rank zero measures alone: a metric that met the other ranks would wait for ever.
+    spread = MeanMetric(sync_on_compute=False)
+    for own in (samples[rows] for rows in rows.values() if len(rows) > 1):
+        spread.update(1 - pairwise_cosine_similarity(own).sum() / (len(own) * (len(own) - 1)))
+    return float(spread.compute()) if spread.update_called else float("nan")
+
+
+def _kid(samples: Tensor, wanted: Tensor) -> float:
+    """KID between embeddings [N, D] and [R, D]; the larger set is thinned with a seed of its own."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.filterwarnings("ignore", "Metric `Kernel Inception Distance` will save", UserWarning)
+        torch.manual_seed(0)
+        kid = KernelInceptionDistance(
+            nn.Identity(),
+            subsets=_SUBSETS,
+            subset_size=min(len(samples), len(wanted)),
+            gamma=1.0,
+            sync_on_compute=False,
+        )
+        kid.update(wanted, real=True)
+        kid.update(samples, real=False)
+        return float(kid.compute()[0])
