@@ -54,17 +54,22 @@ def test_the_rules_over_detections_answer_as_over_the_true_objects() -> None:
     scenes, _ = draw_scenes(60, generator)
     places = draw_places(scenes, generator)
     pictures = draw([scene.kinds for scene in scenes], places)
-    refused = 0
+    refused = undecided = 0
     for scene, where, picture in zip(scenes, places, pictures, strict=True):
         true = true_layout(scene.kinds, where)
-        assert holds(scene_rules(scene), picture, SceneObjects()) and holds(scene_rules(scene), picture, true), scene
+        others = [true_layout(scene.kinds, where * torch.tensor([1.0, 1.0, size])) for size in (0.8, 1.2)]
+        assert [holds(scene_rules(scene), picture, one) for one in (SceneObjects(), true)] == [True, True], scene
         for wrong in near_misses(scene):
             expected = holds(scene_rules(wrong), picture, true)
+            if scene.kinds == wrong.kinds and {holds(scene_rules(wrong), picture, o) for o in others} != {expected}:
+                undecided += 1  # a diagonal, where a second direction holds by less than the detector's precision
+                continue
             assert holds(scene_rules(wrong), picture, SceneObjects()) == expected, (scene.text, wrong.text)
             # Only of relations two may hold at once: left of and above.
             assert not expected or (scene.kinds == wrong.kinds and scene.relation != wrong.relation)
             refused += not expected
     assert refused > 400
+    assert undecided < 20
 
 
 def box(x: float, y: float, half: float = 5.0) -> tuple[float, float, float, float]:

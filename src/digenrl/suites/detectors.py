@@ -110,7 +110,7 @@ def _pipeline(task: str, path: Path, key: str) -> Any:
             task,
             model=str(path),
             device="cuda" if torch.cuda.is_available() else "cpu",
-            model_kwargs={"use_safetensors": True, "local_files_only": True},
+            model_kwargs={"use_safetensors": True},
         )
     except (OSError, ValueError, KeyError) as error:
         raise SuiteError(f"{key}={path}: no model for {task} could be loaded ({error}).") from error

@@ -1,8 +1,8 @@
 """GenEval's rules (arXiv 2310.11513) over detected objects: how many of a class, of which colour, where.
 
 A line of the suite is {tag, prompt, include: [{class, count, color?, position?: [relation, clause]}], exclude?:
-[{class, count}]}. All `include` clauses must hold and no `exclude` clause. A clause looks at its `count` surest objects. Lengths
-are pixels, y downwards.
+[{class, count}]}. All `include` clauses must hold and no `exclude` clause. A clause looks at its `count` surest
+objects. Lengths are pixels, y downwards.
 """
 
 from __future__ import annotations
