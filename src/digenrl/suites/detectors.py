@@ -73,8 +73,8 @@ class TransformersDetector:
     def _kept(self, found: Sequence[Detection], label: str) -> list[int]:
         """Rows of `found` of this label that no surer one hides."""
         rows = [row for row, one in enumerate(found) if one.label == label]
-        boxes = torch.tensor([found[row].box for row in rows]).reshape(-1, 4)
-        scores = torch.tensor([found[row].score for row in rows])
+        boxes = torch.tensor([found[row].box for row in rows], dtype=torch.float32).reshape(-1, 4)
+        scores = torch.tensor([found[row].score for row in rows], dtype=torch.float32)
         return [rows[int(i)] for i in nms(boxes, scores, self._max_overlap)]
 
     def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
