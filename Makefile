@@ -22,7 +22,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train encode resume join replay sweep plan bench test test-fast test-all chaos coverage report watch eval export score serve-reward tiny \
+.PHONY: help setup train encode resume join replay sweep plan bench test test-fast test-all chaos coverage report watch eval benchmark export score serve-reward tiny \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
@@ -81,6 +81,10 @@ watch: $(STAMP)  ## A live page of a run, in a browser of this machine: curves, 
 eval: $(STAMP)  ## Evaluate a run's model again, with own prompts, steps or rewards. RUN= [STEP=base|last] [DATA=FILE]
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
 	@$(PY) -m digenrl.cli.evaluate run=$(RUN) $(if $(STEP),step=$(STEP)) $(if $(DATA),data=$(DATA)) $(ARGS)
+
+benchmark: $(STAMP)  ## A standard benchmark of a run's checkpoint and its base. RUN= SUITE=geneval|dpg|parti|vbench|scenes [STEP=]
+	$(call need,SUITE,RUN=outputs/scenes_flowgrpo/TIME-0 SUITE=scenes)
+	@$(PY) -m digenrl.cli.benchmark $(if $(RUN),run=$(RUN)) suite=$(SUITE) $(if $(STEP),step=$(STEP)) $(ARGS)
 
 export: $(STAMP)  ## Write a run's trained weights as other tools read them. RUN= FORMAT=diffusers|comfyui|kohya
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)

@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reward_models": {"types", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
     "data": {"types", "prompts", "schedule"},
+    "suites": {"prompts", "reward_models"},
     "report": {"record", "gallery", "schedule"},
     "display": {"report", "record"},
     "devices": {"cluster", "simulate"},

@@ -21,6 +21,7 @@ COMMANDS = {
     "watch": ("port = null", "KiB of each rank's log", "seconds between two drawings"),
     "join": ("run = required", "address = null", "HOST:PORT of its store", "device = 0"),
     "evaluate": ("step = last", "base | last", "or also the last checkpoint"),
+    "benchmark": ("suite = required", "geneval | dpg | parti | vbench | scenes", "threshold = 0.3", "the base model"),
     "export": ("weights = evaluated", "evaluated | trained | average", "moving average"),
     "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),
     "serve_reward": ("port = 8700", "whole number >= 0 and <= 65535", "limits.max_pending = 4"),

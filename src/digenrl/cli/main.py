@@ -21,6 +21,7 @@ COMMANDS = {
     "report": ("report", "rebuild summary, pictures and report of a run: report RUN"),
     "watch": ("watch", "a live page of a run, in a browser of this machine: watch RUN"),
     "eval": ("evaluate", "evaluate a run's model again, with other prompts, steps or rewards: eval RUN"),
+    "benchmark": ("benchmark", "GenEval, DPG, PartiPrompts, VBench or drawn scenes of a checkpoint: benchmark RUN"),
     "export": ("export", "write a run's trained weights as diffusers reads them: export RUN"),
     "score": ("score", "score a folder of pictures or videos with any reward"),
     "serve-reward": ("serve_reward", "serve a reward over HTTP"),
@@ -36,6 +37,7 @@ OF_A_RUN = {
     "report": "run",
     "watch": "run",
     "eval": "run",
+    "benchmark": "run",
     "export": "run",
 }
 """Command -> the key whose value its first word is."""
@@ -63,7 +65,8 @@ def main(words: Sequence[str] | None = None) -> int:
     key = OF_A_RUN.get(name)
     if key and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         rest[0] = f"{key}={rest[0]}"
-    if key and not any(word.startswith((f"{key}=", "-h", "--help")) for word in rest):
+    needed = key is not None and name != "benchmark"  # which may also look at a model that no run trained
+    if needed and not any(word.startswith((f"{key}=", "-h", "--help")) for word in rest):
         print(f"digenrl {name}: say which run, e.g. digenrl {name} outputs/EXPERIMENT/TIME-0", file=sys.stderr)
         return 2
     sys.path.append(os.getcwd())  # last, so that no file there stands in for an installed module

@@ -1,0 +1,118 @@
+"""GenEval's rules (arXiv 2310.11513) over detected objects: how many of a class, of which colour, where.
+
+A line of the suite is {tag, prompt, include: [{class, count, color?, position?: [relation, clause]}], exclude?:
+[{class, count}]}. All `include` clauses must hold and no `exclude` clause. A clause looks at its `count` surest
+objects. Lengths are pixels, y downwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+MOST_OBJECTS = 16
+"""Of a class, the surest."""
+APART = 0.1
+"""Share of both objects' sizes by which centres must be apart to lie in a direction at all."""
+ALONG = 0.5
+"""Component of the unit offset from which the direction counts: two of them may hold."""
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+
+
+@dataclass(frozen=True)
+class Detection:
+    """An object in a picture."""
+
+    label: str
+    box: tuple[float, float, float, float]
+    """Left, top, right, bottom."""
+    score: float = 1.0
+
+
+class Detector(Protocol):
+    """What finds objects and tells their colours."""
+
+    def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
+        """Objects of `classes` in a picture [3, H, W] in [0, 1]."""
+        ...
+
+    def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
+        """The colour of each, one of `COLOURS`; None: none of them."""
+        ...
+
+
+def classes_of(rules: Mapping[str, Any]) -> list[str]:
+    """Every class that a line names, once."""
+    return list(dict.fromkeys(clause["class"] for clause in [*rules["include"], *rules.get("exclude", [])]))
+
+
+def verdict(
+    rules: Mapping[str, Any], picture: Tensor, detector: Detector, threshold: float, counting_threshold: float
+) -> str:
+    """Why `picture` [3, H, W] is not what the line `rules` asks for; "" where it is.
+
+    Args:
+        threshold: only detections above it count; `counting_threshold` in lines tagged "counting".
+    """
+    least = counting_threshold if rules["tag"] == "counting" else threshold
+    seen = [found for found in detector.find(picture, classes_of(rules)) if found.score > least]
+    seen.sort(key=lambda found: -found.score)
+    wrong: list[str] = []
+    groups: list[list[Detection] | None] = []
+    for clause in rules["include"]:
+        of_class = [found for found in seen if found.label == clause["class"]][:MOST_OBJECTS]
+        problem = _unfulfilled(clause, of_class[: clause["count"]], picture, detector, groups)
+        groups.append(None if problem else of_class[: clause["count"]])
+        wrong += [problem] if problem else []
+    for clause in rules.get("exclude", []):
+        number = min(MOST_OBJECTS, sum(found.label == clause["class"] for found in seen))
+        if number >= clause["count"]:
+            wrong.append(f"{clause['class']}: {number}, expected fewer than {clause['count']}")
+    return "; ".join(wrong)
+
+
+def _unfulfilled(
+    clause: Mapping[str, Any],
+    found: Sequence[Detection],
+    picture: Tensor,
+    detector: Detector,
+    groups: Sequence[Sequence[Detection] | None],
+) -> str:
+    """Why the objects of an `include` clause do not fulfil it; "" where they do. `groups`: those of earlier clauses."""
+    name, count = clause["class"], clause["count"]
+    if len(found) < count:
+        return f"{name}: {len(found)}, expected {count}"
+    if "color" in clause:
+        colours = detector.colours(picture, found)
+        if colours.count(clause["color"]) < count:
+            return f"{name}: {', '.join(str(colour) for colour in colours)}, expected {clause['color']}"
+    if "position" in clause:
+        relation, target = clause["position"]
+        others = groups[target]
+        if others is None:
+            return f"{name}: nothing that it could be {relation}"
+        for one in found:
+            for other in others:
+                if relation not in (held := relations(one, other)):
+                    return f"{name}: {' and '.join(sorted(held)) or 'nowhere plainly'}, expected {relation}"
+    return ""
+
+
+def relations(one: Detection, other: Detection) -> set[str]:
+    """The directions in which `one` lies of `other`: left of, right of, above, below; none, one or two of them."""
+    offsets, apart = [], []
+    for axis in (0, 1):
+        low, high, other_low, other_high = one.box[axis], one.box[axis + 2], other.box[axis], other.box[axis + 2]
+        offset = (low + high - other_low - other_high) / 2
+        slack = APART * (abs(high - low) + abs(other_high - other_low))
+        offsets.append(offset)
+        apart.append(math.copysign(max(abs(offset) - slack, 0.0), offset))
+    if max(map(abs, apart)) < 1e-3:
+        return set()
+    x, y = (length / math.hypot(*offsets) for length in apart)
+    held = {"left of": x < -ALONG, "right of": x > ALONG, "above": y < -ALONG, "below": y > ALONG}
+    return {name for name, holds in held.items() if holds}
