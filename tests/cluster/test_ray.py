@@ -72,10 +72,10 @@ def wait_for(train: Train, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_nodes_that_are_lost_cost_time_alone(running: Any, cluster: Any) -> None:
     """A rollout's: another one joins where there is a place. The trainer's: the run begins again on another node."""
-    same = (*LOCAL, "max_rl_steps=70", "callbacks.checkpoint.every=5", "allocation.max_restarts=1")
+    same = (*LOCAL, "max_rl_steps=400", "callbacks.checkpoint.every=20", "allocation.max_restarts=1")
     trainer, rollout, _ = (cluster.add_node(num_cpus=1, resources={name: 1}) for name in ("fix", "spot", "spot"))
     words = [word.replace("train:1", "fix:1") for word in profile()]
     struck = running(*same, *words, "launch=ray", f"ray.address={cluster.address}")
