@@ -30,7 +30,7 @@ SCHEDULES = {
     "async": (1, 2, ("schedule=full",)),
     "fsdp": (2, 1, ("schedule=gap_tsp", "parallel.sharding=fsdp")),
 }
-USUAL = {("oversample", "colocated"), ("both", "gap"), ("refill", "async")}
+USUAL = {("both", "gap"), ("refill", "async")}
 
 
 @pytest.mark.parametrize(
