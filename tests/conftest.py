@@ -25,6 +25,11 @@ torch.zeros(1, requires_grad=True).sum().backward()
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones first, so that no worker waits for another's last run."""
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+
+
 def pytest_unconfigure() -> None:
     """What was frozen before a fork is freed again, or libraries report it as leaked."""
     gc.unfreeze()
