@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.models.latents import pack as pack
@@ -80,23 +80,37 @@ def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
     return {"text": text, "pooled": pooled}
 
 
-def base_weights(path: Path, transformer: nn.Module, command: str) -> dict[str, Tensor]:
-    """The committed or given weights of an embedded family, which `command` makes.
+def base_network(
+    build: Callable[[], FluxTransformer2DModel],
+    path: str | Path | None,
+    committed: Path,
+    command: str,
+    dtype: torch.dtype | str,
+    seed: int,
+) -> FluxTransformer2DModel:
+    """An embedded family's network with the weights at `path` (None: the `committed` ones, "random": those of `seed`),
+    which `command` makes, in `dtype`.
 
     Raises:
         FileNotFoundError: there are none.
         ValueError: they are those of another network.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"no base weights at {path}; run `{command}`, or set model.path=null")
-    weights = load_file(path)
-    own = transformer.state_dict()
-    wrong = sorted(set(own) ^ set(weights)) or [key for key in own if own[key].shape != weights[key].shape]
-    if wrong:
-        raise ValueError(
-            f"{path} holds another network: {len(wrong)} tensors differ ({wrong[0]}, ...); run `{command}`"
-        )
-    return weights
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = build()
+    if path != "random":
+        file = Path(path or committed)
+        if not file.is_file():
+            raise FileNotFoundError(f"no base weights at {file}; run `{command}`, or set model.path=null")
+        weights, own = load_file(file), transformer.state_dict()
+        wrong = sorted(set(own) ^ set(weights)) or [key for key in own if own[key].shape != weights[key].shape]
+        if wrong:
+            raise ValueError(
+                f"{file} holds another network: {len(wrong)} tensors differ ({wrong[0]}, ...); run `{command}`"
+            )
+        transformer.load_state_dict(weights)
+    storage = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return transformer if storage == torch.float32 else transformer.to(storage)
 
 
 class DigitsPolicy(Policy):
@@ -142,14 +156,8 @@ class DigitsPolicy(Policy):
             raise ValueError(
                 f"digits has no unconditional branch: guidance_scale={guidance_scale}; set sampling.guidance_scale=1"
             )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            transformer = build_transformer()
-        if path != "random":
-            transformer.load_state_dict(base_weights(Path(path or BASE_FILE), transformer, "make pretrain"))
-        storage = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         super().__init__(
-            transformer if storage == torch.float32 else transformer.to(storage),
+            base_network(build_transformer, path, BASE_FILE, "make pretrain", dtype, seed),
             latent_shape=(TOKENS, CHANNELS),
             guidance_scale=guidance_scale,
             lora=lora,

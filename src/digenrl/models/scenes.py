@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from digenrl.diffusion.sigmas import static_grid
-from digenrl.models.digits import base_weights, word_vector
+from digenrl.models.digits import base_network, word_vector
 from digenrl.models.latents import token_positions
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.prompt_store import Wording
@@ -124,14 +124,8 @@ class ScenesPolicy(Policy):
             raise ValueError(
                 f"scenes has no unconditional branch: guidance_scale={guidance_scale}; set sampling.guidance_scale=1"
             )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            transformer = build_transformer()
-        if path != "random":
-            transformer.load_state_dict(base_weights(Path(path or BASE_FILE), transformer, "make pretrain-scenes"))
-        storage = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         super().__init__(
-            transformer if storage == torch.float32 else transformer.to(storage),
+            base_network(build_transformer, path, BASE_FILE, "make pretrain-scenes", dtype, seed),
             latent_shape=(TOKENS, CHANNELS),
             guidance_scale=guidance_scale,
             lora=lora,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -210,15 +211,8 @@ class RolloutEngine:
         samples = denoise.finish(generation.state, plan)
         prompts = [prompt] * task.samples
         unscored = Trajectory(
-            step=task.step,
-            index=task.index,
-            group=task.group,
-            uid=prompt.uid,
-            first_sample=task.first_sample,
-            version=task.version,
-            sigmas=self._grid,
             rewards={},
-            condition=self.policy.encode([prompt]),
+            **self._identity(task, prompt),
             **vars(samples) | {"final": samples.final if self._keep_final or plan.forward_process else None},
         )
         finished: Future[Trajectory] = Future()
@@ -232,6 +226,19 @@ class RolloutEngine:
         self._scorer.submit(media, prompts).add_done_callback(deliver)
         return finished
 
+    def _identity(self, task: Task, prompt: Prompt) -> dict[str, Any]:
+        """What a trajectory of the task has before anything is sampled."""
+        return {
+            "step": task.step,
+            "index": task.index,
+            "group": task.group,
+            "uid": prompt.uid,
+            "first_sample": task.first_sample,
+            "version": task.version,
+            "sigmas": self._grid,
+            "condition": self.policy.encode([prompt]),
+        }
+
     def outline(self, task: Task, prompt: Prompt) -> Trajectory:
         """The task's trajectory without values, on the meta device: what its record will take."""
         plan, rows, shape = self._plan(task, prompt), task.samples, self.policy.latent_shape
@@ -240,18 +247,11 @@ class RolloutEngine:
         plain = partial(torch.empty, device="meta")
         latents = stored(*cells, *((0,) if plan.forward_process else shape))
         return Trajectory(
-            step=task.step,
-            index=task.index,
-            group=task.group,
-            uid=prompt.uid,
-            first_sample=task.first_sample,
-            version=task.version,
+            **self._identity(task, prompt),
             steps=plain(len(plan.trained), dtype=torch.int64),
-            sigmas=self._grid,
             latents=latents,
             next_latents=latents,
             log_probs=plain(*cells),
-            condition=self.policy.encode([prompt]),
             final=stored(rows, *shape) if kept else None,
             means=plain(*cells, *shape) if self._keep_means else None,
             rewards={name: plain(rows) for name in self._rewards.names},
