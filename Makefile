@@ -125,7 +125,7 @@ test-fast: $(STAMP)  ## What finishes in a minute: no ranks, services or command
 	@$(PY) -m pytest -q -n 2 -m "$(DEFAULT_TESTS) and not processes and not heavy" $(ARGS)
 
 test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
-	@$(PY) -m pytest -q -m "not cluster" $(ARGS)
+	@HYPOTHESIS_PROFILE=random $(PY) -m pytest -q -m "not cluster" $(ARGS)
 
 # A machine without a network brings its own PyTorch, and the rest comes as wheels: then no environment is made.
 WHEELS := .whl

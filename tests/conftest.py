@@ -17,10 +17,16 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import psutil
 import pytest
 import torch
+from hypothesis import settings
 
 # Autograd finds out at its first use, for good, that no device needs a thread. Beside fake CUDA tensors it would start
 # one, and then no test could fork ranks that train.
 torch.zeros(1, requires_grad=True).sum().backward()
+
+# The same examples every time, or an old defect would fail a new change; HYPOTHESIS_PROFILE=random looks for others.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -180,6 +180,18 @@ def test_a_buffer_that_is_being_emptied_is_no_speed() -> None:
     assert steady(spec, cluster, steps=26).step_s == pytest.approx(found.step_s, rel=0.01)
 
 
+def test_two_windows_that_agree_by_chance_are_no_steady_step() -> None:
+    """Two rollouts that take turns with a slow beat: windows of five steps agree at 9.6, and the mean is 9.85."""
+    ranks = (
+        Rank(0, "trainer", "t", 1.0, 1.0, 1.0, 1.0, 1.0),
+        Rank(1, "rollout", "r", 1.0, 0.5, 1.25, 0.5, 0.0, 1.0),
+        Rank(2, "rollout", "r", 1.0, 1.0, 1.0, 1.5, 0.0, 2.0),
+    )
+    spec = ScheduleSpec(1, 3, 1, 3, 1, gap=0, async_steps=1, stale_fraction=0.3)
+    found, long = steady(spec, Cluster(ranks)), steady(spec, Cluster(ranks), steps=160)
+    assert not found.settled or found.step_s == pytest.approx(long.step_s, rel=0.005)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(specs(), clusters(least_rollouts=1))
 def test_a_settled_step_is_that_of_a_longer_run(spec: ScheduleSpec, cluster: Cluster) -> None:

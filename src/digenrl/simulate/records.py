@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from digenrl.record.spans import Span
 from digenrl.schedule.staleness import Ledger
 
 TOLERANCE = 0.002
 """Relative difference of two windows that are taken for equal."""
+SPREAD = 0.01
+"""What one step more or less may change in a window's mean, relatively."""
 MOST_STEPS = 30
 """A schedule that has not settled after so many RL steps does not settle."""
 
@@ -64,12 +67,17 @@ class Simulated:
 
 def settled_from(ends: Sequence[float], least: float) -> int | None:
     """The step whose end begins a steady window, or None: a window at the end whose mean step is that of the equally
-    long one before it, and not below `least`, what no endless run can beat (a buffer that is still being emptied)."""
+    long one before it, and not below `least`, what no endless run can beat (a buffer that is still being emptied).
+    Steps that differ among themselves must repeat, or be so many that the mean no longer depends on where it begins."""
     width = min(MOST_STEPS // 3, (len(ends) - 1) // 2)
     if width < 1:
         return None
-    last, before, first = ends[-1], ends[-1 - width], ends[-1 - 2 * width]
-    mean = (last - before) / width
-    if abs(mean - (before - first) / width) > TOLERANCE * mean or mean < (1 - TOLERANCE) * least:
+    steps = [after - before for before, after in pairwise(ends[-1 - 2 * width :])]
+    earlier, later = steps[:width], steps[width:]
+    mean = sum(later) / width
+    if abs(mean - sum(earlier) / width) > TOLERANCE * mean or mean < (1 - TOLERANCE) * least:
+        return None
+    repeats = all(abs(a - b) <= TOLERANCE * mean for a, b in zip(earlier, later, strict=True))
+    if not repeats and max(steps) - min(steps) > SPREAD * width * mean:
         return None
     return len(ends) - 1 - 2 * width
