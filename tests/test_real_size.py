@@ -179,9 +179,8 @@ CONDITIONS = {
 """What encoders give whose work depends on values (they count tokens), which fake tensors have not."""
 
 
-@pytest.mark.parametrize(
-    "model", ["sd35_medium", *(pytest.param(m, marks=pytest.mark.slow) for m in FAMILY if m != "sd35_medium")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILY)
 def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) -> None:
     device = torch.device("cuda", 0)
     settings = composed(model, REAL, *Build().words).config.model
