@@ -22,7 +22,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train encode resume join replay sweep plan bench test test-fast test-all chaos coverage report watch eval benchmark export score serve-reward tiny \
+.PHONY: help setup train prompts encode resume join replay sweep plan bench test test-fast test-all chaos coverage report watch eval benchmark export score serve-reward tiny \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
@@ -66,6 +66,10 @@ plan: $(STAMP)  ## What a run will cost: memory per rank, s/step, bubbles, best 
 
 profile: $(STAMP)  ## Measure seconds per unit on this machine, for a hardware profile. EXP= HW=
 	@$(PY) -m digenrl.cli.profile $(WORDS)
+
+prompts: $(STAMP)  ## Use a published prompt set: what to download, its check, its settings. NAME=
+	$(call need,NAME,NAME=pickscore)
+	@$(PY) -m digenrl.cli.prompts name=$(NAME) $(ARGS)
 
 encode: $(STAMP)  ## Encode the prompts of a run into the prompt store, and nothing else. EXP= HW=
 	@$(PY) -m digenrl.cli.encode $(WORDS)

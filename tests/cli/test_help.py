@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("schedule.gap = 1", "whole number >= 0", "groups of a fragment", "experiment "),
     "plan": ("plan.show = 10", "whole number >= 1", "candidates printed", "schedule.gap = 1"),
     "profile": ("pool = null", "pool of the profile", "schedule.gap = 1"),
+    "prompts": ("pickscore | ocr | geneval", "folder = prompts"),
     "encode": ("data.prompt_store = auto", "where encoded prompts are kept"),
     "report": ("run = required", "path of a run directory"),
     "watch": ("port = null", "KiB of each rank's log", "seconds between two drawings"),

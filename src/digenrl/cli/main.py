@@ -17,6 +17,7 @@ COMMANDS = {
     "replay": ("train", "train again from a run's trajectories, with nothing generated: replay RUN"),
     "plan": ("plan", "what a run will cost on a hardware profile; needs no GPU"),
     "profile": ("profile", "measure this machine's seconds per unit, for a hardware profile"),
+    "prompts": ("prompts", "use a published prompt set: its download, its check, its settings"),
     "encode": ("encode", "encode the prompts of a run into the prompt store"),
     "report": ("report", "rebuild summary, pictures and report of a run: report RUN"),
     "watch": ("watch", "a live page of a run, in a browser of this machine: watch RUN"),
