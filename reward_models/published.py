@@ -8,6 +8,7 @@ WEIGHTS: dict[str, dict[str, str]] = {
     "reward_models.aesthetic.Aesthetic": {"path": "hf download openai/clip-vit-large-patch14", "head": _AESTHETIC},
     "reward_models.clip_score.ClipScore": {"path": "hf download openai/clip-vit-large-patch14"},
     "reward_models.clip_statistics.ClipStatistics": {"path": "hf download openai/clip-vit-large-patch14"},
+    "reward_models.dino_similarity.DinoSimilarity": {"path": "hf download facebook/dinov2-base"},
     "reward_models.hpsv2.HPSv2": {"path": "hf download xswu/HPSv2 HPS_v2.1_compressed.pt"},
     "reward_models.image_reward.ImageReward": {
         "path": "hf download THUDM/ImageReward ImageReward.pt",

@@ -10,6 +10,7 @@ import torch
 from digenrl.data import load_prompts
 from digenrl.rewards.protocol import source_images
 from digenrl.types import Prompt
+from reward_models.dino_similarity import DinoSimilarity
 from reward_models.first_frame import FirstFrame
 from reward_models.image_similarity import ImageSimilarity
 from reward_models.known_edit import EditDone, EditKept
@@ -44,6 +45,27 @@ def test_likeness_to_the_source_is_that_of_clip() -> None:
     source = source_images(SIZE, PROMPTS)
     assert (scorer(source, PROMPTS) - 1.0).abs().max() < 1e-5
     assert (scorer(torch.rand(SIZE.shape, generator=torch.Generator().manual_seed(0)), PROMPTS) < 0.999).all()
+
+
+def test_places_count_that_may_not_change() -> None:
+    """Without the features of the left half: half of the likeness, or all once the region says that it may change."""
+    scorer = DinoSimilarity(build="tiny", patches=4)
+    source = source_images(SIZE, PROMPTS)
+    assert (scorer(source, PROMPTS) - 1.0).abs().max() < 1e-5
+    features = scorer._features
+    scorer._features = lambda pictures: features(pictures) * torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(4)[:, None]
+    half = [replace(prompt, metadata={**prompt.metadata, "region": [0, 0, 0.5, 1]}) for prompt in PROMPTS]
+    assert (scorer(source, PROMPTS) - 0.5).abs().max() < 1e-5
+    assert (scorer(source, half) - 1.0).abs().max() < 1e-5
+    noise = torch.rand(SIZE.shape, generator=torch.Generator().manual_seed(0))
+    assert (scorer(noise, PROMPTS) < 0.49).all()
+    for region, cause in (
+        ([0, 0, 1], "give .left, top"),
+        ([0, 0, 1, 1], "and a rest"),
+        ([0.5, 0, 0.2, 1], "left < right"),
+    ):
+        with pytest.raises(ValueError, match=cause):
+            DinoSimilarity.check_prompts([replace(PROMPTS[0], metadata={"region": region})])
 
 
 def test_a_prompt_that_has_no_edit_is_refused() -> None:

@@ -30,7 +30,13 @@ ENCODERS = {
 HEADS = {"wan21_14b": 40, "wan21_1_3b": 12, "hunyuan_video": 24}
 """Attention heads of the models whose tokens several trainers can share (`parallel.context`)."""
 
-REWARD_FLOPS = {"pickscore": 0.38e12, "clip_score": 0.33e12, "image_similarity": 0.33e12, "aesthetic": 0.17e12}
+REWARD_FLOPS = {
+    "pickscore": 0.38e12,
+    "clip_score": 0.33e12,
+    "image_similarity": 0.33e12,
+    "aesthetic": 0.17e12,
+    "dino_similarity": 0.04e12,
+}
 """FLOPs per image of scorers that run on the GPU (2 x parameters x tokens of their ViT). Others run on the CPU."""
 
 REWARD_CPU_SECONDS = {
