@@ -34,7 +34,7 @@ from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.models.tiny_builds import cache_root
-from digenrl.preflight import shard_group, sharding, trainer_speeds
+from digenrl.preflight import shard_group, sharding, trainer_speeds, trainers_must_evaluate
 from digenrl.record.run_dir import PROMPT_STORE, TRAJECTORIES, append_event, free_space, limit_events
 from digenrl.record.trajectories import Recorded, TrajectoryFiles
 from digenrl.rewards.needs import unscorable
@@ -134,8 +134,10 @@ def build(
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
     data = PromptData(config.data, config.seed)
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
+    evaluations = [callback for callback in named if isinstance(callback, Evaluation)]
+    on_rollouts = bool(evaluations) and trainers_must_evaluate(config, world.rollouts) is None
     generates = config.replay is None and (spec.tag or not world.rollouts)
-    trainers_score = generates or any(isinstance(callback, Evaluation) for callback in named)
+    trainers_score = generates or (bool(evaluations) and not on_rollouts)
     if trainers_score or not world.is_trainer:  # nobody else builds reward models
         rewards.check_prompts(data.prompts)
     if world.rank == (0 if trainers_score else world.trainers):
@@ -158,6 +160,7 @@ def build(
         record_bytes=keep / world.size,
         recording=_recording(config, world, session),
         replay=None if config.replay is None else Recorded(Path(config.replay)),
+        evaluated=evaluations[0].drawn if on_rollouts else None,
         checkpoint_io=DirectoryCheckpointIO(),
     )
     trainer = configuration.instantiate(
