@@ -163,7 +163,8 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
 
 
 def test_what_is_always_there_is_counted() -> None:
-    """Reward models, evaluation and encoders in use: each makes the rank that has it larger, and no other."""
+    """Reward models, evaluation and encoders in use: each makes the rank larger that has it. Of evaluation trainers have
+    the room too, who take over where no rollout is left."""
     base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
     base += ("schedule=sync",)
 
@@ -176,7 +177,9 @@ def test_what_is_always_there_is_counted() -> None:
     whole, unwatched = memory(), memory("~callbacks.evaluation")
     jpeg = memory("reward=jpeg")
     assert unwatched["trainer"] < whole["trainer"]
-    assert unwatched["rollout"] == whole["rollout"]
+    assert unwatched["rollout"] == whole["rollout"], "the moving average is evaluated by trainers"
+    plain = memory("algorithm.ema=null")
+    assert memory("algorithm.ema=null", "allocation.evaluation=trainers")["rollout"] == whole["rollout"] < plain["rollout"]
     assert whole["rollout"] - jpeg["rollout"] == pytest.approx(4 * 0.99e9 / 2**30)
     alone = memory("data.prompt_store=null")
     costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100"))

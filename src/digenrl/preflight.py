@@ -95,7 +95,8 @@ def with_task_size(composed: Composed) -> Composed:
     tree: Any = OmegaConf.to_container(config)
     if sized(composed):
         # Seconds that were measured are those of one size, and do not say what another takes.
-        costing = Costing(workload(composed), replace(parse_hardware(config.hardware), seconds={}))
+        alone = replace(workload(composed), rollouts_evaluate=False)  # nor does it follow who evaluates
+        costing = Costing(alone, replace(parse_hardware(config.hardware), seconds={}))
         costs, pools, stay = costing.costs, costing.hardware.pools, not config.model.get("offload_encoders", True)
         room = USABLE * min(pool.memory_gib for pool in pools)
         fitting = [size for size in sizes if rollout_memory(costing.work, size, stay).gib <= room] or [1]
@@ -591,8 +592,8 @@ def workload(composed: Composed) -> Workload:
 def _has_room(config: Any, work: Workload) -> bool:
     """Whether the samples of an evaluation fit beside the model on every GPU that a rollout may have."""
     pools = [pool for pool in parse_hardware(config.hardware).pools if pool.role != "trainer"]
-    stay = not config.model.get("offload_encoders", True)
-    need = rollout_memory(replace(work, rollouts_evaluate=True), 1, stay).gib
+    stay, size = not config.model.get("offload_encoders", True), config.sampling.task_size
+    need = rollout_memory(replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay).gib
     return all(need <= USABLE * pool.memory_gib for pool in pools)
 
 

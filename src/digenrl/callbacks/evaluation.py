@@ -254,8 +254,13 @@ class Evaluation(pl.Callback):
         except OSError as error:
             unwritten(samples, len(pictures.prompts), error)
         append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
-        found = {name: canary(name, today, once) for scores in looked for name, (once, today) in scores.items()}
-        self._raise_alarms(run_dir, rl_step, pictures, weights, found.values())
+        changed = {
+            name: alarm
+            for scores in looked
+            for name, (once, today) in scores.items()
+            if (alarm := canary(name, today, once)) is not None
+        }
+        self._raise_alarms(run_dir, rl_step, pictures, weights, changed.values())
         shown = self._shown(pictures, weights)
         for logger in trainer.loggers:
             logger.log_metrics({f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step)
@@ -283,7 +288,7 @@ class Evaluation(pl.Callback):
         rl_step: int,
         pictures: Pictures,
         weights: Mapping[str, float],
-        changed: Iterable[Alarm | None],
+        changed: Iterable[Alarm],
     ) -> None:
         """Compare with this process's first evaluation, and write what is suspicious to events.jsonl."""
         found: list[Alarm] = []
@@ -293,7 +298,7 @@ class Evaluation(pl.Callback):
             scores = {name: pictures.rewards[name].numpy() for name in weights}
             texts = [prompt.text for prompt in pictures.prompts]
             found = of_evaluations(self._first.media.numpy(), pictures.media.numpy(), scores, texts)
-        for alarm in [*found, *(alarm for alarm in changed if alarm is not None)]:
+        for alarm in [*found, *changed]:
             append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
 
     def sample(
