@@ -163,8 +163,8 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
 
 
 def test_what_is_always_there_is_counted() -> None:
-    """Reward models, evaluation and encoders in use: each makes the rank larger that has it. Of evaluation trainers have
-    the room too, who take over where no rollout is left."""
+    """Reward models, evaluation and encoders in use: each makes the rank larger that has it. Trainers have room for an
+    evaluation in any case: they take over where no rollout is left."""
     base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
     base += ("schedule=sync",)
 
@@ -178,8 +178,8 @@ def test_what_is_always_there_is_counted() -> None:
     jpeg = memory("reward=jpeg")
     assert unwatched["trainer"] < whole["trainer"]
     assert unwatched["rollout"] == whole["rollout"], "the moving average is evaluated by trainers"
-    plain = memory("algorithm.ema=null")
-    assert memory("algorithm.ema=null", "allocation.evaluation=trainers")["rollout"] == whole["rollout"] < plain["rollout"]
+    plain = ("algorithm.ema=null", "callbacks.evaluation.samples_per_prompt=64")
+    assert memory(*plain, "allocation.evaluation=trainers")["rollout"] == whole["rollout"] < memory(*plain)["rollout"]
     assert whole["rollout"] - jpeg["rollout"] == pytest.approx(4 * 0.99e9 / 2**30)
     alone = memory("data.prompt_store=null")
     costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100"))
