@@ -99,8 +99,9 @@ def test_trainers_that_never_score_build_no_reward_model(tmp_path: Path, monkeyp
     assert placed
     assert len(told) == 1, "the first rank that scores says which reward models there are"
     evaluation = "+callbacks.evaluation={_target_: digenrl.callbacks.evaluation.Evaluation, prompts: digits.jsonl}"
-    for word in ("schedule.tag=true", evaluation):
-        assert built(tmp_path / "c", monkeypatch, 0, word)[0], "a trainer that lends or evaluates scores"
+    assert not built(tmp_path / "c", monkeypatch, 0, "schedule.tag=false", evaluation)[0], "rollouts evaluate"
+    for words in (("schedule.tag=true",), (evaluation, "allocation.evaluation=trainers")):
+        assert built(tmp_path / "d", monkeypatch, 0, *words)[0], "a trainer that lends or evaluates scores"
 
 
 def test_gpus_are_counted_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.alone]
 IMPATIENT = (*APART, "limits.stage_floor_s=5", "limits.start_s=60", "max_rl_steps=4")
 """Ranks 0 and 1 train, 2 and 3 generate."""
 SLEEPER = ("allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Sleeper")
-EVALUATION = ("callbacks.evaluation.samples_per_prompt=2", "callbacks.evaluation.max_prompts=6")
+EVALUATION = (
+    "callbacks.evaluation.samples_per_prompt=2",
+    "callbacks.evaluation.max_prompts=6",
+    "allocation.evaluation=trainers",
+)
 
 
 @pytest.fixture

@@ -164,7 +164,8 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
 
 
 def test_what_is_always_there_is_counted() -> None:
-    """Reward models, evaluation and encoders in use: each makes the rank that has it larger, and no other."""
+    """Reward models, evaluation and encoders in use: each makes the rank larger that has it. Trainers have room for an
+    evaluation in any case: they take over where no rollout is left."""
     base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
     base += ("schedule=sync",)
 
@@ -177,7 +178,9 @@ def test_what_is_always_there_is_counted() -> None:
     whole, unwatched = memory(), memory("~callbacks.evaluation")
     jpeg = memory("reward=jpeg")
     assert unwatched["trainer"] < whole["trainer"]
-    assert unwatched["rollout"] == whole["rollout"]
+    assert unwatched["rollout"] == whole["rollout"], "the moving average is evaluated by trainers"
+    plain = ("algorithm.ema=null", "callbacks.evaluation.samples_per_prompt=64")
+    assert memory(*plain, "allocation.evaluation=trainers")["rollout"] == whole["rollout"] < memory(*plain)["rollout"]
     assert whole["rollout"] - jpeg["rollout"] == pytest.approx(4 * 0.99e9 / 2**30)
     alone = memory("data.prompt_store=null")
     costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100"))

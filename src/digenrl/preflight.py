@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
+from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl.config import Composed, config_directory, instantiate
@@ -29,6 +30,8 @@ NEARLY = 1.05
 """Seconds of a sample that `sampling.task_size=auto` takes for as good as the best."""
 SMALL_TASK = 8
 """Most samples of a task of a model that nobody has counted; the planner tries no more either."""
+ROLLOUTS = "rollouts, while trainers go on"
+"""Who evaluates."""
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -92,7 +95,8 @@ def with_task_size(composed: Composed) -> Composed:
     tree: Any = OmegaConf.to_container(config)
     if sized(composed):
         # Seconds that were measured are those of one size, and do not say what another takes.
-        costing = Costing(workload(composed), replace(parse_hardware(config.hardware), seconds={}))
+        alone = replace(workload(composed), rollouts_evaluate=False)  # nor does it follow who evaluates
+        costing = Costing(alone, replace(parse_hardware(config.hardware), seconds={}))
         costs, pools, stay = costing.costs, costing.hardware.pools, not config.model.get("offload_encoders", True)
         room = USABLE * min(pool.memory_gib for pool in pools)
         fitting = [size for size in sizes if rollout_memory(costing.work, size, stay).gib <= room] or [1]
@@ -257,6 +261,8 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     config: Any = composed.config
     tree: Any = OmegaConf.to_container(config)
     tree["allocation"] |= {"trainers": trainers, "rollouts": rollouts}
+    evaluators(config, rollouts)
+    notes = composed.notes
     if wrong := relation_problems(tree):
         raise ValueError("\n".join(wrong))
     steps = trained_steps(config)
@@ -265,6 +271,9 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     tree["parallel"]["sharding"] = sharding(config)
     if sized(composed):
         costing = costing_of(composed)
+        if not costing.work.rollouts_evaluate and evaluators(config, rollouts) == ROLLOUTS:
+            tree["allocation"]["evaluation"] = "trainers"
+            notes = (*notes, "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.")
         candidate = candidate_of(config, trainers, rollouts, steps)
         fitting = _held(config, costing, candidate)
         if not fitting and not config.hardware.emulate:
@@ -283,7 +292,7 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     tree["schedule"]["tsp"]["batch"] = batch
     numbers = OmegaConf.create(tree)
     OmegaConf.set_readonly(numbers, True)
-    return replace(composed, config=numbers, notes=(*composed.notes, *without_effect(numbers)))
+    return replace(composed, config=numbers, notes=(*notes, *without_effect(numbers)))
 
 
 def without_effect(config: Any) -> Iterator[str]:
@@ -319,6 +328,52 @@ def without_effect(config: Any) -> Iterator[str]:
         )
     if schedule.async_steps and schedule.stale_fraction == 0:
         yield idle("async_steps = 1", "schedule.stale_fraction=0 lets no group use older weights")
+
+
+def trainers_must_evaluate(config: Any, rollouts: int) -> str | None:
+    """Why trainers evaluate by themselves, as settled or for the configuration as it is; None: rollouts do. Rollouts
+    hold the trained weights in the dtype that every forward casts them to, so that samples are the same."""
+    algorithm, target = config.algorithm, str(config.algorithm["_target_"])
+    if config.allocation.evaluation == "trainers":
+        return "allocation.evaluation=trainers says so"
+    if config.replay is not None or rollouts == 0:
+        return "no rank only generates"
+    if len(_evaluations(config)) > 1:
+        return f"there are {len(_evaluations(config))} evaluations among the callbacks, and rollouts make one"
+    if algorithm.get("ema") is not None:
+        return "the moving average (algorithm.ema) is evaluated, which rollouts do not hold"
+    if algorithm.get("old_policy") is not None or (not target.startswith("digenrl.") and _samples_apart(target)):
+        return f"rollouts sample with other weights than those that {target.rpartition('.')[2]} trains"
+    return None
+
+
+def _samples_apart(target: str) -> bool:
+    """Whether a user's algorithm has rollouts use other weights than the trained ones."""
+    from digenrl.algorithms.base import PolicyModule
+
+    return getattr(get_object(target), "rollout_parameters", None) is not PolicyModule.rollout_parameters
+
+
+def _evaluations(config: Any) -> list[Any]:
+    """The evaluations among the callbacks."""
+    return [node for node in (config.callbacks or {}).values() if str(node["_target_"]).endswith("Evaluation")]
+
+
+def evaluators(config: Any, rollouts: int) -> str | None:
+    """Who evaluates, and why trainers where they do; None where nobody does.
+
+    Raises:
+        ValueError: rollouts are asked to, and cannot.
+    """
+    if not _evaluations(config):
+        return None
+    cause = trainers_must_evaluate(config, rollouts)
+    if cause is not None and config.allocation.evaluation == "rollouts":
+        raise ValueError(
+            f"allocation.evaluation = rollouts: cannot be, because {cause}; set allocation.evaluation=auto, with which "
+            "trainers evaluate there."
+        )
+    return ROLLOUTS if cause is None else f"trainers ({cause})"
 
 
 def sharding(config: Any) -> str:
@@ -389,7 +444,9 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
 def _way_out(costing: Costing, candidate: Candidate) -> str:
     """The fewest settings that make `candidate` fit, for this split or for another; or that there are none."""
     one_by_one = Costing(replace(costing.work, evaluated=min(1, costing.work.evaluated)), costing.hardware)
-    for said, way in (("", costing), ("sampling.eval.batch=1 ", one_by_one)):
+    apart = Costing(replace(costing.work, rollouts_evaluate=False), costing.hardware)
+    ways = ("", costing), ("sampling.eval.batch=1 ", one_by_one), ("allocation.evaluation=trainers ", apart)
+    for said, way in ways:
         if (words := _changes(way, candidate)) is not None:
             return f"set {said}{' '.join(words)}".rstrip() + "."
     return (
@@ -498,10 +555,9 @@ def workload(composed: Composed) -> Workload:
     sampling, algorithm, model = config.sampling, config.algorithm, config.model
     lora = model.get("lora")
     embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
-    evaluations = [node for node in (config.callbacks or {}).values() if str(node["_target_"]).endswith("Evaluation")]
-    drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations]
+    drawn = [int(node.get("samples_per_prompt", 0)) for node in _evaluations(config)]
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
-    return Workload(
+    work = Workload(
         model=model_name,
         height=sampling.height,
         width=sampling.width,
@@ -527,6 +583,18 @@ def workload(composed: Composed) -> Workload:
         fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
+    several = 1 if config.allocation.rollouts == AUTO else config.allocation.rollouts
+    able = bool(drawn) and trainers_must_evaluate(config, several) is None
+    asked = config.allocation.evaluation == "rollouts"
+    return replace(work, rollouts_evaluate=able and (asked or _has_room(config, work)))
+
+
+def _has_room(config: Any, work: Workload) -> bool:
+    """Whether the samples of an evaluation fit beside the model on every GPU that a rollout may have."""
+    pools = [pool for pool in parse_hardware(config.hardware).pools if pool.role != "trainer"]
+    stay, size = not config.model.get("offload_encoders", True), config.sampling.task_size
+    need = rollout_memory(replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay).gib
+    return all(need <= USABLE * pool.memory_gib for pool in pools)
 
 
 def _whole_batch(config: Any) -> bool:

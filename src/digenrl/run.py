@@ -34,12 +34,13 @@ from digenrl.models.emulated import Durations, EmulatedPolicy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.models.tiny_builds import cache_root
-from digenrl.preflight import shard_group, sharding, trainer_speeds
+from digenrl.preflight import shard_group, sharding, trainer_speeds, trainers_must_evaluate
 from digenrl.record.run_dir import PROMPT_STORE, TRAJECTORIES, append_event, free_space, limit_events
 from digenrl.record.trajectories import Recorded, TrajectoryFiles
 from digenrl.rewards.needs import unscorable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
+from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule import ScheduleSpec, group_tasks, micro_batches_per_update
 from digenrl.schedule.shares import relative
 from digenrl.simulate.hardware import assign, parse_hardware
@@ -134,8 +135,8 @@ def build(
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
     data = PromptData(config.data, config.seed)
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
-    generates = config.replay is None and (spec.tag or not world.rollouts)
-    trainers_score = generates or any(isinstance(callback, Evaluation) for callback in named)
+    drawn = _drawn_by_rollouts(config, named, world)
+    trainers_score = _trainers_score(config, spec, named, world)
     if trainers_score or not world.is_trainer:  # nobody else builds reward models
         rewards.check_prompts(data.prompts)
     if world.rank == (0 if trainers_score else world.trainers):
@@ -158,6 +159,7 @@ def build(
         record_bytes=keep / world.size,
         recording=_recording(config, world, session),
         replay=None if config.replay is None else Recorded(Path(config.replay)),
+        evaluated=drawn,
         checkpoint_io=DirectoryCheckpointIO(),
     )
     trainer = configuration.instantiate(
@@ -171,8 +173,7 @@ def build(
         default_root_dir=str(session.run_dir),
     )
     _encode(config, policy, data, named, world.rank, session)
-    if config.record.trajectories and world.rank == 0:
-        _announce_record(config, world.trainers, engine, spec, data, session.run_dir)
+    _announce_record(config, world, engine, spec, data, session.run_dir)
     return Rank(trainer, module, data, strategy)
 
 
@@ -183,10 +184,26 @@ def _recording(config: DictConfig, world: World, session: Session) -> Trajectory
     return TrajectoryFiles(session.run_dir, world.rank, config.record.trajectories_mib * 2**20 / world.trainers)
 
 
+def _drawn_by_rollouts(config: DictConfig, callbacks: Sequence[pl.Callback], world: World) -> FixedSamples | None:
+    """What rollouts draw for evaluations; None: nothing."""
+    found = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
+    return found[0] if found and trainers_must_evaluate(config, world.rollouts) is None else None
+
+
+def _trainers_score(config: DictConfig, spec: ScheduleSpec, callbacks: Sequence[pl.Callback], world: World) -> bool:
+    """Whether trainers are to generate or to evaluate; where no rollout is left they may have to all the same."""
+    generate = config.replay is None and (spec.tag or not world.rollouts)
+    evaluate = any(isinstance(callback, Evaluation) for callback in callbacks)
+    return generate or (evaluate and _drawn_by_rollouts(config, callbacks, world) is None)
+
+
 def _announce_record(
-    config: DictConfig, trainers: int, engine: RolloutEngine, spec: ScheduleSpec, data: PromptData, run_dir: Path
+    config: DictConfig, world: World, engine: RolloutEngine, spec: ScheduleSpec, data: PromptData, run_dir: Path
 ) -> None:
-    """Say before the first step how large the record of trajectories will be."""
+    """Say before the first step how large the record of trajectories will be, where there is one."""
+    if not config.record.trajectories or world.rank > 0:
+        return
+    trainers = world.trainers
     lockstep = (sharding(config) != "ddp" and trainers > 1) or spec.context > 1
     outline = engine.outline(group_tasks(spec, 0, 0)[0], data.sampler.batch(0)[0])
     step = step_bytes(spec, trainers, lockstep, outline) / 2**20

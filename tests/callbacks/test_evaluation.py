@@ -18,7 +18,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from digenrl.callbacks.evaluation import Evaluation, Pictures, measure, save_pictures
+from digenrl.callbacks.evaluation import Evaluation, measure, save_pictures
 from digenrl.callbacks.guarded import Guarded
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
@@ -27,6 +27,7 @@ from digenrl.prompts import PromptFileError
 from digenrl.report.pictures import read_samples
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
+from digenrl.rollout.evaluation import Pictures
 from digenrl.types import Prompt
 from reward_models.digit_judge import DigitStatistics
 

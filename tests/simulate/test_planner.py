@@ -350,3 +350,24 @@ def test_a_batch_wide_advantage_is_planned_as_one_fragment() -> None:
     """`train` refuses gap with it."""
     plan = make_plan(costing_of(configuration.load(["experiment=sd35_flowgrpo", "hardware=node_8xh100"], "plan")))
     assert {outcome.candidate.spec.gap for outcome in plan.outcomes} == {0}
+
+
+def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> None:
+    """Each of four rollouts takes the next prompt when it is free. What outlasts their usual wait for weights adds to
+    the step; of the run's last evaluation all does."""
+    hardware = Hardware((FAST, SLOW))
+    by = {on: Costing(replace(FLUX, evaluated=4, rollouts_evaluate=on), hardware) for on in (True, False)}
+    candidate = by[True].candidate(4, 4, first="fast")
+    assert {name for name, role in by[True].placed(candidate) if role == "rollout"} == {"slow"}
+    one, five = (by[True].evaluation_seconds(prompts, 4, candidate) for prompts in (1, 5))
+    assert five == pytest.approx(2 * one)
+    assert by[False].evaluation_seconds(5, 4, candidate) == pytest.approx(2 * one), "trainers wait for the slowest GPU"
+    assert by[True].evaluation_seconds(5, 4, by[True].candidate(8, 0)) == pytest.approx(one), "nobody else is there"
+    outcome, theirs = (evaluate(costing, candidate, costing.bound()) for costing in (by[True], by[False]))
+    assert theirs.evaluation_s(5, 4) == theirs.costing.evaluation_seconds(5, 4, candidate)
+    assert 0.0 <= outcome.evaluation_s(1, 4) <= one
+    long = outcome.evaluation_s(400, 4)
+    assert by[True].evaluation_seconds(400, 4, candidate) - outcome.step_s < long
+    assert outcome.evaluation_s(800, 4) - long == pytest.approx(100 * one)
+    short = Booking(10, None, 2, 5, 4).hours(outcome) * 3600
+    assert short == pytest.approx(10 * outcome.step_s + outcome.evaluation_s(5, 4) + five)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +48,10 @@ def test_I10_every_issued_sample_is_trained_dropped_or_in_flight(tmp_path: Path)
     for fragment in ((0,), (1,)):
         steps.begin_fragment(board, fragment)
     steps.end_fragment()
+    with steps.paused():
+        time.sleep(0.1)
     steps.close(version=4)
+    assert steps.facts["step_s"] < 0.1, "an evaluation is not the step's time"
     ledger = steps.ledger
     assert (ledger.trained, ledger.dropped, ledger.in_flight) == (4, {"missing_reward": 4}, 4)
     event = json.loads((tmp_path / "events.jsonl").read_text())

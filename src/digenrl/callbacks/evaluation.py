@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +23,13 @@ from digenrl.callbacks.pictures import chosen
 from digenrl.data import load_prompts
 from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl, replaced, unwritten
-from digenrl.rewards.hacking_alarms import canary, of_evaluations
+from digenrl.rewards.hacking_alarms import Alarm, canary, of_evaluations
 from digenrl.rollout.engine import RolloutEngine
+from digenrl.rollout.evaluation import FixedSamples, Pictures, Piece, canaries, joined, split
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
 """(media [N, ...] in [0, 1], N prompts) -> name -> value; names become keys of the eval line."""
-
-
-CANARIES = 4
-"""Pictures of the first evaluation that every later one scores again, to notice a reward model that changed."""
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """An evaluation on one rank, or, after `gather`, on all of them; prompt-major."""
-
-    media: Tensor
-    """[N, C, H, W] or [N, F, C, H, W] uint8."""
-    prompts: tuple[Prompt, ...]
-    """N."""
-    rewards: dict[str, Tensor]
-    """name -> [N] fp32, NaN = missing."""
 
 
 def measure(
@@ -122,10 +109,12 @@ class Evaluation(pl.Callback):
     """Samples fixed prompts with fixed noise at the start, every `every` RL steps and after the last one.
 
     Sampling is the plain ODE (`RolloutEngine.evaluate`); its noise depends on (seed, prompt, sample) alone and touches
-    no generator of the run: evaluating more or less often changes no weight. Prompts are spread over trainer
-    ranks, and every rank makes equally many forwards, as sharded weights need. Global rank zero writes one line of kind
-    "eval" to metrics.jsonl, `samples/eval-<rl_step>.npz`, and `eval/...` to the loggers. Pictures are rounded to 8 bits
-    before the statistics, so that these can be recomputed from the file when it holds every sample.
+    no generator of the run: evaluating more or less often changes no weight. Where `allocation.evaluation` says so,
+    rollouts draw and score the prompts while the trainers go on, which wait for the last of them before their next
+    update. Otherwise prompts are spread over trainer ranks, and every rank makes equally many forwards, as sharded
+    weights need. Global rank zero writes one line of kind "eval" to metrics.jsonl, `samples/eval-<rl_step>.npz`, and
+    `eval/...` to the loggers. Pictures are rounded to 8 bits before the statistics, so that these can be recomputed
+    from the file when it holds every sample.
 
     Args:
         prompts: a prompt file or the name of one of the project's sets: the training prompts.
@@ -177,41 +166,102 @@ class Evaluation(pl.Callback):
         self.saved_per_prompt = saved_per_prompt
         self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
         self._first: Pictures | None = None
+        self._open: int | None = None
+        """RL step whose weights rollouts evaluate at present."""
+
+    @property
+    def drawn(self) -> FixedSamples:
+        """What every evaluation draws."""
+        return FixedSamples(tuple(self.prompts), self.samples_per_prompt, self.seed, self.steps)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 0:
-            self._evaluate(trainer, pl_module, rl_step=0)
+        began = trainer.current_epoch
+        if began == 0 or (self._due(began) and trainer.strategy.reduce_boolean_decision(_lacks(trainer, began), False)):
+            self._begin(trainer, pl_module, began)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         finished = trainer.current_epoch + 1
-        if finished == trainer.max_epochs or (self.every and finished % self.every == 0):
-            self._evaluate(trainer, pl_module, finished)
+        last = finished == trainer.max_epochs
+        if last or self._due(finished):
+            self._begin(trainer, pl_module, finished)
+        if last or trainer.should_stop:  # no update follows; a checkpoint does
+            self._finish(trainer)
 
-    def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
-        engine = getattr(trainer.strategy, "engine", None)
-        if not isinstance(engine, RolloutEngine):
-            raise TypeError(
-                f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use DisaggregatedStrategy"
-            )
-        consent = getattr(trainer.strategy, "consent", None)
-        begin = (lambda: None) if consent is None else consent.begin
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self._finish(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._finish(trainer)  # a stop that was asked for after the step had ended
+
+    def _due(self, rl_step: int) -> bool:
+        return self.every > 0 and rl_step % self.every == 0
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
+        """Have rollouts evaluate the present weights, or do so here."""
+        evaluations: Any = getattr(trainer.strategy, "evaluations", None)
+        if evaluations is not None and evaluations.on_rollouts:
+            evaluations.open(rl_step)
+            self._open = rl_step
+            return
         with _span(trainer, rl_step):
             with getattr(pl_module, "averaged", nullcontext)():  # the moving average, where there is one
-                local = self.sample(engine, trainer.global_rank, trainer.world_size, begin)
-                begin()
-            pictures = self._gather(trainer, local)
+                pictures = self._sampled(trainer, range(len(self.prompts)))
             if not trainer.is_global_zero:
                 return
-            numbers = self.measure(engine, pictures)
-        run_dir = Path(trainer.default_root_dir)
+            numbers = self.measure(_engine(trainer), pictures)
+        self._tell(trainer, rl_step, pictures, numbers, self._look_again(_engine(trainer), pictures))
+
+    def _finish(self, trainer: pl.Trainer) -> None:
+        """Wait for the evaluation in progress, if there is one. All trainers come here with the weights it is of."""
+        if self._open is not None:
+            rl_step, self._open = self._open, None
+            trainer.strategy.evaluations.finish(partial(self._assemble, trainer, rl_step))  # type: ignore[attr-defined]
+
+    def _assemble(self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Piece], missing: Sequence[int]) -> None:
+        """Write the evaluation of `pieces`, which trainer 0 has, and of those `missing`, which trainers make first."""
+        with _span(trainer, rl_step):
+            own = self._sampled(trainer, missing) if missing else None
+            if not trainer.is_global_zero:
+                return
+            parts = {number: piece.pictures for number, piece in pieces.items()}
+            if own is not None:
+                parts |= zip(missing, split(own, self.samples_per_prompt), strict=True)
+            pictures = joined([parts[number] for number in range(len(self.prompts))])
+            numbers = self.measure(_engine(trainer), pictures)
+        self._tell(trainer, rl_step, pictures, numbers, [piece.canaries for piece in pieces.values()])
+
+    def _sampled(self, trainer: pl.Trainer, pieces: Sequence[int]) -> Pictures:
+        """The pieces, made by all trainers together, on every one of them."""
+        consent = getattr(trainer.strategy, "consent", None)
+        begin = (lambda: None) if consent is None else consent.begin
+        local = self.sample(_engine(trainer), trainer.global_rank, trainer.world_size, begin, pieces)
+        begin()
+        return self._gather(trainer, local, pieces)
+
+    def _tell(
+        self,
+        trainer: pl.Trainer,
+        rl_step: int,
+        pictures: Pictures,
+        numbers: Mapping[str, float],
+        looked: Iterable[Mapping[str, Tensor]],
+    ) -> None:
+        """Write and log an evaluation; `looked`: `Piece.canaries` of everybody who has looked."""
+        run_dir, weights = Path(trainer.default_root_dir), _engine(trainer).reward_weights
         samples = run_dir / SAMPLES / f"eval-{rl_step}.npz"
         try:
             save_pictures(samples, pictures, self.saved_per_prompt)
         except OSError as error:
             unwritten(samples, len(pictures.prompts), error)
         append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
-        self._raise_alarms(run_dir, rl_step, pictures, engine)
-        shown = self._shown(pictures, engine.reward_weights)
+        changed = {
+            name: alarm
+            for scores in looked
+            for name, (once, today) in scores.items()
+            if (alarm := canary(name, today, once)) is not None
+        }
+        self._raise_alarms(run_dir, rl_step, pictures, weights, changed.values())
+        shown = self._shown(pictures, weights)
         for logger in trainer.loggers:
             logger.log_metrics({f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step)
             if isinstance(logger, Guarded):
@@ -224,56 +274,79 @@ class Evaluation(pl.Callback):
         counts = self.shown_prompts, self.shown_samples
         return chosen(pictures.media.numpy(), texts, score, *counts, fitted_sources(pictures))
 
-    def _raise_alarms(self, run_dir: Path, rl_step: int, pictures: Pictures, engine: RolloutEngine) -> None:
-        """Compare with this process's first evaluation, and write what is suspicious to events.jsonl."""
+    def _look_again(self, engine: RolloutEngine, pictures: Pictures) -> Sequence[Mapping[str, Tensor]]:
+        """The canaries' scores of this process's first evaluation, and today's; none at the first."""
         if self._first is None:
-            self._canaries = _canaries(pictures, engine)
+            self._canaries = canaries(pictures, engine)
+            return []
+        today = canaries(self._first, engine)
+        return [{name: torch.stack([once, today[name]]) for name, once in self._canaries.items()}]
+
+    def _raise_alarms(
+        self,
+        run_dir: Path,
+        rl_step: int,
+        pictures: Pictures,
+        weights: Mapping[str, float],
+        changed: Iterable[Alarm],
+    ) -> None:
+        """Compare with this process's first evaluation, and write what is suspicious to events.jsonl."""
+        found: list[Alarm] = []
+        if self._first is None:
             self._first = pictures
-            return
-        scores = {name: pictures.rewards[name].numpy() for name in engine.reward_weights}
-        texts = [prompt.text for prompt in pictures.prompts]
-        found = of_evaluations(self._first.media.numpy(), pictures.media.numpy(), scores, texts)
-        again = _canaries(self._first, engine)
-        changed = [canary(name, again[name], expected) for name, expected in self._canaries.items()]
-        for alarm in [*found, *(alarm for alarm in changed if alarm is not None)]:
+        else:
+            scores = {name: pictures.rewards[name].numpy() for name in weights}
+            texts = [prompt.text for prompt in pictures.prompts]
+            found = of_evaluations(self._first.media.numpy(), pictures.media.numpy(), scores, texts)
+        for alarm in [*found, *changed]:
             append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
 
     def sample(
-        self, engine: RolloutEngine, rank: int = 0, ranks: int = 1, before_step: Callable[[], None] = lambda: None
+        self,
+        engine: RolloutEngine,
+        rank: int = 0,
+        ranks: int = 1,
+        before_step: Callable[[], None] = lambda: None,
+        pieces: Sequence[int] | None = None,
     ) -> Pictures:
-        """Rank `rank`'s share of the pictures; with one rank all of them, in the order of the prompts. `before_step`:
-        as in `RolloutEngine.evaluate`."""
-        share = -(-len(self.prompts) // ranks)
+        """Rank `rank`'s share of the prompts `pieces` (None: of all); with one rank all of them, in this order.
+        `before_step`: as in `RolloutEngine.evaluate`."""
+        pieces = range(len(self.prompts)) if pieces is None else pieces
+        share = -(-len(pieces) // ranks)
         # A rank without a prompt of its own repeats one: sharded weights need the same forwards everywhere.
-        mine = [self.prompts[(rank * share + i) % len(self.prompts)] for i in range(share)]
-        scored = [
-            engine.evaluate([prompt], self.samples_per_prompt, self.seed, self.steps, before_step) for prompt in mine
-        ]
-        return Pictures(
-            media=torch.cat([part.media.mul(255.0).round().to(torch.uint8).cpu() for part in scored]),
-            prompts=tuple(prompt for prompt in mine for _ in range(self.samples_per_prompt)),
-            rewards={
-                name: torch.cat([part.rewards[name].float().cpu() for part in scored]) for name in scored[0].rewards
-            },
-        )
+        mine = [pieces[(rank * share + i) % len(pieces)] for i in range(share)]
+        return self.drawn.draw(engine, mine, before_step)
 
     def measure(self, engine: RolloutEngine, pictures: Pictures) -> dict[str, float]:
         """The numbers of an eval line; see the function `measure`."""
         return measure(pictures, engine.reward_weights, self.statistics, self.heldout_reward)
 
-    def _gather(self, trainer: pl.Trainer, local: Pictures) -> Pictures:
+    def _gather(self, trainer: pl.Trainer, local: Pictures, pieces: Sequence[int]) -> Pictures:
         """The pictures of all ranks, on every rank; the repeated ones come last and are cut off."""
-        rows = len(self.prompts) * self.samples_per_prompt
+        rows = len(pieces) * self.samples_per_prompt
         return Pictures(
             media=_gathered(trainer, local.media)[:rows],
-            prompts=tuple(prompt for prompt in self.prompts for _ in range(self.samples_per_prompt)),
+            prompts=tuple(self.prompts[number] for number in pieces for _ in range(self.samples_per_prompt)),
             rewards={name: _gathered(trainer, scores)[:rows] for name, scores in local.rewards.items()},
         )
 
 
-def _canaries(pictures: Pictures, engine: RolloutEngine) -> Mapping[str, Tensor]:
-    """Scores of the first few pictures, as stored: 8 bits."""
-    return engine.rescore(pictures.media[:CANARIES].float() / 255.0, pictures.prompts[:CANARIES])
+def _engine(trainer: pl.Trainer) -> RolloutEngine:
+    engine = getattr(trainer.strategy, "engine", None)
+    if not isinstance(engine, RolloutEngine):
+        raise TypeError(
+            f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use DisaggregatedStrategy"
+        )
+    return engine
+
+
+def _lacks(trainer: pl.Trainer, rl_step: int) -> bool:
+    """Whether the run was resumed before the evaluation of `rl_step` had been written; asked of trainer 0."""
+    path = Path(trainer.default_root_dir) / METRICS
+    if not trainer.is_global_zero or not path.exists():
+        return trainer.is_global_zero
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return not any(row.get("kind") == "eval" and row.get("rl_step") == rl_step for row in rows)
 
 
 def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:

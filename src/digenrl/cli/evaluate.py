@@ -88,9 +88,10 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
     require_weights(scoring, config.callbacks)
 
     # torch is imported only now, so that a mistyped word is refused at once.
-    from digenrl.callbacks.evaluation import Evaluation, Pictures
+    from digenrl.callbacks.evaluation import Evaluation
     from digenrl.record.run_dir import write_json
     from digenrl.rollout.engine import RolloutEngine
+    from digenrl.rollout.evaluation import Pictures
     from digenrl.run import sampling_spec
 
     checkpoint: dict[str, Any] | None = None

@@ -28,7 +28,7 @@ from digenrl.config.stored import identity
 from digenrl.data import PromptData
 from digenrl.display import Display, final_table
 from digenrl.emulate import durations
-from digenrl.preflight import expected_seconds, memory_lines
+from digenrl.preflight import evaluators, expected_seconds, memory_lines
 from digenrl.record.attempt import ResumeAttempt
 from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_event
@@ -132,6 +132,8 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
         f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} "
         f"tag={schedule.tag} handoff={schedule.handoff} shares={schedule.shares} async_steps={schedule.async_steps}",
     ]
+    evaluating = evaluators(config, rollouts)
+    lines += [f"evaluate  by {evaluating}"] if evaluating else []
     return lines + ([f"resume    {checkpoint}"] if checkpoint else [])
 
 

@@ -99,6 +99,11 @@ class Allocation(Closed):
 
     trainers: AtLeast1 | Auto = Field(description="ranks that train; auto: what the hardware profile's pools say")
     rollouts: AtLeast0 | Auto = Field(description="ranks that only generate; 0: every rank generates and trains")
+    evaluation: Literal["auto", "trainers", "rollouts"] = Field(
+        description="ranks that draw and score the evaluation's samples, which are the same; rollouts: while trainers "
+        "go on; auto: rollouts where they hold the evaluated weights (no moving average, no sampling policy of their "
+        "own) and have the memory, else trainers"
+    )
     max_lost_rollouts: AtLeast0 | Auto = Field(
         description="rollout ranks that may die while the run goes on; auto: all; 0: none, and none may leave"
     )

@@ -27,7 +27,7 @@ STAGES = (
 )
 """Every stage that a span may name."""
 
-WAIT_CAUSES = ("first_fragment", "weights", "tail", "reward", "straggler", "startup")
+WAIT_CAUSES = ("first_fragment", "weights", "tail", "reward", "straggler", "startup", "evaluation")
 """Why a rank waited. A `wait` span carries one of them as `cause`."""
 
 ROLES = ("launcher", "rollout", "trainer")

@@ -33,6 +33,7 @@ CAUSE_COLOURS = {
     "reward": "#F2A7C3",
     "straggler": "#8C2F39",
     "startup": "#EFE3C8",
+    "evaluation": "#E08FB0",
 }
 """Bubbles: warm hues, one per cause, so that lost time stands out."""
 

@@ -392,13 +392,25 @@ class Costing:
                 table[stage][f"{pool} {role}"] = seconds[pool] if able else None
         return solve_bound(seats, self.work_units(), table).seconds
 
-    def evaluation_seconds(self, prompts: int, samples: int, trainers: int) -> float:
-        """One evaluation: the trainers alone generate, decode and score `samples` of each of `prompts` prompts."""
-        costs, pool = self.costs, max(self.hardware.pools, key=lambda pool: self.costs.step_seconds(pool, 1))
-        at_once = min(samples, self.work.evaluated or samples)
-        sample = self.work.steps * costs.step_seconds(pool, at_once) / at_once
-        sample += costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1)
-        return math.ceil(prompts / trainers) * (samples * sample + costs.encode_seconds(pool))
+    def evaluation_seconds(self, prompts: int, samples: int, candidate: Candidate) -> float:
+        """One evaluation: its ranks generate, decode and score `samples` of each of `prompts` prompts. Rollouts take
+        the next one as soon as they are free; trainers have equally many each, and wait for the slowest."""
+        costs, at_once = self.costs, min(samples, self.work.evaluated or samples)
+
+        def prompt(pool: Pool) -> float:
+            sample = self.work.steps * costs.step_seconds(pool, at_once) / at_once
+            sample += costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1)
+            return samples * sample + costs.encode_seconds(pool)
+
+        if not (self.work.rollouts_evaluate and candidate.rollouts):
+            return math.ceil(prompts / candidate.trainers) * max(prompt(pool) for pool in self.hardware.pools)
+        names = [name for name, role in self.placed(candidate) if role == "rollout"]
+        seconds = [prompt(self.hardware.pool(name)) for name in names]
+        ends = [0.0] * len(names)
+        for _ in range(prompts):
+            soonest = min(range(len(names)), key=lambda rank: ends[rank])
+            ends[soonest] += seconds[soonest]
+        return max(ends)
 
     def sources(self) -> dict[str, dict[str, str]]:
         """Stage -> pool -> where its figures come from: measured | published | assumed."""

@@ -154,11 +154,13 @@ def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Me
     """
     parameters = int(work.sizes["parameters"])
     full = work.lora_rank is None
+    evaluated = work.evaluated if work.rollouts_evaluate else 0
+    moment = generating_bytes(work, max(task_size, evaluated), encoders)
     return Memory(
         frozen=0 if full else 2 * parameters,
         trained=2 * work.trained_parameters,
-        rewards=scorer_bytes(work, heldout=False),
-        workspace=int(generating_bytes(work, task_size, encoders) + RESERVED) + encoder_bytes(work) * encoders,
+        rewards=scorer_bytes(work, heldout=evaluated > 0),
+        workspace=int(moment + RESERVED) + encoder_bytes(work) * encoders,
     )
 
 

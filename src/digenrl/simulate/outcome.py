@@ -63,6 +63,19 @@ class Outcome:
                 table[cause] = table.get(cause, 0.0) + seconds / total
         return table
 
+    def evaluation_s(self, prompts: int, samples: int) -> float:
+        """Seconds that an evaluation adds to its RL step. Rollouts make it when their tasks are done, and trainers wait
+        for it before the update: what it takes longer than rollouts would have waited for the update adds to the step.
+        Trainers do nothing else meanwhile when they make it."""
+        candidate, costing = self.candidate, self.costing
+        once = costing.evaluation_seconds(prompts, samples, candidate)
+        if not (costing.work.rollouts_evaluate and candidate.rollouts):
+            return once
+        cluster = costing.cluster(candidate)
+        waits = [s for (_, stage, cause), s in self.result.seconds.items() if (stage, cause) == ("wait", "weights")]
+        after = cluster.reduce_seconds + cluster.optimizer_seconds + cluster.snapshot_seconds + cluster.publish_seconds
+        return max(0.0, once - max(0.0, sum(waits) / self._steps / candidate.rollouts - after))
+
     @property
     def settled(self) -> bool:
         """Its steps come to rest; else `step_s` is an average of nothing, and it never wins."""

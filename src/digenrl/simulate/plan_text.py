@@ -141,9 +141,12 @@ class Booking:
 
     def hours(self, outcome: Outcome) -> float:
         """Of the whole run, its evaluations included."""
-        costing, trainers = outcome.costing, outcome.candidate.trainers
-        once = costing.evaluation_seconds(self.evaluation_prompts, max(1, self.evaluation_samples), trainers)
-        return (self.rl_steps * outcome.step_s + self.evaluations * once) / 3600
+        drawn = self.evaluation_prompts, max(1, self.evaluation_samples)
+        seconds = self.rl_steps * outcome.step_s
+        if self.evaluations:  # nothing is trained beside the last one
+            seconds += (self.evaluations - 1) * outcome.evaluation_s(*drawn)
+            seconds += outcome.costing.evaluation_seconds(*drawn, outcome.candidate)
+        return seconds / 3600
 
     def gpu_hours(self, outcome: Outcome) -> float:
         """All GPUs of the profile are booked."""
@@ -178,9 +181,10 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     gpus = ", ".join(f"{pool.count} x {pool.gpu}" for pool in plan.costing.hardware.pools)
     price = booking.price(winner)
     money = "" if price is None else f", {price:,.0f} at {booking.price_per_gpu_hour:g} a GPU-hour"
+    evaluators = "rollouts" if plan.costing.work.rollouts_evaluate and winner.candidate.rollouts else "trainers"
     lines = [
         f"Book {gpus} for {booking.hours(winner):.1f} hours ({booking.rl_steps} RL steps and {booking.evaluations} "
-        f"evaluations): {booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
+        f"evaluations by {evaluators}): {booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
         f"Run {_seat(winner)}: {winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if durations vary by 5%, "
         f"{winner.slow_rank_s:.2f} s if one rank is 15% slower.",
     ]

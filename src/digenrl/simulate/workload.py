@@ -88,7 +88,10 @@ class Workload:
     heldout: tuple[str, ...] = ()
     """Rewards that only evaluation asks for."""
     evaluated: int = 0
-    """Samples that a trainer makes at once when it evaluates; 0 = it never does."""
+    """Samples that a rank makes at once when it evaluates; 0 = nobody does. Trainers have room for it in any case, for
+    when no rollout is left."""
+    rollouts_evaluate: bool = False
+    """Rollouts evaluate while trainers go on; else trainers do."""
     engine: str = "eager"
     """How the network runs: a key of `gpus.ENGINES`."""
     fused_attention: bool = False

@@ -36,12 +36,14 @@ from digenrl.record.run_dir import DECISIONS, append_event, tell_unwritten
 from digenrl.record.span_log import SpanLog
 from digenrl.record.trajectories import Recorded, TrajectoryFiles
 from digenrl.rollout.engine import RolloutEngine
+from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.consent import Consent
 from digenrl.strategy.context import Context
+from digenrl.strategy.evaluating import Evaluations, Examiner
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
@@ -77,6 +79,7 @@ class DisaggregatedStrategy(DDPStrategy):
         record_bytes: of this rank's spans, and of its decisions; more are left out.
         recording: where this trainer writes what it trains; None: nowhere.
         replay: what it trains in place of what ranks generate; None: the latter.
+        evaluated: what rollouts draw for evaluations; None: nothing, trainers evaluate by themselves.
     """
 
     strategy_name = "disaggregated"
@@ -99,6 +102,7 @@ class DisaggregatedStrategy(DDPStrategy):
         record_bytes: float = math.inf,
         recording: TrajectoryFiles | None = None,
         replay: Recorded | None = None,
+        evaluated: FixedSamples | None = None,
         checkpoint_io: Any = None,
     ) -> None:
         timeout = timedelta(seconds=session.limits.collective_s)
@@ -108,7 +112,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self._unequal = unequal and sharding == "ddp"
         self._expected, self._record_bytes = expected or {}, record_bytes
         self._recording, self._replay = Recording(recording), replay
-        self._sampler, self._last_step = sampler, last_step
+        self._sampler, self._last_step, self._evaluated = sampler, last_step, evaluated
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
         """Logical batches published so far = the RL step in progress."""
@@ -219,6 +223,7 @@ class DisaggregatedStrategy(DDPStrategy):
             self._serve,
             self._recording.take,
             lambda step, count: self.runner.open(step, count) if self.is_global_zero else None,
+            lambda message: self.evaluations.add(message),
         )
         hooks = Hooks(
             plan_tasks=lambda version: self.plan_tasks(version),
@@ -230,6 +235,9 @@ class DisaggregatedStrategy(DDPStrategy):
             versions=lambda: (self.previous, self.current),
         )
         self.consent = Consent(self.control, world, self._sharded, self._droppable)
+        self.evaluations = Evaluations(
+            self._evaluated, world, self.control, self.consent, self.spans, self.ledger, self.inbox.receive, self._agree
+        )
         self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.consent)
         self._source: Source = self._lending
         if self._replay is not None:
@@ -497,8 +505,8 @@ class DisaggregatedStrategy(DDPStrategy):
         model = self.engine.policy
         if self.world.joined:
             self.control.join(self.world.rank)
-        leave = self.session.leave
-        RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave).run()
+        leave, examiner = self.session.leave, Examiner(self._evaluated, self.engine, self.control, self.world.rank)
+        RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave, examiner).run()
 
     # ---- checkpoints: whole tensors, whatever the sharding
 

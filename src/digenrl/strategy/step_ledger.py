@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from digenrl.cluster.world import World
@@ -23,7 +23,7 @@ class StepLedger:
 
     def __init__(self, spec: ScheduleSpec, world: World, spans: SpanLog, policy: SchedulePolicy, run_dir: Path) -> None:
         self._spec, self._world, self._spans, self._policy, self._run_dir = spec, world, spans, policy, run_dir
-        self._began = 0.0
+        self._began = self._paused = 0.0
         self._predicted_end: float | None = None
         self._staleness = 0
         self._missing: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class StepLedger:
 
     def open(self, predicted_end: float | None) -> None:
         """An RL step begins; `predicted_end` on the run's clock, where costs are known."""
-        self._began = self._spans.now()
+        self._began, self._paused = self._spans.now(), 0.0
         self._predicted_end = predicted_end
         self._staleness = 0
         self._missing.clear()
@@ -91,6 +91,13 @@ class StepLedger:
         if cells:
             self._policy.measured("train", rank, (ended - began) / cells)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, time is not the step's."""
+        began = self._spans.now()
+        yield
+        self._paused += self._spans.now() - began
+
     def close(self, version: int) -> None:
         """The step's weights are published: balance the ledger, settle the loans, and take down the step's numbers.
 
@@ -98,7 +105,7 @@ class StepLedger:
             AccountingError: a sample of the step was lost or counted twice (I10).
         """
         self.ledger.check(before=version)
-        now = self._spans.now()
+        now = self._spans.now() - self._paused
         loan = self._policy.loan_facts(self._world.rank, now)
         if loan is not None:
             self._event("lend", {"rl_step": float(version)} | loan)

@@ -45,6 +45,7 @@ class Inbox:
         serve: sends the present version to a rank that joined.
         keep: is given every message that counts (`record.trajectories`).
         open_groups: is given (RL step, leading groups to generate) when these become more (`schedule.selection`).
+        evaluated: is given every piece of an evaluation.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Inbox:
         serve: Callable[[int], None],
         keep: Callable[[int, Message], None] = lambda step, message: None,
         open_groups: Callable[[int, int], None] = lambda step, count: None,
+        evaluated: Callable[[Message], None] = lambda message: None,
     ) -> None:
-        self._open_groups = open_groups
+        self._open_groups, self._evaluated = open_groups, evaluated
         self._serve = serve
         self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
         self._new_board, self._keep = new_board, keep
@@ -78,6 +80,8 @@ class Inbox:
             return False
         if message.kind is Kind.ASK:
             self._serve(int(message.meta["rank"]))
+        if message.kind is Kind.EVALUATION:
+            self._evaluated(message)
         if message.kind is Kind.CELLS:
             part = Part(message)
             step, version = part.meta["step"], part.meta["version"]

@@ -29,6 +29,7 @@ from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
+from digenrl.strategy.evaluating import Examiner
 from digenrl.transport.cells import Placement, owned_positions, pack
 from digenrl.transport.handoff import Suspended, pack_state
 from digenrl.transport.link import Link
@@ -268,8 +269,12 @@ class TaskRunner:
             shipped.set_exception(error)
 
 
+class _Leaving(Exception):
+    """This rank leaves in the middle of a piece, which another one makes."""
+
+
 class RolloutWorker:
-    """The life of a rollout rank: adopt a version, empty its queue, wait for the next one.
+    """The life of a rollout rank: adopt a version, empty its queue, take part in its evaluation, wait for the next one.
 
     With hand-off, a rank that waits says so, and a slower rank may give it the rest of a task, a busy one the tasks
     that wait for it: trainers end their loans at one moment, see the same rollout rank free first, and all give it
@@ -288,7 +293,9 @@ class RolloutWorker:
         link: Link,
         spans: SpanLog,
         leave: threading.Event,
+        examiner: Examiner,
     ) -> None:
+        self._examiner = examiner
         self._runner, self._policy, self._world, self._leave = runner, runner.policy, world, leave
         self._rank = world.rank
         self._parameters = model.trained_parameters()
@@ -318,7 +325,7 @@ class RolloutWorker:
                 if self._recalled() or not self._work_once():
                     if self._weights:
                         self._adopt()
-                    else:
+                    elif not self._evaluate_once():
                         self._wait()
         return None
 
@@ -352,6 +359,28 @@ class RolloutWorker:
         self._end_wait("tail")
         self._runner.run(task, interrupt=self._between_steps)
         return True
+
+    def _evaluate_once(self) -> bool:
+        """Make a piece of the evaluation of the version in use; False when there is none for this rank."""
+        number = self._examiner.take(self._version)
+        if number is None:
+            return False
+        self._end_wait("tail")
+        with self._spans.stage("wait reward"):  # a scorer may not be asked by two threads at once
+            self._runner.settle(wait=True)
+        try:
+            with self._spans.span("eval", step=self._version, piece=number):
+                self._link.send(0, self._examiner.make(self._version, number, self._between_steps_of_evaluation))
+        except _Leaving:
+            pass
+        return True
+
+    def _between_steps_of_evaluation(self) -> None:
+        self._spans.progress.tick()
+        self._control.check()
+        self._receive(0.0)
+        if self._leave.is_set():
+            raise _Leaving
 
     def _adopt(self) -> None:
         """Take the next version into use."""

@@ -49,6 +49,8 @@ class Kind(IntEnum):
     STATE = 3
     ASK = 4
     """A rank that joined asks for the weights in use."""
+    EVALUATION = 5
+    """A piece of an evaluation: samples and scores."""
 
 
 class WireError(ConnectionError):

@@ -1,0 +1,109 @@
+"""What an evaluation draws: the same prompts with the same noise every time, in pieces that any rank makes alike.
+
+A piece is one prompt with all its samples. Who makes it draws, decodes and scores it as one batch, so that the numbers
+of an evaluation do not depend on who made what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from digenrl.rollout.engine import RolloutEngine
+from digenrl.types import Prompt
+
+CANARIES = 4
+"""Pictures of the first evaluation that every later one scores again, to notice a reward model that changed."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Samples of an evaluation, with their scores; prompt-major."""
+
+    media: Tensor
+    """[N, C, H, W] or [N, F, C, H, W] uint8, on CPU."""
+    prompts: tuple[Prompt, ...]
+    """N."""
+    rewards: dict[str, Tensor]
+    """name -> [N] fp32, NaN = missing."""
+
+
+def joined(parts: Sequence[Pictures]) -> Pictures:
+    """All of them, in this order."""
+    return Pictures(
+        media=torch.cat([part.media for part in parts]),
+        prompts=tuple(prompt for part in parts for prompt in part.prompts),
+        rewards={name: torch.cat([part.rewards[name] for part in parts]) for name in parts[0].rewards},
+    )
+
+
+def split(pictures: Pictures, rows: int) -> list[Pictures]:
+    """Parts of `rows` each."""
+    return [
+        Pictures(
+            media=pictures.media[start : start + rows],
+            prompts=pictures.prompts[start : start + rows],
+            rewards={name: scores[start : start + rows] for name, scores in pictures.rewards.items()},
+        )
+        for start in range(0, len(pictures.prompts), rows)
+    ]
+
+
+def canaries(pictures: Pictures, engine: RolloutEngine) -> Mapping[str, Tensor]:
+    """Scores of the first few pictures, as stored: 8 bits."""
+    return engine.rescore(pictures.media[:CANARIES].float() / 255.0, pictures.prompts[:CANARIES])
+
+
+@dataclass(frozen=True)
+class FixedSamples:
+    """The samples of every evaluation of a run."""
+
+    prompts: tuple[Prompt, ...]
+    per_prompt: int
+    seed: int
+    """Of the noise."""
+    steps: int | None
+    """Of the ODE; None = `sampling.eval.steps`."""
+
+    def draw(
+        self, engine: RolloutEngine, numbers: Sequence[int], before_step: Callable[[], None] = lambda: None
+    ) -> Pictures:
+        """The pieces `numbers`, by the weights that `engine` has. `before_step`: as in `RolloutEngine.evaluate`."""
+        parts = []
+        for number in numbers:
+            made = engine.evaluate([self.prompts[number]], self.per_prompt, self.seed, self.steps, before_step)
+            media = made.media.mul(255.0).round().to(torch.uint8).cpu()
+            scores = {name: values.float().cpu() for name, values in made.rewards.items()}
+            parts.append(Pictures(media, made.prompts, scores))
+        return joined(parts)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece that another rank has made."""
+
+    pictures: Pictures
+    canaries: Mapping[str, Tensor] = field(default_factory=dict)
+    """name -> [2, CANARIES at most]: scores that its maker once gave to its first pictures, and gives them today; empty
+    where it has just looked."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The piece without its prompt."""
+        return {
+            "media": self.pictures.media,
+            **{f"rewards/{name}": scores for name, scores in self.pictures.rewards.items()},
+            **{f"canaries/{name}": scores for name, scores in self.canaries.items()},
+        }
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], prompt: Prompt) -> Piece:
+        """Inverse of `tensors`."""
+
+        def named(kind: str) -> dict[str, Tensor]:
+            return {key.removeprefix(kind): value for key, value in tensors.items() if key.startswith(kind)}
+
+        media = tensors["media"]
+        return cls(Pictures(media, (prompt,) * len(media), named("rewards/")), named("canaries/"))

@@ -1,0 +1,193 @@
+"""Evaluation on rollouts, while trainers go on.
+
+    trainers   open the evaluation of version V as soon as V is published, and train
+    rollouts   run V's tasks; then they take V's pieces, one at a time, and send each to trainer 0
+    trainers   wait for the pieces before their next update: no rollout can leave V before V's evaluation is complete
+
+A piece depends on the weights and its number alone (`digenrl.rollout.evaluation`), so that it does not matter who makes
+it, or whether two do. That of a rank that is lost is taken by another; what no rollout is left for, or what was lost
+with two of them, the trainers make: all of them meet before the update, and still hold V.
+
+On the control store:
+    evaluation               "version pieces" of the one that is open
+    evaluation/v{V}          the counter: one atomic add takes the next piece
+    evaluation/v{V}/{piece}  "rank attempt": who makes it, changed by compare-and-set; "" as soon as trainer 0 has it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from digenrl.cluster.control import Control
+from digenrl.cluster.world import World
+from digenrl.record.span_log import SpanLog
+from digenrl.rollout.engine import RolloutEngine
+from digenrl.rollout.evaluation import CANARIES, FixedSamples, Pictures, Piece, canaries
+from digenrl.schedule.claims import MAX_ATTEMPTS
+from digenrl.strategy.consent import Consent
+from digenrl.strategy.step_ledger import StepLedger
+from digenrl.transport.wire import Kind, Message
+
+_OPEN = "evaluation"
+_POLL_S = 0.2
+"""Longest wait for a message before trainer 0 looks at everything again."""
+
+
+def _counter(version: int) -> str:
+    return f"{_OPEN}/v{version}"
+
+
+def _owner_keys(version: int, pieces: Iterable[int]) -> list[str]:
+    return [f"{_counter(version)}/{piece}" for piece in pieces]
+
+
+class Examiner:
+    """A rollout rank's part in evaluations.
+
+    Args:
+        drawn: what they draw; None: rollouts make none.
+    """
+
+    def __init__(self, drawn: FixedSamples | None, engine: RolloutEngine, control: Control, rank: int) -> None:
+        self._drawn, self._engine, self._control, self._rank = drawn, engine, control, rank
+        self._first: tuple[Pictures, Mapping[str, Tensor]] | None = None
+        """The first pictures that this rank made, and their scores then."""
+        self._looked = -1
+        """Version at whose evaluation they were last scored."""
+
+    def take(self, version: int) -> int | None:
+        """A piece of the evaluation of `version` for this rank; None where there is none."""
+        if self._drawn is None or not (opened := self._control.get(_OPEN)):
+            return None
+        number, count = (int(word) for word in opened.split())
+        if number != version:
+            return None
+        while self._control.add(_counter(version), 0) < count:
+            piece = self._control.add(_counter(version), 1) - 1
+            if piece < count and self._own(version, piece, "0 0", 1):
+                return piece
+        lost = self._control.lost_ranks()
+        owners = self._control.get_all(_owner_keys(version, range(count))) if lost else []
+        for piece, owner in enumerate(owners):
+            if not owner:
+                continue
+            rank, attempt = (int(word) for word in owner.split())
+            # Never owned: whoever counted it is lost, or will not get it any more.
+            free = attempt == 0 or (rank in lost and attempt < MAX_ATTEMPTS)
+            if free and self._own(version, piece, owner, attempt + 1):
+                return piece
+        return None
+
+    def _own(self, version: int, piece: int, before: str, attempt: int) -> bool:
+        (key,) = _owner_keys(version, [piece])
+        return self._control.compare_set(key, before, f"{self._rank} {attempt}")
+
+    def make(self, version: int, number: int, before_step: Callable[[], None]) -> Message:
+        """A piece, as it travels."""
+        assert self._drawn is not None, "a piece was taken"
+        pictures = self._drawn.draw(self._engine, [number], before_step)
+        looked: dict[str, Tensor] = {}
+        if self._first is None:
+            kept = Pictures(pictures.media[:CANARIES], pictures.prompts[:CANARIES], {})
+            self._first = kept, canaries(kept, self._engine)
+        elif self._looked != version:
+            once, today = self._first[1], canaries(self._first[0], self._engine)
+            looked = {name: torch.stack([once[name], scores]) for name, scores in today.items()}
+        self._looked = version
+        return Message(Kind.EVALUATION, {"version": version, "piece": number}, Piece(pictures, looked).tensors())
+
+
+class Evaluations:
+    """The trainers' part: they open an evaluation, and wait for its pieces before their next update.
+
+    Args:
+        drawn: what rollouts draw; None: they draw nothing, and trainers evaluate by themselves.
+        receive: takes one message if there is one within so many seconds.
+        agree: trainer 0's number, on every trainer.
+    """
+
+    def __init__(
+        self,
+        drawn: FixedSamples | None,
+        world: World,
+        control: Control,
+        consent: Consent,
+        spans: SpanLog,
+        ledger: StepLedger,
+        receive: Callable[[float], bool],
+        agree: Callable[[int], int],
+    ) -> None:
+        self._drawn, self._world, self._control, self._consent = drawn, world, control, consent
+        self._spans, self._ledger, self._receive, self._agree = spans, ledger, receive, agree
+        self._version = -1
+        self._arrived: dict[int, Piece] = {}
+
+    @property
+    def on_rollouts(self) -> bool:
+        """Whether rollouts evaluate."""
+        return self._drawn is not None
+
+    def open(self, version: int) -> None:
+        """Let rollouts evaluate `version`, which is published."""
+        assert self._drawn is not None
+        self._version, self._arrived = version, {}
+        if self._world.rank == 0:
+            for key in self._keys():
+                self._control.set(key, "0 0")
+            self._control.set(_OPEN, f"{version} {len(self._drawn.prompts)}")
+
+    def add(self, message: Message) -> None:
+        """Take a piece."""
+        assert self._drawn is not None
+        number = int(message.meta["piece"])
+        if message.meta["version"] == self._version:
+            self._arrived[number] = Piece.of(message.tensors, self._drawn.prompts[number])
+            self._control.set(self._keys()[number], "")
+
+    def finish(self, then: Callable[[Mapping[int, Piece], Sequence[int]], None]) -> None:
+        """Wait for the open evaluation, which every trainer does at the same place, before the weights change; `then`
+        is given its pieces (on trainer 0) and the numbers of those that the trainers must make. This counts neither as
+        training nor as the step's time.
+
+        Raises:
+            StepGivenUp: the step in progress ends instead.
+        """
+        with self._ledger.paused():
+            with self._spans.span("wait", cause="evaluation", step=self._version):
+                missing = self._missing() if self._world.rank == 0 else []
+                self._consent.begin()
+                together = self._agree(sum(1 << number for number in missing))
+            then(self._arrived, [number for number in range(together.bit_length()) if together >> number & 1])
+        if self._world.rank == 0:
+            for key in (_OPEN, _counter(self._version), *self._keys()):
+                self._control.delete(key)
+        self._version, self._arrived = -1, {}
+
+    def _keys(self) -> list[str]:
+        assert self._drawn is not None
+        return _owner_keys(self._version, range(len(self._drawn.prompts)))
+
+    def _missing(self) -> list[int]:
+        """The pieces that no rollout makes, when all others have come."""
+        assert self._drawn is not None
+        every = range(len(self._drawn.prompts))
+        while left := [number for number in every if number not in self._arrived]:
+            if self._without_maker(left) == left:
+                break
+            self._control.check()
+            self._consent.check()
+            self._receive(_POLL_S)
+        return left
+
+    def _without_maker(self, pieces: Sequence[int]) -> list[int]:
+        """Those of `pieces` for which no rollout is there, or that were lost with as many as may be."""
+        if not self._control.survivors(self._world.rollout_ranks):
+            return list(pieces)
+        if not (lost := self._control.lost_ranks()):
+            return []
+        owners = self._control.get_all(_owner_keys(self._version, pieces))
+        ends = {f"{rank} {MAX_ATTEMPTS}" for rank in lost}
+        return [piece for piece, owner in zip(pieces, owners, strict=True) if owner in ends]

@@ -1,0 +1,182 @@
+"""Evaluation on rollouts gives, bit by bit, what evaluation on trainers gives; trainers then draw nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from digenrl import config as configuration
+from digenrl import run
+from digenrl.cluster.world import World
+from digenrl.preflight import settled, trainers_must_evaluate
+from tests.strategy.processes import TINY, Cluster, Job, completed, run_cluster, run_series
+from tests.training import Train, commands, fault, watch
+
+EVALUATION = (
+    *(word for word in TINY if word != "~callbacks.evaluation"),
+    "callbacks.evaluation.samples_per_prompt=2",
+    "callbacks.evaluation.max_prompts=5",
+    "callbacks.evaluation.every=1",
+)
+ASYNC = ("schedule.async_steps=1", "schedule.gap=1", "schedule.stale_fraction=0.5")
+ROLLOUTS, TRAINERS = "allocation.evaluation=rollouts", "allocation.evaluation=trainers"
+
+Numbers = list[dict[str, Any]]
+
+
+def numbers(rows: list[dict[str, Any]]) -> Numbers:
+    """The eval lines without their times."""
+    return [{key: row[key] for key in row if key != "time"} for row in rows if row["kind"] == "eval"]
+
+
+def samples(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """What the evaluations kept, by file and array."""
+    files = sorted(run_dir.glob("samples/eval-*.npz"))
+    return {f"{file.name}/{name}": array for file in files for name, array in np.load(file).items()}
+
+
+def assert_same(found: Path, wanted: Path) -> None:
+    one, other = samples(found), samples(wanted)
+    assert one.keys() == other.keys()
+    assert len(one) > 3
+    for name in one:
+        assert np.array_equal(one[name], other[name]), name
+
+
+def draws_nothing(rank: run.Rank, world: World) -> None:
+    """A trainer that evaluates or decodes, or builds a reward model, ends the run."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a trainer evaluates")
+
+    if world.is_trainer:
+        engine = rank.strategy.engine
+        engine.evaluate = engine.rescore = engine.policy.decode = engine._rewards.score = refuse  # type: ignore[method-assign, assignment]
+
+
+def loaded(*words: str) -> Any:
+    return configuration.load([*EVALUATION, *words]).config
+
+
+@pytest.mark.processes
+def test_rollouts_evaluate_what_trainers_would(tmp_path: Path) -> None:
+    """One of each: the same lines of metrics.jsonl at every step, before and after; the timeline says who worked."""
+    jobs = [
+        Job("rollouts", loaded("max_rl_steps=1"), draws_nothing),
+        Job("trainers", loaded("max_rl_steps=1", TRAINERS)),
+    ]
+    found: dict[str, Numbers] = {}
+    pictures: dict[str, dict[str, Any]] = {}
+    for job, cluster in run_series(tmp_path, 1, 1, jobs):
+        completed(cluster)
+        found[job.name], pictures[job.name] = numbers(cluster.metrics()), samples(cluster.run_dir)
+        drawn = [row["role"] for row in cluster.spans("eval") if "piece" in row or job.name == "trainers"]
+        assert drawn == (["rollout"] * 10 if job.name == "rollouts" else ["trainer"] * 2)
+        assert any(row.get("cause") == "evaluation" for row in cluster.spans("wait")) == (job.name == "rollouts")
+    assert found["rollouts"] == found["trainers"]
+    assert [line["rl_step"] for line in found["rollouts"]] == [0, 1]
+    assert pictures["rollouts"].keys() == pictures["trainers"].keys()
+    assert all(np.array_equal(array, pictures["trainers"][name]) for name, array in pictures["rollouts"].items())
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words", "rollouts", "cause"),
+    [
+        ("digits_flowgrpo", (), 0, "no rank only generates"),
+        ("digits_flowgrpo", ("+algorithm/ema=default",), 1, "the moving average"),
+        ("digits_nft", (), 1, "other weights than those that NFT trains"),
+        ("digits_flowgrpo", ("+callbacks.more=${callbacks.evaluation}",), 1, "there are 2 evaluations"),
+    ],
+)
+def test_what_rollouts_cannot_evaluate_is_said_and_refused(
+    experiment: str, words: tuple[str, ...], rollouts: int, cause: str
+) -> None:
+    composed = configuration.load([f"experiment={experiment}", *words, ROLLOUTS])
+    assert cause in str(trainers_must_evaluate(composed.config, rollouts))
+    with pytest.raises(ValueError, match=rf"allocation.evaluation = rollouts: cannot be, because .*{cause}.*=auto"):
+        settled(composed, 1, rollouts)
+
+
+# ---- real commands
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Any]:
+    """Starts train commands, and leaves none behind."""
+    yield from commands(tmp_path)
+
+
+def ended(train: Train) -> Train:
+    watch(train)
+    assert train.finish() == 0, train.stderr
+    return train
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("allocation.trainers=1", "allocation.rollouts=2"),
+        ("allocation.trainers=1", "allocation.rollouts=2", *ASYNC),
+        ("allocation.trainers=2", "allocation.rollouts=1", "schedule=gap_tsp_tag"),
+        ("allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp"),
+        ("allocation.trainers=2", "allocation.rollouts=1", "algorithm.updates_per_batch=2"),
+    ],
+)
+def test_the_same_numbers_in_every_schedule(running: Any, words: tuple[str, ...]) -> None:
+    own, theirs = (ended(running(*words, where, tiny=EVALUATION, fork=True)) for where in (ROLLOUTS, TRAINERS))
+    assert numbers(own.rows("metrics.jsonl")) == numbers(theirs.rows("metrics.jsonl"))
+    assert_same(own.run_dir, theirs.run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", [(), ASYNC], ids=["sync", "async"])
+def test_a_rollout_that_dies_in_the_middle_changes_no_number(running: Any, schedule: tuple[str, ...]) -> None:
+    """Of two, one dies at its second piece, and the other makes the rest."""
+    words = ("allocation.trainers=1", "allocation.rollouts=2", *schedule)
+    dies = ended(running(*words, *fault("evaluate", 2, "kill", call=2), tiny=EVALUATION, fork=True))
+    whole = ended(running(*words, tiny=EVALUATION, fork=True))
+    assert len(dies.summary["lost"]) == 1
+    assert numbers(dies.rows("metrics.jsonl")) == numbers(whole.rows("metrics.jsonl"))
+    assert_same(dies.run_dir, whole.run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("words", [("schedule=gap_tsp_tag",), ("parallel.sharding=fsdp",)], ids=["ddp", "fsdp"])
+def test_trainers_make_the_pieces_that_no_rollout_is_left_for(running: Any, words: tuple[str, ...]) -> None:
+    """The only rollout dies at its third piece of the second evaluation; trainers end that."""
+    words = ("allocation.trainers=2", "allocation.rollouts=1", "allocation.patience_s=5", *words)
+    dies = running(*words, *fault("evaluate", 2, "kill", call=8), tiny=EVALUATION, fork=True)
+    whole = ended(running(*words, tiny=EVALUATION, fork=True))
+    watch(dies)
+    own, theirs = numbers(dies.rows("metrics.jsonl")), numbers(whole.rows("metrics.jsonl"))
+    assert [line["rl_step"] for line in own][:2] == [0, 1], dies.stderr
+    assert own == theirs[: len(own)]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_evaluation_that_a_stop_has_cut_off_is_made_up_for(tmp_path: Path) -> None:
+    """The run is resumed from step 1, whose evaluation was not written yet."""
+    config = loaded("max_rl_steps=2", "callbacks.checkpoint.every=1")
+    whole = run_cluster(tmp_path, 1, 1, config)
+    completed(whole)
+    wanted, kept = numbers(whole.metrics()), [line for line in lines(whole) if '"eval"' not in line]
+    (tmp_path / "metrics.jsonl").write_text("".join(kept))
+    for path in (tmp_path / "checkpoints").glob("step-000002"):
+        path.rename(tmp_path / "later")
+    (tmp_path / "checkpoints" / "last").unlink(missing_ok=True)
+    again = run_cluster(tmp_path, 1, 1, config, resume=True)
+    completed(again)
+    assert numbers(again.metrics()) == wanted[1:]
+
+
+def lines(cluster: Cluster) -> list[str]:
+    return (cluster.run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
