@@ -414,7 +414,7 @@ def test_a_task_that_never_joins_is_named_with_the_key(tmp_path: Path, processes
 
 
 def slurm(tmp_path: Path, srun: str) -> dict[str, str]:
-    """The environment of a batch script in `tmp_path`; srun is that line of shell, scontrol writes down its requests."""
+    """The environment of a batch script in `tmp_path`; srun is that line of shell, scontrol notes its requests."""
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
     for name, body in {"srun": srun, "scontrol": 'echo "$@" >> requests'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
