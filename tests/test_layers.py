@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "suites": {"prompts", "reward_models"},
     "report": {"record", "gallery", "schedule"},
     "display": {"report", "record"},
-    "devices": {"cluster", "simulate"},
+    "devices": {"cluster", "simulate", "config.relations"},
     "cluster": {"record", "schedule"},
     "transport": {"types", "schedule", "diffusion", "cluster", "record"},
     "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "record", "cluster", "transport"},

@@ -139,6 +139,22 @@ def test_a_run_that_nobody_joins_in_time_ends_saved(running: Any) -> None:
     assert f"resume RUN={train.run_dir}" in train.stderr
 
 
+def test_a_run_goes_on_down_to_the_fewest_rollouts_and_waits_below(running: Any) -> None:
+    """{min, max}: max are started; the rank that is left generates while the run waits for others."""
+    span = ("allocation.rollouts={min:2,max:3}", "allocation.patience_s=1", "max_rl_steps=1000")
+    train = running(*WORDS, *span, fork=True)
+    train.wait_for_step(1)
+    os.kill(train.ranks()[1].pid, signal.SIGTERM)
+    (left,) = wait_for(lambda: events(train, "left"), train)
+    wait_for(lambda: time.time() > left["time"] + 2.0, train)  # longer than it would wait for others
+    os.kill(train.ranks()[1].pid, signal.SIGTERM)
+    assert train.finish() == 1, train.stderr
+    few = "rank 2 (rollout) left: signal SIGTERM, and 1 are left of at least 2 (allocation.rollouts.min)"
+    assert train.summary["cause"] == f"{few}; no other joined within 1 s (allocation.patience_s)"
+    assert train.summary["world"] == {"trainer": 1, "rollout": 3}
+    assert newest_valid(train.run_dir / "checkpoints").name == f"step-{train.summary['rl_steps']:06d}"
+
+
 def test_who_does_not_belong_is_refused_with_the_remedy(
     running: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

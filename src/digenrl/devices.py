@@ -19,6 +19,7 @@ import torch
 from digenrl.cluster.control import Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session
+from digenrl.config.relations import most_rollouts
 from digenrl.simulate.hardware import assign, parse_hardware
 
 _LEAST = 0.97
@@ -141,7 +142,7 @@ def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequen
         )
     if pools:
         hardware = parse_hardware(config.hardware)
-        places = assign(hardware, config.allocation.trainers, config.allocation.rollouts)
+        places = assign(hardware, config.allocation.trainers, most_rollouts(config.allocation.rollouts))
         for rank, local_rank in seats.items():
             pool = hardware.pool(places[rank][0])
             if pool.gpu != "cpu":

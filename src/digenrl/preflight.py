@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl.config import Composed, config_directory, instantiate
 from digenrl.config.compose import merge_words
-from digenrl.config.relations import relation_problems
+from digenrl.config.relations import most_rollouts, relation_problems
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import ScheduleSpec, groups_of_step, steps_per_forward, usual_groups
 from digenrl.simulate import hardware
@@ -39,10 +39,18 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
     """(trainers, rollouts) with every `auto` resolved: from the number of `processes` when somebody else started them,
     else from the hardware profile's pools. A pool's role says what its devices do; devices without a role are shared
     evenly (`planned_split` knows better where the model's sizes are known), and on processors one of each is the
-    default.
+    default. Of {min, max} it is max.
+
+    Raises:
+        ValueError: {min, max} where somebody else starts a fixed number of processes.
     """
-    trainers, rollouts = config.allocation.trainers, config.allocation.rollouts
+    trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
     if processes is not None:
+        if rollouts != config.allocation.rollouts:
+            raise ValueError(
+                f"allocation.rollouts = {config.allocation.rollouts}: torchrun and SLURM start a fixed number of "
+                "ranks; give a number or auto and let others join (digenrl join), or start the run with launch=ray."
+            )
         if trainers == "auto":
             trainers = processes - rollouts if isinstance(rollouts, int) else max(1, processes // 2)
         return int(trainers), int(processes - trainers if rollouts == "auto" else rollouts)
@@ -55,6 +63,13 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
     if rollouts == "auto":
         rollouts = max(1, counts["rollout"] + counts["auto"] - max(0, trainers - counts["trainer"]))
     return int(trainers), int(rollouts)
+
+
+def begins_with(config: Any) -> tuple[int, int]:
+    """(trainers, rollouts) that a settled run starts; the rest of {min, max} joins on Ray when it has places."""
+    rollouts = config.allocation.rollouts
+    elastic = config.launch == "ray" and rollouts != most_rollouts(rollouts)
+    return config.allocation.trainers, rollouts["min"] if elastic else most_rollouts(rollouts)
 
 
 def planned_split(composed: Composed, processes: int | None = None) -> Outcome | None:
@@ -182,7 +197,8 @@ def given(composed: Composed, costing: Costing) -> dict[str, Any]:
     """What is not left to the planner, as `make_plan` takes it: keys of the command line, and values that are neither
     `auto` nor off."""
     config: Any = composed.config
-    trainers, rollouts, gpus = config.allocation.trainers, config.allocation.rollouts, costing.hardware.gpus
+    trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
+    gpus = costing.hardware.gpus
     fixed: dict[str, Any] = {"skip_zero": config.schedule.skip_zero}
     if isinstance(trainers, int) or isinstance(rollouts, int):
         fixed["trainers"] = trainers if isinstance(trainers, int) else gpus - rollouts
@@ -260,7 +276,9 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     """
     config: Any = composed.config
     tree: Any = OmegaConf.to_container(config)
-    tree["allocation"] |= {"trainers": trainers, "rollouts": rollouts}
+    tree["allocation"]["trainers"] = trainers
+    if most_rollouts(tree["allocation"]["rollouts"]) != rollouts:  # auto; {min, max} stays
+        tree["allocation"]["rollouts"] = rollouts
     evaluators(config, rollouts)
     notes = composed.notes
     if wrong := relation_problems(tree):
@@ -583,8 +601,8 @@ def workload(composed: Composed) -> Workload:
         fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
-    several = 1 if config.allocation.rollouts == AUTO else config.allocation.rollouts
-    able = bool(drawn) and trainers_must_evaluate(config, several) is None
+    most = most_rollouts(config.allocation.rollouts)
+    able = bool(drawn) and trainers_must_evaluate(config, 1 if most == AUTO else most) is None
     asked = config.allocation.evaluation == "rollouts"
     return replace(work, rollouts_evaluate=able and (asked or _has_room(config, work)))
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +244,57 @@ def test_a_signal_to_torchrun_saves_and_leaves(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_run_under_torchrun_takes_rollouts_in_and_outlives_them(tmp_path: Path, processes: Processes) -> None:
+    """One that joined is killed. The next one is a job of scripts/slurm_join.sbatch near its time limit: it leaves and
+    queues itself again. The weights are those of a run that nobody joined."""
+    same = words(tmp_path, 1, 1, "sampling.steps=3", "callbacks.checkpoint.every=1000")
+    torchrun = ["bash", str(SCRIPTS / "torchrun.sh"), *same, "max_rl_steps=10000"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    agent = processes.start(torchrun, RANKS="2", RUN_ID=tmp_path.name, PORT=str(free_port()), PATH=path)
+    wait_for_a_step(tmp_path)
+    (run_dir,) = tmp_path.glob("outputs/*/*")
+
+    def noted(kind: str, rank: int) -> dict[str, Any] | None:
+        rows = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines() if line.endswith("}")]
+        return next((row for row in rows if (row["kind"], row.get("rank")) == (kind, rank)), None)
+
+    def wait_for(found: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + 200
+        while not found():
+            assert agent.poll() is None, processes.tails()
+            assert time.monotonic() < deadline, processes.tails()
+            time.sleep(0.05)
+        return found()
+
+    def join(rank: int, *command: str, **environment: str) -> subprocess.Popen[bytes]:
+        joiner = processes.start(command, **environment)
+        spans = run_dir / f"spans/rank-{rank:03d}.jsonl"
+        wait_for(lambda: spans.is_file() and '"generate"' in spans.read_text())
+        return joiner
+
+    killed = join(2, sys.executable, "-m", "digenrl.cli.join", f"run={run_dir}")
+    os.killpg(killed.pid, signal.SIGKILL)
+    at = time.time()
+    assert wait_for(lambda: noted("lost", 2))["time"] - at < 2.0
+    job = slurm(tmp_path, 'exec "$@"') | {"SLURM_JOB_ID": "9", "RUN": str(run_dir)}
+    asked = join(3, "env", "-C", str(tmp_path), "bash", str(SCRIPTS / "slurm_join.sbatch"), **job)
+    asked.send_signal(signal.SIGUSR1)
+    assert "left: signal SIGTERM" in wait_for(lambda: noted("left", 3))["cause"]
+    assert asked.wait(timeout=60) == 0, processes.tails()
+    assert (tmp_path / "requests").read_text() == "requeue 9\n"
+    agent.send_signal(signal.SIGTERM)
+    processes.codes()
+    found = summary(processes)
+    assert (found["status"], found["cause"]) == ("stopped", "signal SIGTERM"), processes.tails()
+    calm = [sys.executable, "-m", "digenrl.cli.train", *same, f"max_rl_steps={found['rl_steps']}"]
+    assert processes.start(calm).wait(timeout=400) == 0, processes.tails()
+    (other,) = set(tmp_path.glob("outputs/*/*")) - {run_dir}
+    weights = [path / "checkpoints/last/policy.safetensors" for path in (run_dir, other)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", [3, 1], ids=["rollout", "trainer"])
 def test_a_rank_killed_under_torchrun_ends_the_job(tmp_path: Path, processes: Processes, victim: int) -> None:
     """Its agent sees it; the other agent does not, but its ranks do: nobody waits for what the dead rank owned. Where
@@ -362,20 +413,23 @@ def test_a_task_that_never_joins_is_named_with_the_key(tmp_path: Path, processes
     assert "rank 1 (rollout) has not joined (no sign of life for 3 s; raise limits.join_s" in found["cause"]
 
 
+def slurm(tmp_path: Path, srun: str) -> dict[str, str]:
+    """The environment of a batch script in `tmp_path`; srun is that line of shell, scontrol notes its requests."""
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
+    for name, body in {"srun": srun, "scontrol": 'echo "$@" >> requests'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    return {"SLURM_CPUS_PER_TASK": "1", "PATH": path, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_batch_job_that_lost_a_task_is_queued_again_and_goes_on(tmp_path: Path) -> None:
     """scripts/slurm.sbatch, with srun and scontrol as SLURM's: one starts the tasks, the other gets the request."""
-    (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
-    for name, body in {
-        "srun": f'shift; exec {sys.executable} -m torch.distributed.run --nproc-per-node 2 --no-python "$@"',
-        "scontrol": 'echo "$@" >> requests',
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
-    environment |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    environment |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    tasks = f'shift; exec {sys.executable} -m torch.distributed.run --nproc-per-node 2 --no-python "$@"'
+    environment |= slurm(tmp_path, tasks) | {"SLURM_JOB_ID": "7"}
     allocation = ["allocation.trainers=1", "allocation.rollouts=1", "max_rl_steps=4", "callbacks.checkpoint.every=1"]
     strike = [*fault("accumulate", 0, "kill", call=60)]
 

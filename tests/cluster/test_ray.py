@@ -96,6 +96,25 @@ def test_nodes_that_are_lost_cost_time_alone(running: Any, cluster: Any) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_begins_with_the_fewest_rollouts_and_grows_with_its_cluster(running: Any, cluster: Any) -> None:
+    """The second rollout has no place at first; it joins with the node that comes, and changes no bit."""
+    same = (*LOCAL, "max_rl_steps=200", "callbacks.checkpoint.every=200")
+    cluster.add_node(num_cpus=1, resources={"spot": 1})
+    span = ("allocation.rollouts={min:1,max:2}", "launch=ray", f"ray.address={cluster.address}")
+    train = running(*same, *profile(), *span)
+    train.wait_for_step(2)
+    assert "the cluster has 1 of 2 spot that allocation.rollouts.max wants: the run begins with 2 ranks" in train.stderr
+    cluster.add_node(num_cpus=1, resources={"spot": 1})
+    wait_for(train, "joined")
+    assert train.finish() == 0, train.stderr
+    calm = running(*same)
+    assert calm.finish() == 0, calm.stderr
+    assert weights(train) == weights(calm)
+    assert train.summary["world"] == {"trainer": 1, "rollout": 1}
+
+
+@pytest.mark.slow
 def test_a_cluster_of_this_machine_alone_ends_with_the_run(running: Any) -> None:
     """Ctrl-C saves and leaves no process; what the cluster will never have ends in one message."""
     pytest.importorskip("ray")

@@ -115,6 +115,11 @@ VALUES: dict[str, Case] = {
     "unknown claims": (["schedule.claims=static"], ["schedule.claims = static", "shared | split"]),
     "stale fraction that is no number": (["schedule.stale_fraction=nan"], ["schedule.stale_fraction", "not finite"]),
     "rollouts below none": (["allocation.rollouts=-1"], ["allocation.rollouts = -1", ">= 0 or auto"]),
+    "fewer rollouts at most than at least": (
+        ["allocation.rollouts={min:4,max:2}"],
+        ["allocation.rollouts = {", "has min 4 above max 2: lower min, or raise max"],
+    ),
+    "rollouts at least, and no most": (["allocation.rollouts={min:2}"], ["names not both, expected {min: m, max: n}"]),
     "lost rollouts below none": (["allocation.max_lost_rollouts=-1"], ["allocation.max_lost_rollouts = -1", ">= 0"]),
     "restarts below none": (["allocation.max_restarts=-1"], ["allocation.max_restarts = -1", "whole number >= 0"]),
     "unknown launcher": (["launch=slurm"], ["launch = slurm", "local | ray"]),
@@ -160,6 +165,14 @@ RELATIONS: dict[str, Case] = {
     "more ranks than devices": (
         ["allocation.trainers=4000", "allocation.rollouts=1"],
         ["allocation.trainers = 4000", "4001 ranks", "hardware profile has"],
+    ),
+    "at most more rollouts than devices": (
+        ["allocation.rollouts={min:1,max:4000}"],
+        ["allocation.rollouts = 4000", "hardware profile has"],
+    ),
+    "a span of rollouts whose parts are fixed": (
+        ["allocation.rollouts={min:1,max:2}", "schedule.claims=split", "schedule.tag=false"],
+        ["none can join or leave; set schedule.claims=shared, or allocation.rollouts to a number"],
     ),
     "more prompts than the file has": (
         ["data.prompts_per_batch=20"],

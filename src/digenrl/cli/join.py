@@ -59,11 +59,11 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
     from digenrl.cluster.network import Network
     from digenrl.cluster.store import StoreLost
     from digenrl.emulate import durations
-    from digenrl.preflight import expected_seconds
+    from digenrl.preflight import begins_with, expected_seconds
     from digenrl.record.code_version import code_version
 
     config = composed.config
-    trainers, rollouts = config.allocation.trainers, config.allocation.rollouts
+    trainers, rollouts = begins_with(config)
     handshake, network = Handshake(**config.handshake), Network(**config.network)
     visit = joining.Visit(
         access, handshake, composed.run_dir, trainers, rollouts, request.device, Limits(**config.limits), network

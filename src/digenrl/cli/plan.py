@@ -25,6 +25,7 @@ from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.compose import own_directories
 from digenrl.config.multirun import is_multirun, sweep
+from digenrl.config.relations import most_rollouts
 from digenrl.preflight import (
     allocation,
     candidate_of,
@@ -162,7 +163,7 @@ def booking_of(settings: Any) -> Booking:
 
 def idle_gpus(costing: Costing, allocation: Any) -> int:
     """GPUs that an allocation of the command line leaves idle. Raises ValueError when it cannot be placed."""
-    trainers, rollouts = allocation.trainers, allocation.rollouts
+    trainers, rollouts = allocation.trainers, most_rollouts(allocation.rollouts)
     if not isinstance(trainers, int) or not isinstance(rollouts, int):
         return 0
     assign(costing.hardware, trainers, rollouts)

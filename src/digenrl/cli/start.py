@@ -24,11 +24,12 @@ from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.world import Session, World
 from digenrl.config import Composed, prepare_run_dir_or_exit, redact_text
+from digenrl.config.relations import most_rollouts
 from digenrl.config.stored import identity
 from digenrl.data import PromptData
 from digenrl.display import Display, final_table
 from digenrl.emulate import durations
-from digenrl.preflight import evaluators, expected_seconds, memory_lines
+from digenrl.preflight import begins_with, evaluators, expected_seconds, memory_lines
 from digenrl.record.attempt import ResumeAttempt
 from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_event
@@ -120,7 +121,9 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
     data, schedule = config.data, config.schedule
     prompts = usual_groups(data)
     samples = prompts * data.group_size
-    ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}"
+    most = most_rollouts(config.allocation.rollouts)
+    more = f" (up to {most}, as there are places)" if most > rollouts else ""
+    ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}{more}"
     lines = [
         f"run       {run_dir}",
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
@@ -192,9 +195,6 @@ def _plan(
     if settings.launch == "ray":
         main = partial(_fit_on_own_gpu, settings)
         elsewhere, host = partial(on_ray.seated, _places(composed), trainers), on_ray.driver_host(settings.ray.address)
-    most = settings.allocation.max_lost_rollouts
-    if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
-        most = 0
 
     def plan(checkpoint: Path | None) -> Launch:
         display: Display | None = None
@@ -215,8 +215,9 @@ def _plan(
             run_dir,
             host=host,
             elsewhere=elsewhere,
-            max_lost=None if most == "auto" else most,
+            max_lost=_max_lost(settings),
             patience_s=settings.allocation.patience_s,
+            fewest=1 if isinstance(span := settings.allocation.rollouts, int) else span.min,
             passport=passport(composed),
             handshake=Handshake(**settings.handshake),
             limits=Limits(**settings.limits),
@@ -230,6 +231,14 @@ def _plan(
         )
 
     return plan
+
+
+def _max_lost(config: DictConfig) -> int | None:
+    """Rollouts that may die; None: all."""
+    if config.schedule.claims == "split":  # nobody may claim the part of a rank that died
+        return 0
+    most = config.allocation.max_lost_rollouts
+    return None if most == "auto" else most
 
 
 def _fit_on_own_gpu(config: DictConfig, checkpoint: Path | None, sleeps: Any, expected: Any, *rank: Any) -> None:
@@ -252,8 +261,9 @@ def _places(composed: Composed) -> on_ray.Places:
             return dict(own.resources[pool])
         return {"CPU": 1} if emulated or hardware.pool(pool).gpu == "cpu" else {"GPU": 1}
 
-    wants = tuple(want(pool) for pool, _ in assign(hardware, *_counts(composed)))
-    return on_ray.Places(own.address, wants, own.wait_s, own.respawn_s)
+    trainers, rollouts = composed.config.allocation.trainers, most_rollouts(composed.config.allocation.rollouts)
+    wants = tuple(want(pool) for pool, _ in assign(hardware, trainers, rollouts))
+    return on_ray.Places(own.address, wants, ranks(composed), own.wait_s, own.respawn_s)
 
 
 def _checkpoint_after_death(run_dir: Path) -> Path | None:
@@ -312,8 +322,9 @@ def join(
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)
     handshake, limits = Handshake(**composed.config.handshake), Limits(**composed.config.limits)
     end, grace = partial(_end_alone, attempt), partial(_stop_grace, composed.config)
+    network, shown, lost = _network(composed), passport(composed), _max_lost(composed.config)
     return attach(
-        place, numbers, trainers, prepare, rank_main, handshake, limits, _network(composed), end, grace, signals
+        place, numbers, trainers, prepare, rank_main, handshake, limits, network, end, grace, signals, shown, lost
     )
 
 
@@ -344,7 +355,7 @@ def _end_alone(attempt: ResumeAttempt | None, run_dir: Path, cause: str) -> None
 
 def _counts(composed: Composed) -> tuple[int, int]:
     """(trainers, rollouts) of a settled run."""
-    return composed.config.allocation.trainers, composed.config.allocation.rollouts
+    return begins_with(composed.config)
 
 
 def _stop_grace(config: DictConfig, run_dir: Path) -> float:

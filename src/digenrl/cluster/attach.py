@@ -1,15 +1,18 @@
 """Ranks that somebody else started: torchrun, SLURM.
 
-Process 0 hosts the run's store and leaves last; any death ends the job (torchrun stops all workers). `allocation` must
-add up to the number of processes, the hardware profile says which of them train, and the run directory must be on a
-file system that all machines share: in it, process 0 leaves the store's address and the run's token in a file that its
-user alone can read. The others learn the directory's path from a store that anybody may write (torchrun's own; under
-SLURM process 0's), so they take no file of another user and none of another job.
+Process 0 hosts the run's store and leaves last; the death of any rank that was started ends the job (torchrun stops all
+workers), that of a rollout that joined (`digenrl.cluster.join`) does not. `allocation` must add up to the number of
+processes, the hardware profile says which of them train, and the run directory must be on a file system that all
+machines share: in it, process 0 leaves the store's address and the run's token in a file that its user alone can read.
+The others learn the directory's path from a store that anybody may write (torchrun's own; under SLURM process 0's), so
+they take no file of another user and none of another job.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import ipaddress
+import json
 import math
 import os
 import re
@@ -24,6 +27,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import Empty
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,15 +36,17 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, Outcome
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.members import PASSPORT, Members, Terms
 from digenrl.cluster.network import Network, source_address
 from digenrl.cluster.signals import StopSignals, obeyed
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
-from digenrl.cluster.vitals import LauncherMonitor, judge_heartbeats, start_heartbeat
+from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
 
 LEAVE_MORE_S = 2.0
 """How much longer than `Limits.leave_s`, in which links close, process 0 waits for the others to leave; after a failure
 `Limits.abort_s`. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
+_TICK_S = 0.2
 SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
 """KillWait as SLURM has it by default; how long before a job's end its signal announces that end."""
 SOMEWHERE = "192.0.2.1"
@@ -200,6 +206,8 @@ def attach(
     on_hang: Callable[[Path, str], None],
     stop_grace: Callable[[Path], float],
     signals: StopSignals,
+    passport: Mapping[str, Any],
+    max_lost: int | None = None,
 ) -> tuple[Path, Outcome]:
     """Run this process's rank to its end; returns the run directory and how it ended.
 
@@ -210,7 +218,8 @@ def attach(
         limits: how long ranks are waited for.
         network: where this machine's ranks listen.
         on_hang: called with the run directory and the cause where process 0 hangs and can report nothing itself.
-        rank_main, stop_grace, signals: as in `launcher.Launch`; the grace is told the run directory.
+        max_lost: of the rollouts that join; those that were started must live.
+        rank_main, stop_grace, signals, passport: as in `launcher.Launch`; the grace is told the run directory.
     """
     host = network.address(place.host)
     network.announce(host)
@@ -234,8 +243,12 @@ def attach(
             monitor.stop()
             on_hang(run_dir, cause)
 
-        if place.rank == 0:
-            judge_heartbeats(session, names, hangs)
+        members: Members | None = None
+        if server is not None:
+            own, terms = Control(StoreClient(*session.store), 0), Terms(trainers, place.size - trainers, max_lost)
+            members = Members(own, server, terms, run_dir, limits, names)
+            own.set(PASSPORT, json.dumps(passport))
+            _judge(own, members, names, limits, hangs)
         else:
             ended.callback(monitored(partial(_say_death, session, world.rank)).stop)
         start_heartbeat(session, world)
@@ -258,10 +271,49 @@ def attach(
         if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
             patience = limits.abort_s if outcome.status == "failed" else limits.leave_s + LEAVE_MORE_S
             _wait_until_left(control, place.size, patience)
+        if members is not None:
+            members.see_off(limits.abort_s if outcome.status == "failed" else limits.leave_s)
         if server is not None:
             (run_dir / ACCESS).unlink(missing_ok=True)
             server.close()
     return run_dir, outcome
+
+
+def _judge(
+    control: Control, members: Members, names: Mapping[int, str], limits: Limits, on_own: Callable[[str], None]
+) -> None:
+    """Where no launcher watches, process 0 judges the heartbeats of all ranks and looks after those that joined, in a
+    thread of its own. What befalls a started rank aborts the run: ranks that wait for others leave with the cause, and
+    the scheduler ends those that hang.
+
+    Args:
+        names: started rank -> how messages call it. The process's own rank comes first.
+        on_own: called with the cause if it is this process that hangs; then it ends.
+    """
+    own = next(iter(names))
+    for rank in names:
+        control.set(heartbeat_key(rank), "0")
+
+    def run() -> None:
+        monitor = HeartbeatMonitor(control, dict.fromkeys(names), limits)
+        with suppress(StoreLost):  # the store is gone; whoever waits for it says so
+            while control.get("abort") is None and control.get("done") is None:
+                for rank, cause in monitor.unresponsive([*names, *members.guests]).items():
+                    refusal = f"{names[rank]} {cause}" if rank in names else members.gone(rank, cause)
+                    if refusal is not None:
+                        control.abort(refusal)
+                    if rank == own:
+                        faulthandler.dump_traceback(2)
+                        on_own(f"{names[rank]} {cause}")
+                        os._exit(1)
+                if (refusal := members.watch()) is not None:
+                    control.abort(refusal)
+                if not control.stopping and (number := members.grant_leaves()):
+                    control.set("signal", str(number))
+                    control.request_stop(f"signal {signal.Signals(number).name}")
+                time.sleep(_TICK_S)
+
+    threading.Thread(target=run, name="judge", daemon=True).start()
 
 
 def _say_death(session: Session, rank: int, cause: str) -> None:

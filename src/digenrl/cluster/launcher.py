@@ -44,7 +44,7 @@ from digenrl.record.redact import redact_text
 
 RankMain = Callable[[World, Session], None]
 """The life of a rank; an exception there ends the rank with its text as the cause."""
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt(3)."""
 FILES_OF_A_PROCESS, FILES_PER_RANK = 64, 12
@@ -102,7 +102,8 @@ class Launch:
     max_lost: int | None = None
     """Rollout ranks that may die while the run continues; None = all, 0 = any death ends the run."""
     patience_s: float = 0.0
-    """How long a run whose last rollout is gone waits for one to join; then it is saved and ends."""
+    """How long a run with fewer rollouts than `fewest` waits for others to join; then it is saved and ends."""
+    fewest: int = 1
     stop_grace: Callable[[], float] = field(default=lambda: 30.0)
     """Asked at a stop: seconds for the step in progress. Then trainers give it up, and save the last version."""
     stop_save_s: float = 60.0
@@ -184,7 +185,7 @@ def launch(spec: Launch) -> Outcome:
             ended.callback((spec.run_dir / ACCESS).unlink, missing_ok=True)
             for rank in ranks:
                 control.set(heartbeat_key(rank), "0")
-            terms = Terms(spec.trainers, spec.rollouts, spec.max_lost, spec.patience_s)
+            terms = Terms(spec.trainers, spec.rollouts, spec.max_lost, spec.patience_s, spec.fewest)
             members = Members(control, server, terms, spec.run_dir, spec.limits, ranks)
             outcome = _Watch(spec, ranks, control, members).run()
         except NoPlace as error:
@@ -232,7 +233,7 @@ def _child(
     forget: Callable[[], None],
 ) -> None:
     """Body of a forked rank: die with the launcher."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died between fork and prctl
         os._exit(1)
     forget()

@@ -47,7 +47,8 @@ class Terms:
     max_lost: int | None = None
     """Rollouts that may die; None = all, 0 = none, and none may leave either."""
     patience_s: float = 0.0
-    """How long a run without rollouts waits for one to join."""
+    """How long a run with fewer rollouts than `fewest` waits for others to join."""
+    fewest: int = 1
 
 
 class Members:
@@ -74,6 +75,7 @@ class Members:
         self._silent: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 2.0))
         self._seen: dict[int, str | None] = {}
         self._alone_since: float | None = None
+        """Since when there are fewer than the run wants, on the monotonic clock."""
         self._last_cause, self._hopeless = "", False
         self.last_one_left = False
         """The newest of those that are gone left as it was asked to; it did not die."""
@@ -97,7 +99,7 @@ class Members:
     @property
     def waiting(self) -> bool:
         """Whether the run has no rollout left, and waits for one."""
-        return self._alone_since is not None
+        return self._alone_since is not None and not self.rollouts
 
     def name(self, rank: int) -> str:
         """What messages call a rank."""
@@ -164,17 +166,19 @@ class Members:
             time.sleep(0.05)
 
     def abandoned(self) -> str | None:
-        """Why a run whose last rollout is gone ends, once it has waited long enough for another."""
-        if not self._terms.rollouts or self.rollouts:
+        """Why a run with too few rollouts ends, once it has waited long enough for others."""
+        there, fewest = len(self.rollouts), self._terms.fewest
+        if not self._terms.rollouts or there >= fewest:
             self._alone_since = None
             return None
         patience = 0.0 if self._hopeless else self._terms.patience_s
+        few = f"and {there} are left of at least {fewest} (allocation.rollouts.min)" if there else "the last rollout"
         if self._alone_since is None:
             self._alone_since = time.monotonic()
             if patience:
-                said = f"{self._last_cause}, the last rollout; waiting {patience:.0f} s for another (digenrl join)"
+                said = f"{self._last_cause}, {few}; waiting {patience:.0f} s for another (digenrl join)"
                 append_event(self._run_dir, "warning", {"message": said})
         if time.monotonic() < self._alone_since + patience:
             return None
         waited = f"; no other joined within {patience:.0f} s (allocation.patience_s)" if patience else ""
-        return f"{self._last_cause}, the last rollout{waited}"
+        return f"{self._last_cause}, {few}{waited}"

@@ -6,6 +6,7 @@ everywhere, so the launcher watches these ranks as it watches forked ones. Ray i
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -23,9 +25,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from digenrl.cluster.access import ACCESS
 from digenrl.cluster.attach import SOMEWHERE
 from digenrl.cluster.control import Control
-from digenrl.cluster.launcher import NoPlace, RankMain, live
+from digenrl.cluster.launcher import PR_SET_PDEATHSIG, NoPlace, RankMain, live
 from digenrl.cluster.network import source_address
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
@@ -36,6 +39,8 @@ _INTERNAL = re.compile("^node:|memory|_group_")
 """Resources that Ray counts for itself."""
 _TELL_S, _LOOK_S = 5.0, 0.5
 """After which it is said that places lack; between two looks at a rollout."""
+_OLD = 10.0
+"""A rollout that lived so many times the pause before the next one did not die young."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,12 @@ class Places:
     """Of a cluster; None: that of RAY_ADDRESS, else a cluster of this machine alone, for this run."""
     wants: tuple[Mapping[str, float], ...]
     """Rank -> Ray's resources: CPU, GPU, or any other name."""
+    first: int
+    """Ranks that the run begins with; the rest are rollouts that join when there is a place for them."""
     wait_s: float
-    """Seconds until all ranks must have a place."""
+    """Seconds until those must have a place."""
     respawn_s: float
-    """Seconds before another rollout is started for one that died; twice as many for each next one."""
+    """Seconds before another rollout is started for one that died; twice as many for each next one that dies young."""
 
 
 class Seat:
@@ -77,7 +84,14 @@ class Seat:
         own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-m", "digenrl.cli.join", f"run={run_dir}"]
         with (Path(run_dir) / "logs" / "join.log").open("a") as log:
-            return subprocess.run(command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
+            return subprocess.run(
+                command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_leave_with_actor
+            ).returncode
+
+
+def _leave_with_actor() -> None:
+    """In a process that the actor starts: when Ray takes the actor away, it is asked to leave."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class RayRank:
@@ -158,18 +172,23 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
             return remote.options(runtime_env=environment, max_restarts=0, **options).remote()
 
-        seats = [seat(rank) for rank in range(len(places.wants))]
+        seats = [seat(rank) for rank in range(places.first)]
         _wait_for_places(places, [actor.ready.remote() for actor in seats])
+        _say_what_lacks(places)
+
+        def fill(rank: int, run_dir: Path, life: RayRank | None) -> None:
+            how = life, partial(seat, rank), run_dir, places.respawn_s, over
+            threading.Thread(target=_fill, args=how, name=f"fill-{rank}", daemon=True).start()
 
         def start(rank_main: RankMain, world: World, session: Session) -> RayRank:
             names = ("store_host", "store_port", "handshake", "run_dir", "epoch", "network", "limits")
             facts = {name: getattr(session, name) for name in names}
             life = RayRank(seats[world.rank], seats[world.rank].live.remote(rank_main, world, facts))
             if not world.is_trainer:
-                threading.Thread(
-                    target=_replace, args=(life, partial(seat, world.rank), session.run_dir, places.respawn_s, over),
-                    name=f"replace-{world.rank}", daemon=True,
-                ).start()  # fmt: skip
+                fill(world.rank, session.run_dir, life)
+            if world.rank == places.first - 1:
+                for rank in range(places.first, len(places.wants)):
+                    fill(rank, session.run_dir, None)
             return life
 
         yield start
@@ -178,16 +197,42 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
         ray.shutdown()
 
 
-def _replace(life: RayRank, seat: Callable[[], Any], run_dir: Path, pause_s: float, over: threading.Event) -> None:
-    """Until the run is over, have another rollout join from a like place for each that died there."""
+def _fill(
+    life: RayRank | None, seat: Callable[[], Any], run_dir: Path, respawn_s: float, over: threading.Event
+) -> None:
+    """Until the run is over, have a rollout join from a like place for each that died there, and for one that has not
+    lived yet."""
+    pause_s, born = respawn_s, time.monotonic()
     while not over.wait(_LOOK_S):
-        if life.exitcode is None:
+        if life is None and (run_dir / ACCESS).is_file():
+            actor, born = seat(), time.monotonic()
+            life = RayRank(actor, actor.join.remote(str(run_dir)))
+        if life is None or life.exitcode is None:
             continue
+        pause_s = respawn_s if time.monotonic() > born + _OLD * pause_s else pause_s
         if not life.exitcode or over.wait(pause_s):
             return
         life.kill()  # it may have raised, and hold its place
-        actor, pause_s = seat(), 2 * pause_s
-        life = RayRank(actor, actor.join.remote(str(run_dir)))
+        life, pause_s = None, 2 * pause_s
+
+
+def _say_what_lacks(places: Places) -> None:
+    """One line where the cluster has less than all of the rollouts want."""
+    import ray
+
+    has, wanted = ray.cluster_resources(), Counter[str]()
+    for want in places.wants:
+        wanted.update(want)
+    lacks = [
+        f"{has.get(name, 0):g} of {amount:g} {name}" for name, amount in wanted.items() if has.get(name, 0) < amount
+    ]
+    if lacks:
+        print(
+            f"the cluster has {', '.join(lacks)} that allocation.rollouts.max wants: the run begins with "
+            f"{places.first} ranks, and other rollouts join as nodes come",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:

@@ -126,34 +126,6 @@ def start_heartbeat(session: Session, world: World) -> None:
     threading.Thread(target=run, name=f"heartbeat-{rank}", daemon=True).start()
 
 
-def judge_heartbeats(session: Session, names: Mapping[int, str], on_own: Callable[[str], None]) -> None:
-    """Where no launcher watches, one process judges the heartbeats of all ranks, in a thread of its own. The first
-    verdict aborts the run: ranks that wait for others leave with the cause, and the scheduler ends those that hang.
-
-    Args:
-        names: rank -> how messages call it. The process's own rank comes first.
-        on_own: called with the cause if it is this process that hangs; then it ends.
-    """
-    own = next(iter(names))
-    control = Control(StoreClient(*session.store), own)
-    for rank in names:
-        control.set(heartbeat_key(rank), "0")
-
-    def run() -> None:
-        monitor = HeartbeatMonitor(control, dict.fromkeys(names), session.limits)
-        with suppress(StoreLost):  # the store is gone; whoever waits for it says so
-            while control.get("abort") is None and control.get("done") is None:
-                for rank, cause in monitor.unresponsive(list(names)).items():
-                    control.abort(f"{names[rank]} {cause}")
-                    if rank == own:
-                        faulthandler.dump_traceback(2)
-                        on_own(f"{names[rank]} {cause}")
-                        os._exit(1)
-                time.sleep(BEAT_EVERY_S)
-
-    threading.Thread(target=run, name="judge", daemon=True).start()
-
-
 def watch_key(rank: int) -> str:
     """Where who watches a joined rank over there leaves a count, every second."""
     return f"watch/{rank}"

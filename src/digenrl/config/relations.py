@@ -33,6 +33,11 @@ class _View:
         return node
 
 
+def most_rollouts(rollouts: Any) -> Any:
+    """Of `allocation.rollouts`: its number, or `max`; auto stays."""
+    return rollouts["max"] if isinstance(rollouts, Mapping) else rollouts
+
+
 def relation_problems(tree: Tree, broken: Collection[str] = ()) -> list[str]:
     """What is wrong between keys; rules that read a key of `broken` stay silent."""
     view = _View(tree, broken)
@@ -214,6 +219,11 @@ def _context(get: _View) -> Iterator[str]:
 def _split_claims(get: _View) -> Iterator[str]:
     if get("schedule.claims") != "split" or get("allocation.rollouts") == 0:
         return
+    if isinstance(rollouts := get("allocation.rollouts"), Mapping):
+        yield (
+            f"allocation.rollouts = {rollouts} with schedule.claims = split: every rank has its part of the tasks, so "
+            "none can join or leave; set schedule.claims=shared, or allocation.rollouts to a number."
+        )
     if get("schedule.tag"):
         yield (
             "schedule.claims = split with schedule.tag = true: every rollout rank has its part of the tasks, so none "
@@ -237,7 +247,7 @@ def _recomputation(get: _View) -> Iterator[str]:
 
 def _rank_counts(get: _View) -> Iterator[str]:
     pools = {name: (pool.get("count", 1), pool.get("role", "auto")) for name, pool in get("hardware.pools").items()}
-    trainers, rollouts = get("allocation.trainers"), get("allocation.rollouts")
+    trainers, rollouts = get("allocation.trainers"), most_rollouts(get("allocation.rollouts"))
     devices = sum(count for count, _ in pools.values())
     summary = ", ".join(f"{name}: {count} ({role})" for name, (count, role) in pools.items())
     needed = sum(number if isinstance(number, int) else 1 for number in (trainers, rollouts))

@@ -47,6 +47,14 @@ def _ordered(ports: list[int]) -> list[int]:
     return ports
 
 
+def _span(rollouts: dict[str, int]) -> dict[str, int]:
+    if rollouts.keys() != {"min", "max"}:
+        raise ValueError("names not both, expected {min: m, max: n}")
+    if rollouts["min"] > rollouts["max"]:
+        raise ValueError(f"has min {rollouts['min']} above max {rollouts['max']}: lower min, or raise max")
+    return rollouts
+
+
 AtLeast0 = Annotated[int, Field(ge=0)]
 AtLeast1 = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
@@ -85,6 +93,11 @@ Kept = Annotated[
     WithJsonSchema({"phrase": "{products|attention|inputs|offload: share of the blocks}"}),
 ]
 Recomputation = bool | Share | Literal["auto", "products", "attention", "offload"] | Kept
+Span = Annotated[
+    dict[Literal["min", "max"], AtLeast1],
+    AfterValidator(_span),
+    WithJsonSchema({"phrase": "{min: m, max: n}, whole numbers >= 1"}),
+]
 ByTrainer = Annotated[
     list[Recomputation], Field(min_length=1), WithJsonSchema({"phrase": "a list of these, one for each trainer"})
 ]
@@ -98,7 +111,10 @@ class Allocation(Closed):
     """allocation.*"""
 
     trainers: AtLeast1 | Auto = Field(description="ranks that train; auto: what the hardware profile's pools say")
-    rollouts: AtLeast0 | Auto = Field(description="ranks that only generate; 0: every rank generates and trains")
+    rollouts: AtLeast0 | Auto | Span = Field(
+        description="ranks that only generate; 0: every rank generates and trains; {min, max}: launch=local starts "
+        "max, launch=ray min, and more as there are places; with fewer than min a run waits for patience_s"
+    )
     evaluation: Literal["auto", "trainers", "rollouts"] = Field(
         description="ranks that draw and score the evaluation's samples, which are the same; rollouts: while trainers "
         "go on; auto: rollouts where they hold the evaluated weights (no moving average, no sampling policy of their "
@@ -108,7 +124,8 @@ class Allocation(Closed):
         description="rollout ranks that may die while the run goes on; auto: all; 0: none, and none may leave"
     )
     patience_s: Amount = Field(
-        description="seconds that a run whose last rollout is gone waits for one to join; then it is saved and ends"
+        description="seconds that a run with fewer rollouts than rollouts.min (of a number: 1) waits for others to "
+        "join, while those that are left generate; then it is saved and ends"
     )
     stop_grace_s: Amount | Auto = Field(
         description="seconds for the step in progress after a stop signal; auto: 3 x the longest recent step, at least "
