@@ -223,8 +223,8 @@ class Data(Closed):
         "KL; refill: they leave it, and for each the next prompt is sampled, oversample prompts at most"
     )
     updates_split: Literal["groups", "samples"] = Field(
-        description="what the algorithm.updates_per_batch share out; groups: each trains some of the groups; samples: "
-        "each trains some samples of every group, by number. Advantages are of the whole group either way"
+        description="what several updates of a batch share out; groups: each trains some of the groups; samples: each "
+        "trains some samples of every group, by their numbers. Advantages are the whole group's either way"
     )
     prompt_store: Auto | Directory | None = Field(
         description="where encoded prompts are kept for all ranks and later runs; auto: the user's cache; null: nowhere"

@@ -233,7 +233,8 @@ class StepBoard:
     def batches(self, fragment: tuple[int, ...], last: bool = False) -> list[TrainBatch]:
         """This rank's micro-batches of a complete fragment. With the `last` of an update sharded trainers reduce their
         gradients, for which all of them run something."""
-        spec, keep = self._spec, {}
+        spec = self._spec
+        keep: dict[tuple[int, int], Tensor] = {}
         for portion, group, useful in zip(fragment, spec.groups_of(fragment), self.useful(fragment), strict=True):
             tasks = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
             keep |= {(group, part): rows for part, rows in tasks}
