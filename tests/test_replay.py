@@ -12,6 +12,7 @@ import pytest
 from digenrl import config as configuration
 from digenrl.config import ConfigError
 from tests.strategy.processes import FP64, SGD, TINY, completed, configured, relative, run_cluster
+from tests.strategy.reference import reference
 from tests.training import SMALL, Train, commands
 
 pytestmark = pytest.mark.processes
@@ -125,3 +126,16 @@ def processor_seconds() -> float:
     """Of all processes that this one has started and seen end."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.slow
+def test_updates_share_the_samples_of_a_record_that_was_made_for_whole_groups(tmp_path: Path) -> None:
+    words = (*FP64, *SGD, "algorithm.updates_per_batch=2", "max_rl_steps=1", "schedule.gap=1")
+    config, within = configured(*words, *RECORD), "data.updates_split=samples"
+    completed(run_cluster(tmp_path / "first", 2, 1, config))
+    configuration.store_config(config, tmp_path / "first")
+    replay = configuration.load([f"replay={tmp_path / 'first'}", within]).config
+    found = completed(run_cluster(tmp_path / "again", 1, 0, replay))
+    wanted = reference(configured(*words, within))
+    assert len(found.gradients) == len(wanted.gradients) == 2
+    assert all(relative(mine, theirs) <= 1e-12 for mine, theirs in zip(found.gradients, wanted.gradients, strict=True))

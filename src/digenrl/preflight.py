@@ -14,7 +14,7 @@ from digenrl.config import Composed, config_directory, instantiate
 from digenrl.config.compose import merge_words
 from digenrl.config.relations import most_rollouts, relation_problems
 from digenrl.recompute import AUTO, parse_recompute
-from digenrl.schedule import ScheduleSpec, groups_of_step, steps_per_forward, usual_groups
+from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward, usual_groups
 from digenrl.simulate import hardware
 from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.floor import training_floor
@@ -101,12 +101,14 @@ def with_task_size(composed: Composed) -> Composed:
 
     `auto` is a matter of model, sizes and hardware profile alone, so that samples are the same in every schedule: of
     the sizes that fit, the smallest at which a denoising step of a sample takes little longer than at the best one, on
-    every pool. Small pictures are bound by launches, so that more of them cost nothing; large ones by arithmetic.
+    every pool. Small pictures are bound by launches, so that more of them cost nothing; large ones by arithmetic. No
+    task has samples of two updates.
     """
     config: Any = composed.config
     if config.sampling.task_size != AUTO:
         return composed
-    sizes = [size for size in range(1, config.data.group_size + 1) if config.data.group_size % size == 0]
+    portion = config.data.group_size // slices_of_group(config.data.updates_split, config.algorithm.updates_per_batch)
+    sizes = [size for size in range(1, portion + 1) if portion % size == 0]
     tree: Any = OmegaConf.to_container(config)
     if sized(composed):
         # Seconds that were measured are those of one size, and do not say what another takes.
@@ -316,7 +318,8 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
 def without_effect(config: Any) -> Iterator[str]:
     """A line for each schedule setting that has no effect with the settled allocation and the other settings."""
     schedule, trainers, rollouts = config.schedule, config.allocation.trainers, config.allocation.rollouts
-    groups = groups_of_step(config.data) // config.algorithm.updates_per_batch
+    updates = config.algorithm.updates_per_batch
+    groups = groups_of_step(config.data) * slices_of_group(config.data.updates_split, updates) // updates
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
@@ -586,6 +589,7 @@ def workload(composed: Composed) -> Workload:
         oversample=usual_groups(config.data) - config.data.prompts_per_batch,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,
+        updates_split=config.data.updates_split,
         guidance=guided,
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(config),

@@ -141,6 +141,14 @@ RELATIONS: dict[str, Case] = {
         ["algorithm.updates_per_batch=3"],
         ["algorithm.updates_per_batch = 3", "must divide data.prompts_per_batch = 10", "1, 2, 5, 10"],
     ),
+    "updates that do not share a group": (
+        ["data.updates_split=samples", "algorithm.updates_per_batch=3"],
+        ["algorithm.updates_per_batch = 3", "must divide data.group_size = 16", "1, 2, 4, 8, 16"],
+    ),
+    "a task of two updates": (
+        ["data.updates_split=samples", "algorithm.updates_per_batch=4", "sampling.task_size=8"],
+        ["sampling.task_size = 8", "no task may have samples of two updates", "allowed: auto, 1, 2, 4"],
+    ),
     "batch-wide statistics with GAP": (
         ["schedule=gap", "algorithm.advantage.std=batch"],
         ["algorithm.advantage.std = batch", "schedule.gap = 1", "set schedule.gap=0 or algorithm.advantage.std=group"],

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec
-from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, UNOPENED, ZERO_VARIANCE, decided, left_out, opened
+from digenrl.schedule.selection import (
+    MISSING_REWARD,
+    SURPLUS,
+    UNOPENED,
+    ZERO_VARIANCE,
+    decided,
+    left_out,
+    opened,
+    update_groups,
+)
 
 FAULTS = (None, None, ZERO_VARIANCE, MISSING_REWARD)
 
 
-@given(st.lists(st.sampled_from(FAULTS), min_size=6, max_size=6), st.permutations(range(6)), st.sampled_from([1, 2]))
+@given(
+    st.lists(st.sampled_from(FAULTS), min_size=6, max_size=6),
+    st.permutations(range(6)),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["groups", "samples"]),
+)
 def test_the_first_groups_that_teach_take_the_places_in_every_order_of_arrival(
-    faults: list[str | None], order: list[int], updates: int
+    faults: list[str | None], order: list[int], updates: int, split: Literal["groups", "samples"]
 ) -> None:
     """What is decided stays so when more groups arrive, and all is decided when all are there."""
-    spec = ScheduleSpec(6, 4, 2, 4, 3, updates_per_batch=updates, oversample=2)
+    spec = ScheduleSpec(6, 4, 2, 4, 3, updates_per_batch=updates, updates_split=split, oversample=2)
     fates: dict[int, str | None] = {}
     for count in range(1, 7):
         here = {group: faults[group] for group in order[:count]}
         for group in decided(spec, here):
             assert fates.setdefault(group, left_out(spec, here, group)) == left_out(spec, here, group)
-    per_update = 6 // updates
-    for first in range(0, 6, per_update):
-        groups = range(first, first + per_update)
+    for groups in (update_groups(spec, update) for update in range(updates)):
         teaching = [group for group in groups if faults[group] is None]
         assert [group for group in groups if fates[group] is None] == teaching[: spec.places]
         full = teaching[spec.places - 1] if len(teaching) >= spec.places else groups.stop

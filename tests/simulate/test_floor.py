@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -21,9 +22,14 @@ FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pi
 
 
 @pytest.mark.parametrize("pools", [(SLOW,), (FAST, SLOW)], ids=["equal", "unequal"])
-@pytest.mark.parametrize("async_steps", [0, 1])
-def test_no_simulated_step_is_shorter_than_its_floor(pools: tuple[Pool, ...], async_steps: int) -> None:
-    costing = Costing(FLUX, Hardware(pools))
+@pytest.mark.parametrize(
+    ("async_steps", "split"),
+    [(0, "groups"), (1, "groups"), *(pytest.param(n, "samples", marks=pytest.mark.slow) for n in (0, 1))],
+)
+def test_no_simulated_step_is_shorter_than_its_floor(
+    pools: tuple[Pool, ...], async_steps: int, split: Literal["groups", "samples"]
+) -> None:
+    costing = Costing(replace(FLUX, updates_split=split), Hardware(pools))
     bound, gpus, ratios = costing.bound(), costing.hardware.gpus, []
     choices = itertools.product((1, gpus // 2, gpus - 1, gpus), ("ddp", "fsdp"), (1, 4), (0, 1, 4), (False, True))
     for trainers, sharding, size, gap, lending in choices:

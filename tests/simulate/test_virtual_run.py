@@ -18,13 +18,15 @@ from digenrl.simulate.virtual_run import simulate, steady
 def specs(draw: st.DrawFn, async_steps: int | None = None) -> ScheduleSpec:
     updates = draw(st.sampled_from([1, 2]))
     size = draw(st.sampled_from([1, 2]))
+    within = updates > 1 and draw(st.booleans())
     return ScheduleSpec(
-        prompts=updates * draw(st.integers(1, 4)),
-        group_size=size * draw(st.integers(2, 3)),
+        prompts=(1 if within else updates) * draw(st.integers(1, 4)),
+        group_size=size * (2 if within else 1) * draw(st.integers(1 if within else 2, 3)),
         task_size=size,
         denoise_steps=draw(st.integers(3, 6)),
         trained_steps=draw(st.integers(1, 3)),
         updates_per_batch=updates,
+        updates_split="samples" if within else "groups",
         gap=draw(st.integers(0, 3)),
         order=draw(st.sampled_from(["canonical", "arrival"])),
         tsp_batch=draw(st.integers(1, 3)),
@@ -117,6 +119,7 @@ def test_i3_equal_micro_batches_on_every_rank(spec: ScheduleSpec, trainers: int)
         for block in micro
     ]
     cells = sum(len(block.steps) for block in blocks) * spec.task_size
+    assert len({(block.group, block.part, block.steps) for block in blocks}) == len(blocks)
     assert cells == spec.cells_per_update * spec.updates_per_batch  # the denominators count every cell
 
 

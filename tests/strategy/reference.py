@@ -125,17 +125,23 @@ class Reference:
         return blocks, torch.cat(rewards)
 
     def _learn(self, blocks: dict[int, list[CellBlock]], rewards: dict[int, Tensor]) -> None:
-        """The optimizer updates of one logical batch: groups in order, one backward per block."""
+        """The optimizer updates of one logical batch: groups in order, one backward per block. An update takes some of
+        the groups, or some samples of every group."""
         config = self.config
         updates = config.algorithm.updates_per_batch
-        per_update, places = self.groups // updates, config.data.prompts_per_batch // updates
-        for update in range(config.algorithm.updates_per_batch):
+        among, within = (1, updates) if config.data.updates_split == "samples" else (updates, 1)
+        per_update, places = self.groups // among, config.data.prompts_per_batch // among
+        samples = config.data.group_size // within
+        for update in range(updates):
             self.optimizer.zero_grad(set_to_none=True)
-            groups = self._selected(rewards, range(update * per_update, (update + 1) * per_update))[:places]
-            denominator = places * config.data.group_size * (self.steps - 1)
+            first, own = update % among * per_update, range(update % within * samples, (update % within + 1) * samples)
+            groups = self._selected(rewards, range(first, first + per_update))[:places]
+            denominator = places * samples * (self.steps - 1)
             for group in groups:
                 advantages = _advantages(rewards[group])
                 for block in blocks[group]:
+                    if block.first_sample not in own:
+                        continue
                     rows = slice(block.first_sample, block.first_sample + block.samples)
                     (self._losses(block, advantages[rows]).sum() / denominator).backward()
             if groups and config.data.zero_variance_groups != "keep":

@@ -218,6 +218,54 @@ def test_equality_matrix(tmp_path: Path, ranks: str) -> None:
     check(having(PAIRWISE, ranks=ranks), tmp_path)
 
 
+WITHIN = (*LIGHT, *FP64, "data.updates_split=samples", "data.prompts_per_batch=3", "max_rl_steps=3")
+TWO, THREE = ("algorithm.updates_per_batch=2",), ("algorithm.updates_per_batch=3", "data.group_size=6")
+SHARED: dict[str, tuple[str, ...]] = {
+    "sync": (*TWO, "schedule=sync"),
+    "gap": (*TWO, "schedule.gap=1", "schedule.order=arrival"),
+    "full": (*THREE, "schedule=full", "schedule.gap=2", "schedule.async_steps=0"),
+    "async": (*THREE, "schedule=full"),
+    "drop": (*TWO, "schedule.gap=1", "data.oversample=1", "data.zero_variance_groups=drop"),
+    "refill": (*TWO, "schedule=gap_tsp", "data.oversample=2", "data.zero_variance_groups=refill"),
+    "fsdp": (*TWO, "schedule=gap_tsp", "parallel.sharding=fsdp"),
+}
+"""Schedules in which every update takes samples of every group."""
+ALONE = {"together": (*TWO, "schedule=colocated"), "together-gap": (*THREE, "schedule=colocated", "schedule.gap=1")}
+HALF = ("allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.HalfIndifferent")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        ("2+1", ("async",)),
+        pytest.param("2+2", tuple(SHARED), marks=pytest.mark.slow),
+        pytest.param("1+2", tuple(name for name in SHARED if name != "fsdp"), marks=pytest.mark.slow),
+        pytest.param("1+0", tuple(ALONE), marks=pytest.mark.slow),
+        pytest.param("2+0", tuple(ALONE), marks=pytest.mark.slow),
+    ],
+)
+def test_updates_that_share_the_samples_of_every_group(tmp_path: Path, ranks: str, names: tuple[str, ...]) -> None:
+    trainers, rollouts = (int(count) for count in ranks.split("+"))
+    jobs = []
+    for name in names:
+        config = configured(*WITHIN, *(SHARED | ALONE)[name], *(HALF if name in ("drop", "refill") else ()))
+        jobs.append(Job(name, config, lend_always if config.schedule.tag else None))
+    lent = 0
+    for job, cluster in run_series(tmp_path, trainers, rollouts, jobs):
+        found, block = completed(cluster), job.config.schedule.tsp.batch
+        wanted = reference_of(job.config, job.config.sampling.steps - 1 if isinstance(block, str) else block)
+        lent += len(cluster.spans("lend"))
+        if not job.config.data.oversample:
+            assert_equal_runs(found, wanted, trainers == 1, double=True, weight_bound=1e-12)
+            continue
+        assert len(found.trained_by) < len(wanted.cells), "groups that teach nothing are left out"
+        assert len(found.gradients) == len(wanted.gradients)
+        for mine, theirs in zip(found.gradients, wanted.gradients, strict=True):
+            assert relative(mine, theirs) <= 1e-12, job.name
+        assert relative(found.weights, wanted.weights) <= 1e-12, job.name
+    assert lent or not rollouts, "no trainer ever lent"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("tune", FACTORS["tune"])

@@ -27,7 +27,7 @@ STREAM = "pairs"
 
 class DPO(PolicyModule):
     """Pairs are formed within a block's samples: with sampling.task_size = data.group_size, within the group, as
-    published.
+    published. No block has samples of two updates, so no pair has (`data.updates_split`).
 
     Row i of the best meets row i of the worst; pairs with equal rewards have no gradient (verl-omni and Flow-GRPO train
     ties in an arbitrary direction).

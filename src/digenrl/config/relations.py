@@ -60,12 +60,31 @@ def _task_size(get: _View) -> Iterator[str]:
         yield f"sampling.task_size = {size}: must divide data.group_size = {group}; allowed: auto, {_divisors(group)}."
 
 
+def _updates_within(get: _View) -> Iterator[str]:
+    size, group, updates = get("sampling.task_size"), get("data.group_size"), get("algorithm.updates_per_batch")
+    if get("data.updates_split") != "samples":
+        return
+    if group % updates:
+        yield (
+            f"algorithm.updates_per_batch = {updates} with data.updates_split = samples: each update takes as many "
+            f"samples of every group, so it must divide data.group_size = {group}; allowed: {_divisors(group)}."
+        )
+    elif size != "auto" and group // updates % size:
+        yield (
+            f"sampling.task_size = {size} with data.updates_split = samples: no task may have samples of two updates, "
+            f"and each of the {updates} takes {group // updates} samples of a group; allowed: auto, "
+            f"{_divisors(group // updates)}."
+        )
+
+
 def _updates(get: _View) -> Iterator[str]:
     updates, prompts = get("algorithm.updates_per_batch"), get("data.prompts_per_batch")
+    if get("data.updates_split") != "groups":
+        return
     if prompts % updates:
         yield (
             f"algorithm.updates_per_batch = {updates}: must divide data.prompts_per_batch = {prompts}; "
-            f"allowed: {_divisors(prompts)}."
+            f"allowed: {_divisors(prompts)}; or data.updates_split=samples, each taking some samples of every group."
         )
     if (oversample := get("data.oversample")) % updates:
         yield (
@@ -83,11 +102,11 @@ def _refill(get: _View) -> Iterator[str]:
             "data.zero_variance_groups = refill with data.oversample = 0: nothing may be sampled in place of a group "
             f"that teaches nothing; set data.oversample={places} (the most groups), or data.zero_variance_groups=drop."
         )
-    if updates > 1:
+    if updates > 1 and get("data.updates_split") == "groups":
         yield (
             f"data.zero_variance_groups = refill with algorithm.updates_per_batch = {updates}: a later update's "
-            "prompts would be sampled with weights that are gone; set algorithm.updates_per_batch=1, or "
-            "data.zero_variance_groups=drop with the same data.oversample."
+            "prompts would be sampled with weights that are gone; set algorithm.updates_per_batch=1, "
+            "data.updates_split=samples, or data.zero_variance_groups=drop with the same data.oversample."
         )
     stale = get("schedule.stale_fraction")
     if get("schedule.async_steps") and math.ceil(stale * (places + more)) > places:
@@ -274,6 +293,7 @@ def _ray_pools(get: _View) -> Iterator[str]:
 
 _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _task_size,
+    _updates_within,
     _updates,
     _refill,
     _batch_wide_statistics,

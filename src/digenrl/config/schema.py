@@ -244,6 +244,10 @@ class Data(Closed):
         description="groups whose samples all score alike: they stay in the loss's denominator, or leave it and the "
         "KL; refill: they leave it, and for each the next prompt is sampled, oversample prompts at most"
     )
+    updates_split: Literal["groups", "samples"] = Field(
+        description="what several updates of a batch share out; groups: each trains some of the groups; samples: each "
+        "trains some samples of every group, by their numbers. Advantages are the whole group's either way"
+    )
     prompt_store: Auto | Directory | None = Field(
         description="where encoded prompts are kept for all ranks and later runs; auto: the user's cache; null: nowhere"
     )
@@ -448,7 +452,7 @@ class Hardware(Closed):
     pools: dict[str, Pool] = Field(min_length=1, description="pools of equal GPUs by name")
     efficiency: Efficiency | None = Field(ABSENT, description="of every pool")
     seconds: Seconds | None = Field(ABSENT, description="measured seconds per unit; they replace computed ones")
-    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny builds, by model class")
+    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny builds, by model class or updates")
 
 
 class Train(Closed):
@@ -615,6 +619,7 @@ REPLAYABLE: tuple[str, ...] = (
     "trainer",
     "parallel",
     "data.zero_variance_groups",
+    "data.updates_split",
     "sampling.eval",
     "model.keep_reference",
     "reward.heldout",

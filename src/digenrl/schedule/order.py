@@ -52,18 +52,18 @@ def resumed_queue(spec: ScheduleSpec, step: int) -> tuple[Task, ...]:
     return tuple(task for group in range(stale_groups(spec, step)) for task in group_tasks(spec, step, group))
 
 
-def update_of(spec: ScheduleSpec, group: int) -> int:
-    """Optimizer update that trains `group`: fixed, whatever arrives first."""
-    return group // spec.groups_per_update
+def update_of(spec: ScheduleSpec, portion: int) -> int:
+    """Optimizer update that trains `portion` (of a group: its first one): fixed, whatever arrives first."""
+    return portion // spec.groups_per_update
 
 
 def fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
-    """Groups of each fragment of an update. Composition is fixed, so that producers know every cell's owner before
+    """Portions of each fragment of an update. Composition is fixed, so that producers know every cell's owner before
     anything arrives; order=arrival only lets a rank train its complete fragments in the order of completion."""
     first = update * spec.groups_per_update
-    groups = range(first, first + spec.groups_per_update)
+    portions = range(first, first + spec.groups_per_update)
     size = spec.fragment_groups
-    return tuple(tuple(groups[i : i + size]) for i in range(0, len(groups), size))
+    return tuple(tuple(portions[i : i + size]) for i in range(0, len(portions), size))
 
 
 def later_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
@@ -83,6 +83,6 @@ def next_fragment(
     if spec.gap == 0:
         return pending[0] if len(done) == spec.prompts else None
     if spec.order == "canonical":
-        return pending[0] if done.issuperset(pending[0]) else None
-    ready = [fragment for fragment in pending if done.issuperset(fragment)]
-    return min(ready, key=lambda fragment: max(completed.index(group) for group in fragment), default=None)
+        return pending[0] if done.issuperset(spec.groups_of(pending[0])) else None
+    ready = [fragment for fragment in pending if done.issuperset(spec.groups_of(fragment))]
+    return min(ready, key=lambda f: max(completed.index(group) for group in spec.groups_of(f)), default=None)

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar, cast
@@ -428,11 +429,12 @@ class SchedulePolicy:
         for other, work in working.items():
             if work.busy and work.step == step:
                 in_flight[work.group] = max(in_flight.get(work.group, 0.0), free[other])
-        ready = [max((in_flight.get(group, 0.0) for group in fragment), default=0.0) for fragment in pending]
+        groups = [self.spec.groups_of(fragment) for fragment in pending]
+        ready = [max((in_flight.get(group, 0.0) for group in own), default=0.0) for own in groups]
         seconds = tuple(self._costs["generate", other] for other in working)
         count, times = len(rollouts), tuple(free.values())
-        behind, ready_at = after_older(times[:count], seconds[:count], ready, _by_fragment(older, pending, step))
-        tasks = _by_fragment(own, pending, step)
+        behind, ready_at = after_older(times[:count], seconds[:count], ready, _by_fragment(older, groups, step))
+        tasks = _by_fragment(own, groups, step)
         lend = self._costs.get(("generate", rank), max(seconds))
         interruptible = self._handoff and not self.roles.lockstep
         cell = self._costs["train", rank]
@@ -494,13 +496,10 @@ def _tail(tasks: Sequence[Task], count: int) -> Sequence[Task]:
     return tasks[len(tasks) - count :]
 
 
-def _by_fragment(tasks: Sequence[Task], pending: Sequence[Fragment], step: int) -> tuple[int, ...]:
-    """Tasks of RL step `step` in each fragment."""
-    counts: dict[int, int] = {}
-    for task in tasks:
-        if task.step == step:
-            counts[task.group] = counts.get(task.group, 0) + 1
-    return tuple(sum(counts.get(group, 0) for group in fragment) for fragment in pending)
+def _by_fragment(tasks: Sequence[Task], pending: Sequence[Sequence[int]], step: int) -> tuple[int, ...]:
+    """Tasks of RL step `step` that each fragment, given by its groups, waits for and none before it does."""
+    counts = Counter(task.group for task in tasks if task.step == step)
+    return tuple(sum(counts.pop(group, 0) for group in groups) for groups in pending)
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Samples that all score alike teach nothing. An update has places for `spec.places` groups. In canonical order each group
 that teaches something takes one. What follows the last place is surplus: the step is as if nobody had generated it.
-With neither option every group is trained.
+With neither option every group is trained. Updates that share the samples of every group train the same groups.
 
 With `zero_variance_groups=refill` a step begins with `spec.places` groups, and each that teaches nothing opens the next
 one. The number of open groups only grows, and its last value depends on the rewards alone: as many as it takes to fill
@@ -23,7 +23,8 @@ MISSING_REWARD, ZERO_VARIANCE, SURPLUS, UNOPENED = "missing_reward", "zero_varia
 
 def update_groups(spec: ScheduleSpec, update: int) -> range:
     """The groups that are generated for an optimizer update."""
-    return range(update * spec.groups_per_update, (update + 1) * spec.groups_per_update)
+    first = update * spec.groups_per_update % spec.prompts
+    return range(first, first + spec.groups_per_update)
 
 
 def opened(spec: ScheduleSpec, faults: Mapping[int, str | None]) -> int:

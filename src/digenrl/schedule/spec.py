@@ -1,5 +1,8 @@
 """What one RL step is, in numbers: the grid of design §1, cut into tasks, updates and micro-batches.
 
+A *portion* is what one optimizer update trains of one group: all of it, or its share of the samples. Portions are
+numbered update by update, so that the first portion of a group has the group's number; fragments consist of them.
+
 Invariants (tests state them by name):
   I2  every (sample, trained step) is trained exactly once;
   I3  denominators are the update's own, never a fragment's;
@@ -32,6 +35,11 @@ def usual_groups(data: Mapping[str, Any]) -> int:
     return int(data["prompts_per_batch"]) if data.get("zero_variance_groups") == "refill" else groups_of_step(data)
 
 
+def slices_of_group(updates_split: str, updates: int) -> int:
+    """Portions of a group, of `data.updates_split` and `algorithm.updates_per_batch`."""
+    return updates if updates_split == "samples" else 1
+
+
 @dataclass(frozen=True)
 class ScheduleSpec:
     """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False, tag=False, ...
@@ -51,7 +59,9 @@ class ScheduleSpec:
     trained_steps: int
     """S, trained steps of a sample; 1..T."""
     updates_per_batch: int = 1
-    """Optimizer updates per logical batch; group g belongs to update g // (P / updates)."""
+    """Optimizer updates per logical batch."""
+    updates_split: Literal["groups", "samples"] = "groups"
+    """What the updates of a batch share out: its groups, or the samples of every group, in canonical order."""
     gap: int = 0
     """Groups of a fragment; 0 = one fragment is everything (the whole logical batch)."""
     order: Literal["canonical", "arrival"] = "canonical"
@@ -110,16 +120,24 @@ class ScheduleSpec:
 
     def __post_init__(self) -> None:
         trained, updates = self.prompts - self.oversample, self.updates_per_batch
-        if self.group_size % self.task_size or trained % updates or self.oversample % updates:
+        whole = updates // self.slices
+        if self.group_size % self.task_size or trained % whole or self.oversample % whole:
             raise ValueError(
                 f"sampling.task_size = {self.task_size} must divide data.group_size = {self.group_size}, and "
                 f"algorithm.updates_per_batch = {updates} both data.prompts_per_batch = {trained} and data.oversample "
                 f"= {self.oversample}."
             )
-        if self.refills and (updates > 1 or self.async_steps * math.ceil(self.stale_fraction * self.prompts) > trained):
+        if self.tasks_per_group % self.slices:
             raise ValueError(
-                f"data.zero_variance_groups = refill: needs algorithm.updates_per_batch = 1 (it is {updates}), and "
-                f"schedule.stale_fraction = {self.stale_fraction} of {self.prompts} groups within the first {trained}."
+                f"data.updates_split = samples: algorithm.updates_per_batch = {updates} must divide the "
+                f"{self.tasks_per_group} tasks of a group, data.group_size = {self.group_size} over sampling.task_size "
+                f"= {self.task_size}."
+            )
+        if self.refills and (whole > 1 or self.async_steps * math.ceil(self.stale_fraction * self.prompts) > trained):
+            raise ValueError(
+                f"data.zero_variance_groups = refill: needs algorithm.updates_per_batch = 1 (it is {updates}) or "
+                f"data.updates_split = samples, and schedule.stale_fraction = {self.stale_fraction} of {self.prompts} "
+                f"groups within the first {trained}."
             )
 
     @property
@@ -132,13 +150,35 @@ class ScheduleSpec:
         return self.prompts * self.tasks_per_group
 
     @property
+    def slices(self) -> int:
+        """Portions of a group."""
+        return slices_of_group(self.updates_split, self.updates_per_batch)
+
+    @property
     def groups_per_update(self) -> int:
-        return self.prompts // self.updates_per_batch
+        return self.prompts * self.slices // self.updates_per_batch
+
+    @property
+    def tasks_per_portion(self) -> int:
+        return self.tasks_per_group // self.slices
+
+    def groups_of(self, fragment: Sequence[int]) -> list[int]:
+        """The group of each portion of a fragment."""
+        return [portion % self.prompts for portion in fragment]
+
+    def parts_of(self, portion: int) -> range:
+        """Which tasks of its group a portion has."""
+        first = portion // self.prompts * self.tasks_per_portion
+        return range(first, first + self.tasks_per_portion)
+
+    def portion_of(self, group: int, part: int) -> int:
+        """The portion that task `part` of `group` belongs to."""
+        return part // self.tasks_per_portion * self.prompts + group
 
     @property
     def places(self) -> int:
         """Groups of an optimizer update that are trained, at most."""
-        return self.groups_per_update - self.oversample // self.updates_per_batch
+        return self.groups_per_update - self.oversample * self.slices // self.updates_per_batch
 
     @property
     def selects(self) -> bool:
@@ -167,7 +207,7 @@ class ScheduleSpec:
     @property
     def cells_per_update(self) -> int:
         """The loss denominator: (sample, trained step) cells of one optimizer update over all ranks."""
-        return self.places * self.group_size * self.trained_steps
+        return self.places * self.group_size // self.slices * self.trained_steps
 
 
 _KEYS = {
@@ -175,6 +215,7 @@ _KEYS = {
     "task_size": "sampling.task_size",
     "denoise_steps": "sampling.steps",
     "updates_per_batch": "algorithm.updates_per_batch",
+    "updates_split": "data.updates_split",
     "gap": "schedule.gap",
     "order": "schedule.order",
     "tsp_batch": "schedule.tsp.batch",

@@ -8,6 +8,7 @@ Pure: standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -64,15 +65,15 @@ class Ledger:
         parts[part] = samples
         self.issued += samples
 
-    def train(self, step: int, group: int) -> int:
-        """A group leaves through the loss; returns its samples."""
-        samples = self._close(step, group, "trained")
+    def train(self, step: int, group: int, parts: Iterable[int] | None = None) -> int:
+        """Tasks of a group (None: all) leave through the loss; returns their samples."""
+        samples = self._close(step, group, parts, "trained")
         self.trained += samples
         return samples
 
-    def drop(self, step: int, group: int, reason: str) -> int:
-        """A group leaves for `reason` (a failed reward, a non-finite latent); returns its samples."""
-        samples = self._close(step, group, f"dropped ({reason})")
+    def drop(self, step: int, group: int, reason: str, parts: Iterable[int] | None = None) -> int:
+        """Tasks of a group leave for `reason` (a failed reward, a non-finite latent); returns their samples."""
+        samples = self._close(step, group, parts, f"dropped ({reason})")
         self.dropped[reason] = self.dropped.get(reason, 0) + samples
         return samples
 
@@ -98,7 +99,11 @@ class Ledger:
                 f"({len(late)} groups in all)."
             )
 
-    def _close(self, step: int, group: int, how: str) -> int:
-        if (step, group) not in self.open:
+    def _close(self, step: int, group: int, parts: Iterable[int] | None, how: str) -> int:
+        held = self.open.pop((step, group), {})
+        leaving = set(held if parts is None else parts)
+        if not leaving or not leaving <= held.keys():
             raise AccountingError(f"group {group} of step {step} was {how}, but it is not in flight.")
-        return sum(self.open.pop((step, group)).values())
+        if rest := {part: samples for part, samples in held.items() if part not in leaving}:
+            self.open[step, group] = rest
+        return sum(held[part] for part in leaving)

@@ -29,14 +29,17 @@ class Block:
     steps: tuple[int, ...]
 
 
-def fragment_blocks(spec: ScheduleSpec, groups: tuple[int, ...]) -> tuple[Block, ...]:
+def fragment_blocks(spec: ScheduleSpec, fragment: tuple[int, ...]) -> tuple[Block, ...]:
     """Every block of a fragment, group-first."""
     step_ranges = [
         tuple(range(i, min(i + spec.tsp_batch, spec.trained_steps)))
         for i in range(0, spec.trained_steps, spec.tsp_batch)
     ]
     return tuple(
-        Block(group, part, steps) for group in groups for part in range(spec.tasks_per_group) for steps in step_ranges
+        Block(group, part, steps)
+        for group, portion in zip(spec.groups_of(fragment), fragment, strict=True)
+        for part in spec.parts_of(portion)
+        for steps in step_ranges
     )
 
 
@@ -56,22 +59,22 @@ Placement = tuple[tuple[tuple[Block, ...], ...], ...]
 
 
 @lru_cache(maxsize=4096)
-def place(spec: ScheduleSpec, trainers: int, groups: tuple[int, ...]) -> Placement:
+def place(spec: ScheduleSpec, trainers: int, fragment: tuple[int, ...]) -> Placement:
     """placement[rank][micro_batch] = blocks; an empty tuple is a micro-batch that only joins collectives."""
     if trainers % spec.context:
         raise ValueError(f"parallel.context = {spec.context} must divide the {trainers} trainers.")
     if spec.context > 1:
-        seats = place(replace(spec, context=1), trainers // spec.context, groups)
+        seats = place(replace(spec, context=1), trainers // spec.context, fragment)
         return tuple(own for own in seats for _ in range(spec.context))
     shares = spec.shares or (1.0,) * trainers
     if len(shares) != trainers:
         raise ValueError(f"schedule.shares has {len(shares)} entries for {trainers} trainers: give one per rank.")
-    blocks = fragment_blocks(spec, groups)
+    blocks = fragment_blocks(spec, fragment)
     unit = 1 if spec.tsp_shard else spec.blocks_per_task
     units = [blocks[i : i + unit] for i in range(0, len(blocks), unit)]
     equal = not spec.measured_shares and all(share == shares[0] for share in shares)
     counts = apportion(len(units), shares)
-    turn = groups[0] // max(1, spec.fragment_groups) % trainers  # odd units go round the ranks, not always to rank 0
+    turn = fragment[0] // max(1, spec.fragment_groups) % trainers  # odd units go round the ranks, not always to rank 0
     owned: list[list[Block]] = []
     start = 0
     for rank, count in enumerate(counts):
@@ -109,7 +112,7 @@ def _split(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
 
 def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
     """Micro-batches of one optimizer update on every trainer rank: Lightning's accumulate_grad_batches."""
-    return sum(len(place(spec, trainers, groups)[0]) for groups in fragments(spec, 0))
+    return sum(len(place(spec, trainers, fragment)[0]) for fragment in fragments(spec, 0))
 
 
 def cells_of(spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragment: tuple[int, ...]) -> int:

@@ -20,7 +20,8 @@ def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
     fragment, update = training_floor(spec, cluster)
     training = spec.updates_per_batch * (update + cluster.reduce_seconds + cluster.optimizer_seconds)
     training += cluster.snapshot_seconds
-    last = fragment if spec.gap else training  # to be trained when the last task is done
+    later = (spec.slices - 1) * (update + cluster.reduce_seconds + cluster.optimizer_seconds)  # they need all groups
+    last = fragment + later if spec.gap else training  # to be trained when the last task is done
     if not cluster.rollouts:
         own = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers]
         return training + (spec.tasks / _rate(own) if spec.gap else _makespan(spec.tasks, own))
@@ -51,7 +52,7 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
 
 def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, float]:
     """Seconds of training one fragment (0 where a rank without blocks of it trains others) and all of an update."""
-    trainers, tasks = len(cluster.trainers) // spec.context, spec.tasks_per_group
+    trainers, tasks = len(cluster.trainers) // spec.context, spec.tasks_per_portion
     cells = [rank.cell_seconds for rank in cluster.trainers]
     steps = spec.trained_steps / spec.blocks_per_task
     useful = (

@@ -186,18 +186,17 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
 
 def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
     """Values of K worth trying, the largest first: each leaves a trainer at least four blocks of a fragment."""
-    work, trained = costing.work, costing.work.trained_steps
-    groups = candidate.spec.gap or work.prompts // work.updates
-    tasks = groups * (work.group_size // candidate.spec.task_size)
+    trained = costing.work.trained_steps
+    tasks = candidate.spec.fragment_groups * candidate.spec.tasks_per_portion
     choices = (trained, -(-trained // 2), -(-trained // 4))
     sizes = {1} | {k for k in choices if tasks * -(-trained // k) >= 4 * candidate.trainers}
     return sorted(sizes, reverse=True)
 
 
 def task_sizes(costing: Costing) -> list[int]:
-    """Divisors of the group size up to 8: one sample, and the largest three."""
-    group = costing.work.group_size
-    sizes = [size for size in range(1, min(8, group) + 1) if group % size == 0]
+    """Divisors of an update's samples of a group up to 8: one sample, and the largest three."""
+    portion = costing.work.group_size // costing.work.spec.slices
+    sizes = [size for size in range(1, min(8, portion) + 1) if portion % size == 0]
     return sorted({1, *sizes[-3:]})
 
 
@@ -255,7 +254,7 @@ def _disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None 
 def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
     """`typical` with every task size, with lending and without. Asynchronous steps overlap, so there a fragment may
     also be half of the batch (within one update), which splits more evenly and leaves the other half to overlap."""
-    half = min(costing.work.prompts // costing.work.updates, max(1, costing.work.prompts // 2))
+    half = min(costing.work.spec.groups_per_update, max(1, costing.work.prompts // 2))
     for size in task_sizes(costing):
         for gap in {0} if costing.work.whole_batch else {1, half if typical.spec.async_steps else 1}:
             for tag in (False, True):
@@ -340,7 +339,7 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
             yield from _held(costing, near)
     yield candidate.but(handoff=not candidate.spec.handoff)
     yield from _held(costing, candidate.but(tag=not candidate.spec.tag))
-    update = costing.work.prompts // costing.work.updates
+    update = costing.work.spec.groups_per_update
     for gap in sorted({1, 2, 4, update // 2, update}):
         if gap != candidate.spec.gap and 0 < gap <= update:
             near = candidate.but(gap=gap)

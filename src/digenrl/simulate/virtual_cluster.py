@@ -95,11 +95,11 @@ class Cluster:
 
 def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSpec, Cluster]:
     """The same run with one rank for every w equal ones and one task for every w of a group, so that what w ranks do
-    at once is one event. w divides a group's tasks, leaves at least `fewest` ranks, and is no larger than brings a step
-    to `FEW_TASKS` on `FEW_RANKS`; a rank that stands for more or fewer is as much faster or slower. Exact where w
+    at once is one event. w divides a portion's tasks, leaves at least `fewest` ranks, and is no larger than brings a
+    step to `FEW_TASKS` on `FEW_RANKS`; a rank that stands for more or fewer is as much faster or slower. Exact where w
     divides the numbers of equal ranks.
     """
-    divisors = [n for n in range(1, spec.tasks_per_group + 1) if spec.tasks_per_group % n == 0]
+    divisors = [n for n in range(1, spec.tasks_per_portion + 1) if spec.tasks_per_portion % n == 0]
     allowed = [n for n in divisors if n == 1 or len(cluster.ranks) >= n * fewest]
     events = max(spec.tasks / FEW_TASKS, len(cluster.ranks) / FEW_RANKS)
     width = next((n for n in allowed if n >= events), allowed[-1])

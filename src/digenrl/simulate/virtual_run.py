@@ -116,16 +116,19 @@ def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...
 
 def fragment_staleness(spec: ScheduleSpec, version: int, fragment: tuple[int, ...]) -> int:
     """The most versions that samples of `fragment` are behind trainers of `version`."""
-    made = (group_version(spec, version, group) for group in fragment)
+    made = (group_version(spec, version, group) for group in spec.groups_of(fragment))
     return max(check_staleness(own, version, spec.async_steps) for own in made)
 
 
 def _useless(spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]) -> frozenset[tuple[int, int]]:
-    """Tasks (group, part) of one sample that have no gradient: as many of each group as `useful` leaves, drawn anew for
-    each group but not for each step."""
-    tasks = spec.tasks_per_group
-    count = tasks - round(tasks * useful)
-    return frozenset((g, part) for g in fragment for part in random.Random(g).sample(range(tasks), count))
+    """Tasks (group, part) of one sample that have no gradient: as many of each portion as `useful` leaves, drawn anew
+    for each portion but not for each step."""
+    count = spec.tasks_per_portion - round(spec.tasks_per_portion * useful)
+    return frozenset(
+        (group, part)
+        for group, portion in zip(spec.groups_of(fragment), fragment, strict=True)
+        for part in random.Random(portion).sample(spec.parts_of(portion), count)
+    )
 
 
 class _VirtualRun:
@@ -458,7 +461,7 @@ class _VirtualRun:
         for rank in unit.ranks:
             seconds = self.fragment_seconds(fragment)[rank] * self._factor(rank)
             self.trained.append((self.version, rank, fragment))
-            self._span(rank, "train", begin, begin + seconds, self.version, {"groups": list(fragment)})
+            self._span(rank, "train", begin, begin + seconds, self.version, {"groups": self.spec.groups_of(fragment)})
             end = max(end, begin + seconds)
         if self._concerns(unit.ranks[0], fragment):
             self.policy.measured("train", unit.ranks[0], self._per_cell(unit.ranks[0], fragment, end - begin))
@@ -477,9 +480,9 @@ class _VirtualRun:
     def _end_update(self) -> None:
         for unit in self.units:
             self._waited(unit, unit.since, "straggler")
-        size = self.spec.groups_per_update
-        for group in range(self.updates_done * size, (self.updates_done + 1) * size):
-            self.ledger.train(self.version, group)
+        for fragment in fragments(self.spec, self.updates_done):
+            for portion, group in zip(fragment, self.spec.groups_of(fragment), strict=True):
+                self.ledger.train(self.version, group, self.spec.parts_of(portion))
         end = self.now + self.cluster.reduce_seconds + self.cluster.optimizer_seconds
         last = self.updates_done + 1 == self.spec.updates_per_batch
         done = end + (self.cluster.snapshot_seconds if last else 0.0)

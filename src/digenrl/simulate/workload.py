@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 from digenrl.recompute import ALL, INPUTS
 from digenrl.schedule import ScheduleSpec
@@ -75,6 +75,7 @@ class Workload:
     """Groups that are generated."""
     group_size: int
     updates: int
+    """Of the optimizer, per RL step."""
     guidance: bool
     """Two forwards per velocity (classifier-free guidance)."""
     lora_rank: int | None
@@ -104,6 +105,8 @@ class Workload:
     """Samples of a group that can have a gradient, where no others are trained; None = all."""
     oversample: int = 0
     """Groups of `prompts` that are not trained."""
+    updates_split: Literal["groups", "samples"] = "groups"
+    """What the updates share out (`ScheduleSpec.updates_split`)."""
     stored_prompts: bool = False
     """Prompts were encoded before the first step (`data.prompt_store`): nobody holds or waits for text encoders."""
     whole_batch: bool = False
@@ -120,6 +123,7 @@ class Workload:
             denoise_steps=self.steps,
             trained_steps=self.trained_steps,
             updates_per_batch=self.updates,
+            updates_split=self.updates_split,
             gap=0 if self.whole_batch else 1,
             tsp_shard=True,
         )

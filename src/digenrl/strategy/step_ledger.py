@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
+
 from digenrl.cluster.world import World
 from digenrl.record.run_dir import append_event
 from digenrl.record.span_log import SpanLog
@@ -59,31 +61,32 @@ class StepLedger:
         self.end_fragment()
         for version in board.versions(fragment):
             self._staleness = max(self._staleness, check_staleness(version, board.step, self._spec.async_steps))
+        groups = self._spec.groups_of(fragment)
+        generated = torch.tensor([board.left_out.get(group) != UNOPENED for group in groups])
         for name, scores in board.rewards.items():
-            generated = [group for group in fragment if board.left_out.get(group) != UNOPENED]
-            self._missing[name] += int(scores[generated].isnan().sum())
+            self._missing[name] += int(board.of_fragment(scores, fragment)[generated].isnan().sum())
         self._useful += int(board.useful(fragment).sum())
         span = ExitStack()
-        span.enter_context(self._spans.span("train", step=board.step, group=fragment[0], groups=len(fragment)))
+        span.enter_context(self._spans.span("train", step=board.step, group=groups[0], groups=len(groups)))
         self._training = (self._spans.now(), board, fragment, span)
 
     def end_fragment(self) -> None:
-        """The fragment in training is done: its groups leave the ledger, its duration goes to the policy's costs."""
+        """The fragment in training is done: its portions leave the ledger, its duration goes to the policy's costs."""
         if self._training is None:
             return
         began, board, fragment, span = self._training
         self._training = None
         ended = self._spans.now()
         span.close()
-        for group in fragment:
-            reason = board.left_out.get(group)
+        for portion, group in zip(fragment, self._spec.groups_of(fragment), strict=True):
+            reason, parts = board.left_out.get(group), self._spec.parts_of(portion)
             if reason is None:
-                self.ledger.train(board.step, group)
+                self.ledger.train(board.step, group, parts)
                 continue
-            self._left_out[reason] += 1
+            self._left_out[reason] += portion == group  # once for all its portions
             if reason == UNOPENED and (board.step, group) not in self.ledger.open:  # a record may hold it
                 continue
-            samples = self.ledger.drop(board.step, group, reason)
+            samples = self.ledger.drop(board.step, group, reason, parts)
             if reason == MISSING_REWARD:
                 self._event("dropped", {"reason": reason, "step": board.step, "group": group, "samples": samples})
         rank, roles = self._world.rank, self._policy.roles

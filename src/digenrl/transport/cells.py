@@ -40,10 +40,11 @@ def owned_positions(
 ) -> tuple[int, ...]:
     """Positions (0..S-1) among a task's trained steps that trainer `rank` needs: those that it trains. A sharded rank
     without cells of a fragment needs its first one all the same, for the forwards that it must take part in."""
-    fragment = next(f for f in fragments(spec, update_of(spec, group)) if group in f)
+    portion = spec.portion_of(group, part)
+    fragment = next(f for f in fragments(spec, update_of(spec, portion)) if portion in f)
     own = [block for blocks in place(fragment)[rank] for block in blocks]
     mine = {position for b in own if (b.group, b.part) == (group, part) for position in b.steps}
-    if lockstep and not own and (group, part) == (fragment[0], 0):
+    if lockstep and not own and portion == fragment[0] and part == spec.parts_of(portion)[0]:
         mine.add(0)
     return tuple(sorted(mine))
 
@@ -210,25 +211,33 @@ class StepBoard:
 
     def is_complete(self, fragment: tuple[int, ...]) -> bool:
         """Whether every group of the fragment has arrived, is scored, and is known to be trained or not."""
-        return set(self.completed).issuperset(fragment)
+        return set(self.completed).issuperset(self._spec.groups_of(fragment))
 
     def concerns(self, fragment: tuple[int, ...]) -> bool:
         """Whether this rank takes part in training the fragment."""
         return self._lockstep or any(self._place(fragment)[self._rank])
 
     def useful(self, fragment: tuple[int, ...]) -> Tensor:
-        """[groups of the complete fragment, G] bool: samples that are trained."""
+        """[portions of the complete fragment, samples of a portion] bool: samples that are trained."""
         useful = torch.ones(self._spec.prompts, self._spec.group_size, dtype=torch.bool)
         if self._useful is not None:
             useful &= self._useful(self._counted())
         useful[list(self.left_out)] = False
-        return useful[list(fragment)]
+        return self.of_fragment(useful, fragment)
+
+    def of_fragment(self, table: Tensor, fragment: tuple[int, ...]) -> Tensor:
+        """[P, G] -> [portions of the fragment, samples of a portion]."""
+        portions = table[self._spec.groups_of(fragment)].unflatten(1, (self._spec.slices, -1))
+        return portions[:, fragment[0] // self._spec.prompts]
 
     def batches(self, fragment: tuple[int, ...], last: bool = False) -> list[TrainBatch]:
         """This rank's micro-batches of a complete fragment. With the `last` of an update sharded trainers reduce their
         gradients, for which all of them run something."""
-        useful = zip(fragment, self.useful(fragment), strict=True)
-        keep = {(g, part): rows for g, row in useful for part, rows in enumerate(row.split(self._spec.task_size))}
+        spec = self._spec
+        keep: dict[tuple[int, int], Tensor] = {}
+        for portion, group, useful in zip(fragment, spec.groups_of(fragment), self.useful(fragment), strict=True):
+            tasks = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
+            keep |= {(group, part): rows for part, rows in tasks}
         placement = without(self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any()))
         widths = [0] * len(placement[0])
         if self._lockstep:
@@ -249,7 +258,8 @@ class StepBoard:
 
     def versions(self, fragment: tuple[int, ...]) -> set[int]:
         """Weight versions that generated the fragment."""
-        return {part.meta["version"] for (group, _), part in self._parts.items() if group in fragment}
+        groups = self._spec.groups_of(fragment)
+        return {part.meta["version"] for (group, _), part in self._parts.items() if group in groups}
 
     def _batch(self, fragment: tuple[int, ...], blocks: list[CellBlock]) -> TrainBatch:
         return TrainBatch(
@@ -275,6 +285,6 @@ class StepBoard:
     def _padding(self, fragment: tuple[int, ...]) -> CellBlock:
         """The smallest block that this rank holds of a fragment, or of another where nobody generated that, at weight
         zero."""
-        held = sorted(self._parts, key=lambda key: (key[0] not in fragment, key))
+        held = sorted(self._parts, key=lambda key: (self._spec.portion_of(*key) not in fragment, key))
         part = next(self._parts[key] for key in held if self._parts[key].positions)
         return replace(part.block(part.positions[:1]), weight=0.0)
