@@ -2,8 +2,8 @@
 
     make soak ARGS="steps=10000"        (python -m tests.soak steps=10000)
 
-The last line of standard output is the path of a JSON file: `grown` (what grew more than it may), the figures of the
-report, and `samples` of memory, open files and bytes over the RL steps.
+The last line of standard output is the path of a JSON file: `grown` (what is more than it may be), all `figures`
+beside their bounds, and `samples` of memory, open files and bytes over the RL steps.
 """
 
 from __future__ import annotations
@@ -82,11 +82,14 @@ def soak(root: Path, steps: int) -> dict[str, Any]:
         }
     finally:
         next(started, None)
-    return {"grown": grown(samples, steps, found), **found, "samples": samples[:: max(1, len(samples) // 200)]}
+    seen = figures(samples, steps, found)
+    grown = [f"{name}: {value:.1f}, at most {most:g}" for name, (value, most) in seen.items() if value > most]
+    return {"grown": grown, "figures": seen, **found, "samples": samples[:: max(1, len(samples) // 200)]}
 
 
-def grown(samples: Sequence[dict[str, Any]], steps: int, found: dict[str, Any]) -> list[str]:
-    """What is more than it may be: the median of the last steps beside that of the first ones after `WARM`."""
+def figures(samples: Sequence[dict[str, Any]], steps: int, found: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """What -> (how much it is, the most that it may be). Growth is that from the median of the first steps after `WARM`
+    to that of the last ones."""
     early = [sample for sample in samples if WARM <= sample["rl_step"] / steps <= WARM + 0.15]
     late = [sample for sample in samples if sample["rl_step"] / steps >= 0.85]
 
@@ -98,13 +101,12 @@ def grown(samples: Sequence[dict[str, Any]], steps: int, found: dict[str, Any]) 
 
         return statistics.median(map(value, late)) - statistics.median(map(value, early))
 
-    figures = {"directory_mib": (more("directory_mib"), DIRECTORY_MIB)}
+    seen = {"growth of the directory, MiB": (more("directory_mib"), DIRECTORY_MIB)}
     for name in late[0]["memory_mib"]:
-        figures[f"memory of the {name}, MiB"] = (more("memory_mib", name), MEMORY_MIB)
-        figures[f"files of the {name}"] = (more("files", name), FILES)
-    figures |= {"bytes of a row of metrics.jsonl": (found["row_bytes"], ROW_BYTES)}
-    figures |= {"report.html, MiB": (found["report_mib"], REPORT_MIB), "report, s": (found["report_s"], REPORT_S)}
-    return [f"{name}: {value:.1f}, at most {most:g}" for name, (value, most) in figures.items() if value > most]
+        seen[f"growth of the {name}'s memory, MiB"] = (more("memory_mib", name), MEMORY_MIB)
+        seen[f"growth of the {name}'s open files"] = (more("files", name), FILES)
+    seen |= {"bytes of a row of metrics.jsonl": (found["row_bytes"], ROW_BYTES)}
+    return seen | {"report.html, MiB": (found["report_mib"], REPORT_MIB), "report, s": (found["report_s"], REPORT_S)}
 
 
 def main(words: Sequence[str]) -> int:

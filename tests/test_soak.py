@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak import grown, soak
+from tests.soak import figures, soak
 
 
 @pytest.mark.slow
@@ -19,11 +19,14 @@ def test_some_hundred_steps_leave_memory_files_directory_and_report_as_they_were
     assert not found["grown"]
 
 
-def test_what_grows_is_named() -> None:
+def test_growth_is_that_between_the_warm_steps_and_the_last() -> None:
     def sample(step: int, memory: float) -> dict[str, object]:
         return {"rl_step": step, "memory_mib": {"trainer": memory}, "files": {"trainer": 9}, "directory_mib": 1.0}
 
     found = {"row_bytes": 500.0, "report_mib": 1.0, "report_s": 2.0}
     steady, leaking = ([sample(step, 300 + leak * step) for step in range(0, 1000, 10)] for leak in (0.0, 0.1))
-    assert grown(steady, 1000, found) == []
-    assert grown(leaking, 1000, found) == ["memory of the trainer, MiB: 59.5, at most 12"]
+    name = "growth of the trainer's memory, MiB"
+    assert figures(steady, 1000, found)[name][0] == 0
+    grown, most = figures(leaking, 1000, found)[name]
+    assert grown == pytest.approx(59.5)
+    assert grown > most
