@@ -151,6 +151,7 @@ class Storm:
 
     def rage(self, train: Train) -> None:
         """Let every event happen at its step, then see the run to its end."""
+        train.wait_for_step(1)
         for number in range(self._count):
             self._wait_for_step(train, 1 + number * (self._steps - 2) // self._count)
             time.sleep(self._chance.uniform(0.0, 0.3))
