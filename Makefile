@@ -22,7 +22,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train prompts encode resume join replay sweep plan bench test test-fast test-all chaos coverage report watch eval benchmark export score serve-reward tiny \
+.PHONY: help setup train prompts encode resume join replay sweep plan bench test test-fast test-all chaos soak coverage report watch eval benchmark export score serve-reward tiny \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
@@ -157,8 +157,11 @@ gpu-wheels:  ## Collect in .whl/ what a GPU machine without a network lacks (und
 	@rm $(WHEELS).tmp
 	@du -sm $(WHEELS) | awk '{print $$1 " MiB in $(WHEELS)/"; exit $$1 >= 60}'
 
-chaos: $(STAMP)  ## Kill, suspend, dismiss and add rollouts at random; weights must not change. ARGS="seed=11 events=20"
+chaos: $(STAMP)  ## Random deaths, joins, cut cables, full disks ... in one run; weights must not change. ARGS="seed=11 events=20"
 	@$(PY) -m tests.chaos $(ARGS)
+
+soak: $(STAMP)  ## A long toy run; memory, open files, directory and report must not grow. ARGS="steps=10000"
+	@$(PY) -m tests.soak $(ARGS)
 
 coverage: $(STAMP)  ## The default tests with the lines that no test reached
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS)" --cov --cov-report=term-missing:skip-covered $(ARGS)

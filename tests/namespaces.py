@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,8 +24,6 @@ CLONE_NEWNET = 0x40000000
 def two_machines() -> Iterator[tuple[str, str]]:
     """Names of two namespaces with the interfaces front0 (10.77.0.1 and 10.77.0.2) and data0 (fd77::1 and fd77::2). The
     test is skipped where they cannot be made."""
-    if shutil.which("ip") is None:
-        pytest.skip("needs the command ip (Debian package iproute2)")
     one, two = f"dgrl{os.getpid()}a", f"dgrl{os.getpid()}b"
     steps = [
         f"netns add {one}",
@@ -36,13 +35,15 @@ def two_machines() -> Iterator[tuple[str, str]]:
     ]
     try:
         for step in steps:
-            made = subprocess.run(["ip", *step.split()], capture_output=True, text=True, check=False)
-            if made.returncode:
-                pytest.skip(f"ip {step}: {made.stderr.strip()}")
+            try:
+                _ip(step)
+            except NotHere as error:
+                pytest.skip(str(error))
         yield one, two
     finally:
         for ns in (one, two):
-            subprocess.run(["ip", "netns", "del", ns], capture_output=True, check=False)
+            with suppress(NotHere):
+                _ip(f"netns del {ns}")
 
 
 def inside(namespace: str, call: Callable[[], T]) -> T:
@@ -56,6 +57,78 @@ def inside(namespace: str, call: Callable[[], T]) -> T:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(enter).result()
+
+
+class NotHere(RuntimeError):
+    """This machine does not permit it; says what did not work."""
+
+
+@dataclass
+class Cable:
+    """Between this machine and a namespace, which has an interface of the same name."""
+
+    namespace: str
+    interface: str
+    host: str
+    """Address of this machine's end."""
+    lossy: str | None = None
+    """Why packets cannot be delayed and lost (the kernel lacks netem): then a slow cable is a thin one alone."""
+
+    def cut(self, seconds: float) -> None:
+        """Nothing passes, for so long: this machine's end has no carrier."""
+        _ip(f"-n {self.namespace} link set {self.interface} down")
+        time.sleep(seconds)
+        _ip(f"-n {self.namespace} link set {self.interface} up")
+
+    def slow(self, seconds: float) -> None:
+        """4 Mbit/s with 50 ms and 2 % loss each way, for so long."""
+        both = ([], ["ip", "netns", "exec", self.namespace])
+        for prefix in both:
+            add = [*prefix, "tc", "qdisc", "add", "dev", self.interface, "root"]
+            try:
+                _run([*add, "netem", "delay", "50ms", "loss", "2%", "rate", "4mbit"])
+            except NotHere as error:
+                self.lossy = str(error)
+                _run([*add, "tbf", "rate", "4mbit", "burst", "16kb", "latency", "200ms"])
+        time.sleep(seconds)
+        for prefix in both:
+            _run([*prefix, "tc", "qdisc", "del", "dev", self.interface, "root"])
+
+
+@contextmanager
+def cable() -> Iterator[Cable]:
+    """To a new namespace.
+
+    Raises:
+        NotHere: it cannot be made.
+    """
+    pid = os.getpid()
+    name, net = f"dgrl{pid}", f"10.78.{pid % 250}"
+    try:
+        _ip(f"netns add {name}")
+        _ip(f"link add {name} type veth peer name {name} netns {name}")
+        for where, number in (("", 1), (f"-n {name} ", 2)):
+            _ip(f"{where}addr add {net}.{number}/24 dev {name}")
+            _ip(f"{where}link set {name} up")
+        _ip(f"-n {name} link set lo up")
+        yield Cable(name, name, f"{net}.1")
+    finally:
+        for step in (f"netns del {name}", f"link del {name}"):
+            with suppress(NotHere):
+                _ip(step)
+
+
+def _ip(step: str) -> None:
+    _run(["ip", *step.split()])
+
+
+def _run(command: list[str]) -> None:
+    try:
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise NotHere(f"needs the command {command[0]} (Debian package iproute2)") from error
+    if made.returncode:
+        raise NotHere(f"{' '.join(command)}: {made.stderr.strip()}")
 
 
 def bytes_sent(namespace: str, interface: str) -> int:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,12 @@ class Processes:
     def kill(self) -> None:
         for process in self._started:
             if process.poll() is None:
+                workers = psutil.Process(process.pid).children(recursive=True)  # torchrun's are in other sessions
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                for worker in workers:
+                    with suppress(psutil.NoSuchProcess):
+                        worker.kill()
 
 
 @pytest.fixture

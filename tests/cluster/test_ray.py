@@ -65,17 +65,27 @@ def test_two_nodes_give_the_weights_of_one_machine(running: Any, cluster: Any) -
     assert all((far.run_dir / f"logs/rank-00{rank}.log").is_file() for rank in range(3))
 
 
-def wait_for(train: Train, kind: str) -> None:
-    while not any(row["kind"] == kind for row in train.rows("events.jsonl")):
+def wait_for(train: Train, kind: str) -> dict[str, Any]:
+    while not (found := [row for row in train.rows("events.jsonl") if row["kind"] == kind]):
         assert train.poll() is None, train.stderr
         time.sleep(0.1)
+    return found[0]
+
+
+def assert_as_calm(running: Any, train: Train, *words: str) -> None:
+    """Stop it; a local run of as many steps, which nobody disturbs, has the same weights."""
+    os.killpg(train.pid, signal.SIGINT)
+    assert train.finish() == 128 + signal.SIGINT, train.stderr
+    calm = running(*words, f"max_rl_steps={train.summary['rl_steps']}", fork=True)
+    assert calm.finish() == 0, calm.stderr
+    assert weights(train) == weights(calm)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_nodes_that_are_lost_cost_time_alone(running: Any, cluster: Any) -> None:
     """A rollout's: another one joins where there is a place. The trainer's: the run begins again on another node."""
-    same = (*LOCAL, "max_rl_steps=400", "callbacks.checkpoint.every=20", "allocation.max_restarts=1")
+    same = (*LOCAL, "max_rl_steps=10000", "callbacks.checkpoint.every=10", "allocation.max_restarts=1")
     trainer, rollout, _ = (cluster.add_node(num_cpus=1, resources={name: 1}) for name in ("fix", "spot", "spot"))
     words = [word.replace("train:1", "fix:1") for word in profile()]
     struck = running(*same, *words, "launch=ray", f"ray.address={cluster.address}")
@@ -85,11 +95,8 @@ def test_nodes_that_are_lost_cost_time_alone(running: Any, cluster: Any) -> None
     wait_for(struck, "joined")
     cluster.remove_node(trainer, allow_graceful=False)
     cluster.add_node(num_cpus=1, resources={"fix": 1})
-    wait_for(struck, "restart")
-    assert struck.finish() == 0, struck.stderr
-    calm = running(*same)
-    assert calm.finish() == 0, calm.stderr
-    assert weights(struck) == weights(calm)
+    struck.wait_for_step(wait_for(struck, "restart")["rl_step"] + 1)
+    assert_as_calm(running, struck, *same)
     assert "(rollout) is gone, with its process or its machine" in struck.summary["lost"][0]
     (restarted,) = struck.summary["restarted"]
     assert "rank 0 (trainer) is gone, with its process or its machine" in restarted
@@ -99,7 +106,7 @@ def test_nodes_that_are_lost_cost_time_alone(running: Any, cluster: Any) -> None
 @pytest.mark.timeout(600)
 def test_a_run_begins_with_the_fewest_rollouts_and_grows_with_its_cluster(running: Any, cluster: Any) -> None:
     """The second rollout has no place at first; it joins with the node that comes, and changes no bit."""
-    same = (*LOCAL, "max_rl_steps=200", "callbacks.checkpoint.every=200")
+    same = (*LOCAL, "max_rl_steps=10000", "callbacks.checkpoint.every=10000")
     cluster.add_node(num_cpus=1, resources={"spot": 1})
     span = ("allocation.rollouts={min:1,max:2}", "launch=ray", f"ray.address={cluster.address}")
     train = running(*same, *profile(), *span)
@@ -107,10 +114,7 @@ def test_a_run_begins_with_the_fewest_rollouts_and_grows_with_its_cluster(runnin
     assert "the cluster has 1 of 2 spot that allocation.rollouts.max wants: the run begins with 2 ranks" in train.stderr
     cluster.add_node(num_cpus=1, resources={"spot": 1})
     wait_for(train, "joined")
-    assert train.finish() == 0, train.stderr
-    calm = running(*same)
-    assert calm.finish() == 0, calm.stderr
-    assert weights(train) == weights(calm)
+    assert_as_calm(running, train, *same)
     assert train.summary["world"] == {"trainer": 1, "rollout": 1}
 
 

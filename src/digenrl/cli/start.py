@@ -53,8 +53,8 @@ def passport(composed: Composed) -> dict[str, Any]:
 
 
 def ranks(composed: Composed) -> int:
-    """Ranks of a settled run."""
-    return sum(_counts(composed))
+    """The most ranks of a settled run."""
+    return int(composed.config.allocation.trainers + most_rollouts(composed.config.allocation.rollouts))
 
 
 def check_devices(composed: Composed, place: Place | None) -> None:
@@ -263,7 +263,7 @@ def _places(composed: Composed) -> on_ray.Places:
 
     trainers, rollouts = composed.config.allocation.trainers, most_rollouts(composed.config.allocation.rollouts)
     wants = tuple(want(pool) for pool, _ in assign(hardware, trainers, rollouts))
-    return on_ray.Places(own.address, wants, ranks(composed), own.wait_s, own.respawn_s)
+    return on_ray.Places(own.address, wants, sum(_counts(composed)), own.wait_s, own.respawn_s)
 
 
 def _checkpoint_after_death(run_dir: Path) -> Path | None:

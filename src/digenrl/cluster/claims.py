@@ -43,6 +43,10 @@ class StoredClaims:
         self._control.delete(_owner_key(version, position))
         self._control.delete(f"got/v{version}/{position}")
 
+    def forget_queue(self, version: int) -> None:
+        for name in ("claim", "returned", "opened"):
+            self._control.delete(f"{name}/v{version}")
+
     def offered(self, version: int) -> tuple[Sequence[int], range]:
         back, opened = self._control.get_all([f"returned/v{version}", f"opened/v{version}"])
         return sorted({int(word) for word in (back or "").split()}), range(*map(int, (opened or "0").split()))

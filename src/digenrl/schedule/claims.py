@@ -26,6 +26,8 @@ MAX_ATTEMPTS = 2
 NOBODY = -1
 _FORGET_AFTER = 2
 """Queues of so many published versions ago have no task left that anybody waits for."""
+_FORGET_QUEUE_AFTER = 1000
+"""A rank that was so many versions asleep is lost, so that nobody begins such a queue anew."""
 
 
 class ClaimError(RuntimeError):
@@ -77,6 +79,9 @@ class ClaimStore(Protocol):
     def forget(self, version: int, position: int) -> None:
         """Remove what is kept of a task."""
 
+    def forget_queue(self, version: int) -> None:
+        """Remove the rest of what is kept of a queue."""
+
     def offered(self, version: int) -> tuple[Sequence[int], range]:
         """Positions that have come back so far, in rising order, and those of the reserve that are open; some of both
         may have a new owner."""
@@ -123,6 +128,11 @@ class MemoryClaims:
 
     def forget(self, version: int, position: int) -> None:
         self._owners.pop((version, position), None)
+
+    def forget_queue(self, version: int) -> None:
+        self._counts.pop(f"claim/v{version}", None)
+        self._returned.pop(version, None)
+        self._opened.pop(version, None)
 
     def offered(self, version: int) -> tuple[Sequence[int], range]:
         back = sorted(self._returned[version]) if version in self._returned else ()
@@ -230,6 +240,7 @@ class Claims:
         old = version - _FORGET_AFTER
         for position in self._known(old):
             self._store.forget(old, position)
+        self._store.forget_queue(version - _FORGET_QUEUE_AFTER)
 
     # ---- whoever notices a loss: who hosts the store
 

@@ -23,6 +23,8 @@ from digenrl.types import TrainBatch
 
 _WEIGHT = 0.2
 """Of a new measurement in a running mean."""
+_FORGET_AFTER = 16
+"""Steps; nobody asks for the shares of one that is so old."""
 
 
 class Shares:
@@ -48,6 +50,7 @@ class Shares:
         if step not in self._fixed:
             text = self._control.wait_for(f"shares/{step}", f"trainer 0 to fix the shares of RL step {step}")
             self._fixed[step] = tuple(float(share) for share in text.split(","))
+            self._fixed.pop(step - _FORGET_AFTER, None)
         return replace(self._spec, shares=self._fixed[step])
 
     def begin(self, batch: TrainBatch) -> None:
@@ -79,6 +82,8 @@ class Shares:
             if step not in self._fixed:
                 self._fixed[step] = self._next(self._fixed.get(step - 1, self._spec.shares), step)
             self._control.set(f"shares/{step}", ",".join(map(repr, self._fixed[step])))
+        self._fixed.pop(version - _FORGET_AFTER, None)
+        self._control.delete(f"shares/{version - _FORGET_AFTER}")
 
     def _next(self, current: tuple[float, ...], step: int) -> tuple[float, ...]:
         texts = [self._control.get(f"cell_seconds/{rank}") for rank in range(self._world.trainers)]

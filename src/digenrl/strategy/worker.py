@@ -181,8 +181,9 @@ class TaskRunner:
 
     def reserve(self, receiver: int) -> bool:
         """Whether this rank is the first to give idle `receiver` a task in its present wait."""
-        wait = self.policy.work_of(receiver).idle
-        return self._control.add(f"take/{receiver}/{wait}", 1) == 1
+        key, wait = f"take/{receiver}", self.policy.work_of(receiver).idle
+        before = self._control.get(key) or ""
+        return wait > int(before or -1) and self._control.compare_set(key, before, str(wait))
 
     def run_discarded(self, task: Task, interrupt: Interrupt) -> None:
         """Make a task's forwards and throw the result away: sharded ranks move together."""
