@@ -6,7 +6,7 @@ holds the version that they need. Under one-step asynchrony it may first have to
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,6 +68,6 @@ class Suspended:
             rows = tuple(range(task.first_sample, task.first_sample + task.samples))
             key = SampleKey(int(meta["seed"]), task.step, int(meta["uid"]), rows)
             kept = {name: tensors[name].unbind() if name in tensors else () for name in _KEPT}
-            return move(SampleState(key, tensors["latents"], self.next_step, **kept), device)
+            return move(replace(SampleState(key, tensors["latents"], self.next_step), **kept), device)
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"a STATE message lacks or garbles {error}.") from error
