@@ -44,16 +44,13 @@ def costing() -> Costing:
 def test_what_is_not_computed_twice_is_planned_beside_the_rest() -> None:
     """Colocated replicas, tasks of one sample, a backward pass in place of training, and room for what waits."""
     large = replace(FLUX, height=1024, width=1024, updates=1, lean=True)
-    costing = Costing(large, Hardware((FAST,)))
+    costing = Costing(large, Hardware((replace(FAST, memory_gib=141),)))
     lean = lean_run(Plan(costing, costing.bound(), (), 0))
     assert lean is not None
     assert {"schedule.gradients=generation", "schedule.tsp.batch=1"} < set(overrides(lean))
     (memory,) = lean.costing.memory(lean.candidate).values()
     assert memory.samples == 4 * large.trained_parameters * (large.samples // 4 + 1)
-    usual = fitted(costing, costing.candidate(4, 0, gap=0))
-    assert usual is not None
-    assert 1.2 < evaluate(costing, usual, costing.bound()).step_s / lean.step_s < 1.6  # of 3 passes, 2
-    assert lean.step_s >= lean.bound_s > 0.6 * costing.bound().seconds
+    assert lean.bound_s <= lean.step_s < 0.8 * costing.bound().seconds  # three passes with replay, two without
     other = Costing(replace(large, lean=False), costing.hardware)
     assert lean_run(Plan(other, other.bound(), (), 0)) is None
 

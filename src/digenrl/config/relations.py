@@ -158,7 +158,7 @@ def _gradients(get: _View) -> Iterator[str]:
     for key, wanted, why in _LEAN:
         if (value := get(key)) not in wanted:
             words = "replay=null" if key == "replay" else f"{key}={str(wanted[0]).lower()}"
-            yield wrong(key, value, why, words)
+            yield wrong(key, str(value).lower() if isinstance(value, bool) else value, why, words)
     algorithm = get("algorithm")
     if "surrogate" not in algorithm:
         why = "it trains no log-probs, whose gradients a sampler could take"
