@@ -4,10 +4,10 @@
 
 For every experiment whose model has counted sizes, by the planner's counts: `encode` without and with the prompt store
 (a text is encoded once, not in every step that draws it), `train` without and with `schedule.skip_zero`, and `lean`:
-with `schedule.gradients=generation` in its place, where the algorithm allows that (no second forward, but a backward
-pass of every sample). Generation,
-decoding and scoring are what they were. Recomputation is in neither: it depends on the memory of a GPU. Then the step
-of the experiment that trains a part of its samples on published testbeds, simulated, before and after. Nothing is run.
+with `schedule.gradients=generation` and one update a batch, where the loss allows that (no second forward, but a
+backward pass of every sample). Generation, decoding and scoring are what they were. Recomputation is in neither: it
+depends on the memory of a GPU. Then the step of the experiment that trains a part of its samples on published testbeds,
+simulated, before and after. Nothing is run.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ def main(words: list[str]) -> int:
     report = Report(
         "FLOPs of an RL step",
         "PFLOP by the planner's counts, without -> with skip_zero and the prompt store (encoding: mean over the run).\n"
-        "ratio: FLOPs without over FLOPs with. lean: training with schedule.gradients=generation (-: not allowed), and "
-        "the ratio then.\nExperiments whose model has no counted sizes are not listed.",
+        "ratio: FLOPs without over FLOPs with. lean: training with schedule.gradients=generation and one update a "
+        "batch (-: the loss does not allow it), and the ratio then.\n"
+        "Experiments whose model has no counted sizes are not listed.",
         (
             "            experiment",
             "trained",

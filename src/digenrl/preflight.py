@@ -523,7 +523,7 @@ def workload(composed: Composed) -> Workload:
         trained_samples=_trained_samples(config),
         stored_prompts=config.data.prompt_store is not None,
         replays=config.schedule.gradients == "replay",
-        lean="surrogate" in algorithm and not algorithm.kl_weight and algorithm.updates_per_batch == 1,
+        lean="surrogate" in algorithm and not algorithm.kl_weight,
         whole_batch=_whole_batch(config),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,

@@ -151,7 +151,7 @@ def lean_run(plan: Plan) -> Outcome | None:
     """The plan's experiment on all GPUs with schedule.gradients=generation; None where the algorithm does not allow
     that, it is what the plan has, or no rank has room."""
     work, gpus = plan.costing.work, plan.costing.hardware.gpus
-    if not (work.lean and work.replays):
+    if not (work.lean and work.replays and work.updates == 1):
         return None
     costing = Costing(replace(work, replays=False, trained_samples=None), plan.costing.hardware)
     way = fitted(costing, costing.candidate(gpus, 0, gap=0))

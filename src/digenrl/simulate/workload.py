@@ -101,7 +101,7 @@ class Workload:
     """Trained steps are computed again after they were generated; else their gradients are taken while generating
     (`schedule.gradients`), those of all samples, since nobody knows yet which are useful."""
     lean: bool = False
-    """The algorithm allows the latter."""
+    """The loss allows the latter, with one update a batch."""
     whole_batch: bool = False
     """Advantages need every reward of the batch, so nothing is trained before all is generated (gap=0)."""
 
