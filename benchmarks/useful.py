@@ -5,9 +5,9 @@
 For every experiment whose model has counted sizes, by the planner's counts: `encode` without and with the prompt store
 (a text is encoded once, not in every step that draws it), `train` without and with `schedule.skip_zero`, and `lean`:
 with `schedule.gradients=generation` and one update a batch, where the loss allows that (no second forward, but a
-backward pass of every sample). Generation, decoding and scoring are what they were. Recomputation is in neither: it
-depends on the memory of a GPU. Then the step of the experiment that trains a part of its samples on published testbeds,
-simulated, before and after. Nothing is run.
+backward pass of every sample; whether a GPU has room for the gradients is the plan's to say). Generation, decoding and
+scoring are what they were. Recomputation is in neither: it depends on the memory of a GPU. Then the step of the
+experiment that trains a part of its samples on published testbeds, simulated, before and after. Nothing is run.
 """
 
 from __future__ import annotations
