@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from digenrl.config import Composed
@@ -26,7 +27,8 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
     config: Any = composed.config
     if not config.hardware.emulate:
         return ()
-    costing = costing_of(composed)
+    planned = costing_of(composed)  # a cell is its forward and backward, whoever runs them
+    costing = replace(planned, work=replace(planned.work, replays=True))
     candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
     return tuple(
         Durations(

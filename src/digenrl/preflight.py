@@ -329,6 +329,12 @@ def without_effect(config: Any) -> Iterator[str]:
         yield idle("handoff = true", "with schedule.claims=split no rank takes over another's tasks")
     elif schedule.handoff and rollouts == 1 and not schedule.tag:
         yield idle("handoff = true", "only one rank generates")
+    if schedule.gradients == "generation":
+        taken = "gradients are taken step by step, where a sample is generated"
+        if schedule.tsp.shard:
+            yield idle("tsp.shard = true", taken)
+        if config.algorithm.advantage.get("best_and_worst") and schedule.skip_zero:
+            yield idle("skip_zero = true", f"{taken}, before anybody knows its advantage")
     if schedule.tsp.shard and trainers == 1:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:
@@ -428,7 +434,7 @@ def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate
     if candidate.trainers % candidate.spec.context:
         return []
     shardings = [candidate.sharding]
-    if config.parallel.sharding == AUTO and candidate.trainers > 1:
+    if config.parallel.sharding == AUTO and candidate.trainers > 1 and candidate.spec.replays:
         group = shard_group(config, candidate.trainers)
         shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]
     ways = []
@@ -594,6 +600,8 @@ def workload(composed: Composed) -> Workload:
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(config),
         stored_prompts=config.data.prompt_store is not None,
+        replays=config.schedule.gradients == "replay",
+        lean="surrogate" in algorithm and not algorithm.kl_weight,
         whole_batch=_whole_batch(config),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
@@ -629,7 +637,12 @@ def _trained_samples(config: Any) -> int | None:
     """2k of a group where only the k best and k worst have an advantage, nothing else holds the others, and cells
     without a gradient are skipped; otherwise None."""
     k = config.algorithm.advantage.get("best_and_worst")
-    skips = config.schedule.skip_zero and "surrogate" in config.algorithm and not config.algorithm.kl_weight
+    skips = (
+        config.schedule.skip_zero
+        and config.schedule.gradients == "replay"
+        and "surrogate" in config.algorithm
+        and not config.algorithm.kl_weight
+    )
     return 2 * k if k and skips and 2 * k < config.data.group_size else None
 
 

@@ -101,8 +101,7 @@ def build(
         session: how to reach the run.
         callbacks: further Lightning callbacks (tests record gradients with them).
         emulated: how long this rank's network sleeps, in place of a real one.
-        expected: (stage, rank) -> seconds by the hardware profile (`preflight.expected_seconds`); lending goes by them
-            until it has measured its own.
+        expected: (stage, rank) -> seconds by the profile (`preflight.expected_seconds`); lending measures its own.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else 1)
@@ -131,6 +130,7 @@ def build(
         config.seed,
         keep_means=module.needs_means,
         keep_final=module.needs_final,
+        weigh=module.log_prob_weights if config.schedule.gradients == "generation" else None,
     )
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
     data = PromptData(config.data, config.seed)

@@ -77,6 +77,9 @@ class Transitions:
     """[b, *L]: the samples' clean latents (forward-process methods: NFT, DPO); None when nobody uses them."""
     means: Tensor | None = None
     """[b, K, *L] fp32: rollout means (GRPO-Guard, Flow-DPPO); None when unused."""
+    gradients: dict[str, Tensor] | None = None
+    """Trained parameter -> gradient that was taken while generating (`diffusion.lean`), on the rank that did; None
+    where the transitions are replayed. b is 1 then, and latents and next_latents are empty."""
 
     @property
     def samples(self) -> int:

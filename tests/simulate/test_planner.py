@@ -23,7 +23,7 @@ from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import Hardware, Pool, assign
 from digenrl.simulate.outcome import evaluate
 from digenrl.simulate.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
-from digenrl.simulate.planner import PlanError, fitted, make_plan, task_sizes
+from digenrl.simulate.planner import Plan, PlanError, fitted, lean_run, make_plan, task_sizes
 from digenrl.simulate.workload import Workload
 
 pytestmark = pytest.mark.heavy
@@ -39,6 +39,20 @@ HUNYUAN = Workload("hunyuan_video", 480, 480, 53, 16, 9, 32, 24, 1, False, None)
 @pytest.fixture(scope="module")
 def costing() -> Costing:
     return Costing(FLUX, Hardware((FAST, SLOW)))
+
+
+def test_what_is_not_computed_twice_is_planned_beside_the_rest() -> None:
+    """Colocated replicas, tasks of one sample, a backward pass in place of training, and room for what waits."""
+    large = replace(FLUX, height=1024, width=1024, updates=1, lean=True)
+    costing = Costing(large, Hardware((replace(FAST, memory_gib=141),)))
+    lean = lean_run(Plan(costing, costing.bound(), (), 0))
+    assert lean is not None
+    assert {"schedule.gradients=generation", "schedule.tsp.batch=1"} < set(overrides(lean))
+    (memory,) = lean.costing.memory(lean.candidate).values()
+    assert memory.samples == 4 * large.trained_parameters * (large.samples // 4 + 1)
+    assert lean.bound_s <= lean.step_s < 0.8 * costing.bound().seconds  # three passes with replay, two without
+    other = Costing(replace(large, lean=False), costing.hardware)
+    assert lean_run(Plan(other, other.bound(), (), 0)) is None
 
 
 SMALL = ("experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8")

@@ -8,8 +8,8 @@ latent dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -55,6 +55,8 @@ class SampleState:
     """[b] fp32 each."""
     kept_means: tuple[Tensor, ...] = ()
     """[b, *L] fp32 each; empty unless means are kept."""
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of the trained steps passed so far, as `advance` takes them; they stay on the rank that took them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Samples:
     steps: Tensor
     """[S] int64 on CPU."""
     latents: Tensor
-    """[b, S, *L] storage dtype; [b, S, 0] for forward-process methods, which noise `final` themselves."""
+    """[b, S, *L] storage dtype; [b, S, 0] for forward-process methods, which noise `final` themselves, and where
+    gradients were taken."""
     next_latents: Tensor
     """Like `latents`."""
     log_probs: Tensor
@@ -73,6 +76,8 @@ class Samples:
     """[b, *L] storage dtype: the clean latent, to decode."""
     means: Tensor | None = None
     """[b, S, *L] fp32 if kept."""
+    gradients: dict[str, Tensor] | None = None
+    """If taken: trained parameter -> gradient, and no latents but `final`."""
 
 
 @dataclass(frozen=True)
@@ -121,35 +126,59 @@ def advance(
     kernel: Kernel,
     plan: StepPlan,
     keep_means: bool = False,
+    weight: Tensor | None = None,
 ) -> SampleState:
     """One denoising step of all rows. condition: leading dimension 1 or b. sigmas [T+1]. Raises when already
-    finished."""
+    finished.
+
+    weight: of a trained step's log-prob, one number; its gradient, times this, is added to the state's, and latents are
+    not kept (see `lean`; b = 1). None: latents are kept.
+    """
     k, latents = state.next_step, state.latents
     if k >= sigmas.numel() - 1:
         raise ValueError(f"the trajectory has finished its {sigmas.numel() - 1} denoising steps: call finish()")
     rows = latents.shape[0]
     steps = torch.full((rows,), k, dtype=torch.int64, device=latents.device)
     sigma, next_sigma, guard = step_sigmas(sigmas.to(latents.device), steps)
-    velocity = policy.velocity(latents, sigma, expand_condition(condition, rows))
+    taken = k in plan.trained and weight is not None
+    with torch.set_grad_enabled(taken):
+        velocity = policy.velocity(latents, sigma, expand_condition(condition, rows))
     if k not in plan.sde:
         following = ode_step(latents, velocity, sigma, next_sigma, latents.dtype)
         return replace(state, latents=following, next_step=k + 1)
     key = state.key
     noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:])
-    out = kernel.transition(
-        latents, velocity, sigma, next_sigma, guard, noise=noise.to(latents.device), storage_dtype=latents.dtype
-    )
+    with torch.set_grad_enabled(taken):
+        out = kernel.transition(
+            latents, velocity, sigma, next_sigma, guard, noise=noise.to(latents.device), storage_dtype=latents.dtype
+        )
+    following = out.next_latents.detach()
     if k not in plan.trained:
-        return replace(state, latents=out.next_latents, next_step=k + 1)
+        return replace(state, latents=following, next_step=k + 1)
+    log_prob, gradients = _log_prob(out), state.gradients
+    if weight is not None:
+        gradients = _added(gradients, log_prob, weight.to(log_prob), policy.trained_parameters())
+    kept, kept_next = (latents, following) if weight is None else (latents.new_empty(rows, 0),) * 2
     return replace(
         state,
-        latents=out.next_latents,
+        latents=following,
         next_step=k + 1,
-        kept_latents=(*state.kept_latents, latents),
-        kept_next_latents=(*state.kept_next_latents, out.next_latents),
-        kept_log_probs=(*state.kept_log_probs, _log_prob(out)),
-        kept_means=(*state.kept_means, out.mean) if keep_means else (),
+        kept_latents=(*state.kept_latents, kept),
+        kept_next_latents=(*state.kept_next_latents, kept_next),
+        kept_log_probs=(*state.kept_log_probs, log_prob.detach()),
+        kept_means=(*state.kept_means, out.mean.detach()) if keep_means else (),
+        gradients=gradients,
     )
+
+
+def _added(
+    sums: Mapping[str, Tensor], log_prob: Tensor, weight: Tensor, parameters: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """`sums` and weight x gradient of `log_prob`, without parameters that it does not depend on. The tensors of `sums`
+    are used up."""
+    found = torch.autograd.grad(log_prob, list(parameters.values()), weight.expand_as(log_prob), allow_unused=True)
+    new = {name: gradient for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
+    return {name: sums[name].add_(gradient) if name in sums else gradient for name, gradient in new.items()}
 
 
 def finish(state: SampleState, plan: StepPlan) -> Samples:
@@ -171,6 +200,7 @@ def finish(state: SampleState, plan: StepPlan) -> Samples:
         log_probs=torch.stack(state.kept_log_probs, dim=1),
         final=final,
         means=torch.stack(state.kept_means, dim=1) if state.kept_means else None,
+        gradients=dict(state.gradients) or None,
     )
 
 

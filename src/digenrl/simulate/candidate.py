@@ -188,7 +188,24 @@ class Costing:
         """What decides about the memory of a trainer on `pool`, as `_trainer_memory` takes it."""
         spec, blocks = candidate.spec, self.blocks_at_once(candidate, pool)
         batch, makes = (spec.task_size, spec.tsp_batch, blocks), candidate.rollouts == 0 or spec.tag
-        return self.shards(candidate), *batch, makes, spec.tag, candidate.encoders, spec.context
+        return (
+            self.shards(candidate),
+            *batch,
+            makes,
+            spec.tag,
+            candidate.encoders,
+            self._held(candidate, pool),
+            spec.context,
+        )
+
+    def _held(self, candidate: Candidate, pool: Pool) -> int:
+        """Samples whose gradients wait on a rank of `pool`: its part of the batch by speed, and one more where ranks
+        take what comes."""
+        if candidate.spec.replays:
+            return 0
+        total = sum(count * self.hardware.pool(name).tflops for (name, _), count in self.kinds(candidate).items())
+        own = math.ceil(self.work.samples * pool.tflops / total - 1e-9)
+        return own + (candidate.trainers > 1 and not candidate.static_claims)
 
     @_once
     def _trainer_memory(
@@ -201,12 +218,13 @@ class Costing:
         generates: bool,
         lends: bool,
         encoders: bool,
+        held: int,
         context: int,
     ) -> Memory:
         """Bytes of a trainer whose network keeps `recompute` of `blocks` blocks of a micro-batch at once."""
         copy = lends and self.work.lora_rank is not None and self.work.updates > 1
         rows = task_size, tsp_batch * blocks
-        return trainer_memory(self.work, shards, *rows, recompute, generates, copy, encoders, context)
+        return trainer_memory(self.work, shards, *rows, recompute, generates, copy, encoders, held, context)
 
     def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
         """(pool, role) -> bytes of a rank."""

@@ -108,16 +108,18 @@ class Costs:
 
     def cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int = 1) -> float:
         """One trained step of a task, inside a block of K = `tsp_batch` steps: forward, backward, reference forward, by
-        `context` GPUs together.
+        `context` GPUs together. Where nothing is replayed, the backward pass alone: the forward was the sampler's.
 
         What blocks throw away is computed again, and written and read once more. Choosing among operators takes the
         processor `SELECTION_SECONDS` per block and forward, which the GPU works beside; so are copies to the host.
         """
         measured = self._measured("train", pool)
-        if measured is not None:
-            return measured * task_size / context + self._exchange_seconds(pool, task_size, recompute, context)
         work, rows = self.work, task_size * self.work.passes
-        forwards = 1 + int(work.reference)
+        if measured is not None:
+            known = 0.0 if work.replays else self.step_seconds(pool, task_size)
+            seconds = max(0.0, measured * task_size - known) / context
+            return seconds + self._exchange_seconds(pool, task_size, recompute, context)
+        forwards = int(work.replays) + int(work.reference)
         shares = [(mode, share) for mode, share in recompute.shares.items() if share and mode != OFFLOAD]
         repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
         moved = sum(share * work.repeated_bytes(mode) for mode, share in shares)

@@ -147,6 +147,17 @@ def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> 
     return best
 
 
+def lean_run(plan: Plan) -> Outcome | None:
+    """The plan's experiment on all GPUs with schedule.gradients=generation; None where the algorithm does not allow
+    that, it is what the plan has, or no rank has room."""
+    work, gpus = plan.costing.work, plan.costing.hardware.gpus
+    if not (work.lean and work.replays and work.updates == 1):
+        return None
+    costing = Costing(replace(work, replays=False, trained_samples=None), plan.costing.hardware)
+    way = fitted(costing, costing.candidate(gpus, 0, gap=0))
+    return None if way is None or not _allowed(costing, way) else evaluate(costing, way, costing.bound(), exact=True)
+
+
 def _why_nothing(costing: Costing) -> str:
     """Why even the smallest candidates cannot run: colocated, and half of the GPUs in either role."""
     gpus, size, pools = costing.hardware.gpus, task_sizes(costing)[0], costing.hardware.pools
@@ -186,6 +197,8 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
 
 def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
     """Values of K worth trying, the largest first: each leaves a trainer at least four blocks of a fragment."""
+    if not candidate.spec.replays:
+        return [1]
     trained = costing.work.trained_steps
     tasks = candidate.spec.fragment_groups * candidate.spec.tasks_per_portion
     choices = (trained, -(-trained // 2), -(-trained // 4))
@@ -353,7 +366,11 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _allowed(costing: Costing, candidate: Candidate) -> bool:
-    """Whether the profile's roles allow the split."""
+    """Whether the profile's roles allow the split, and what else is chosen allows gradients while generating."""
+    spec = candidate.spec
+    alone = candidate.rollouts == 0 and candidate.sharding == "ddp" and spec.context == spec.task_size == 1
+    if not (spec.replays or (alone and not candidate.shares and not spec.tsp_shard)):
+        return False
     try:
         costing.placed(candidate)
     except ValueError:

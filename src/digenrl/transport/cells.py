@@ -35,6 +35,16 @@ Teaches = Callable[[Mapping[str, Tensor]], Tensor]
 """The same -> [P] bool: groups whose samples do not all score alike."""
 
 
+def shipped_positions(
+    spec: ScheduleSpec, place: Place, maker: int, rank: int, group: int, part: int, lockstep: bool = False
+) -> tuple[int, ...]:
+    """Positions among a task's trained steps that `maker` sends to trainer `rank`. Who has taken the gradients of a
+    task trains it."""
+    if spec.replays:
+        return owned_positions(spec, place, rank, group, part, lockstep)
+    return tuple(range(spec.trained_steps)) if rank == maker else ()
+
+
 def owned_positions(
     spec: ScheduleSpec, place: Place, rank: int, group: int, part: int, lockstep: bool = False
 ) -> tuple[int, ...]:
@@ -80,6 +90,7 @@ def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds
             tensors["final"] = trajectory.final
         if trajectory.means is not None:
             tensors["means"] = at_positions(trajectory.means)
+        tensors |= {f"gradient/{name}": value for name, value in (trajectory.gradients or {}).items()}
     return Message(Kind.CELLS, meta, tensors)
 
 
@@ -114,7 +125,10 @@ class Part:
         """The cells at `steps` (positions among the trained steps), which must have been shipped to this rank."""
         index = torch.tensor([self.positions.index(position) for position in steps])
         t = self._tensors
-        condition = {k.removeprefix("condition/"): v for k, v in t.items() if k.startswith("condition/")}
+        condition, gradients = (
+            {k.removeprefix(prefix): v for k, v in t.items() if k.startswith(prefix)}
+            for prefix in ("condition/", "gradient/")
+        )
         return CellBlock(
             step=self.meta["step"],
             group=self.meta["group"],
@@ -129,6 +143,7 @@ class Part:
             condition=condition,
             final=t.get("final"),
             means=t["means"][:, index] if "means" in t else None,
+            gradients=gradients or None,
         )
 
 
@@ -215,7 +230,7 @@ class StepBoard:
 
     def concerns(self, fragment: tuple[int, ...]) -> bool:
         """Whether this rank takes part in training the fragment."""
-        return self._lockstep or any(self._place(fragment)[self._rank])
+        return self._lockstep or not self._spec.replays or any(self._place(fragment)[self._rank])
 
     def useful(self, fragment: tuple[int, ...]) -> Tensor:
         """[portions of the complete fragment, samples of a portion] bool: samples that are trained."""
@@ -238,6 +253,9 @@ class StepBoard:
         for portion, group, useful in zip(fragment, spec.groups_of(fragment), self.useful(fragment), strict=True):
             tasks = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
             keep |= {(group, part): rows for part, rows in tasks}
+        if not spec.replays:
+            own = [part for key, part in sorted(self._parts.items()) if part.positions and key in keep and keep[key]]
+            return [self._batch(fragment, [part.block(part.positions) for part in own])]
         placement = without(self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any()))
         widths = [0] * len(placement[0])
         if self._lockstep:

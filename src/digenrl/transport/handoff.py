@@ -7,6 +7,7 @@ holds the version that they need. Under one-step asynchrony it may first have to
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class Suspended:
             meta, tensors, task = self.message.meta, self.message.tensors, self.task
             rows = tuple(range(task.first_sample, task.first_sample + task.samples))
             key = SampleKey(int(meta["seed"]), task.step, int(meta["uid"]), rows)
-            kept = {name: tensors[name].unbind() if name in tensors else () for name in _KEPT}
+            kept: dict[str, Any] = {name: tensors[name].unbind() if name in tensors else () for name in _KEPT}
             return move(SampleState(key, tensors["latents"], self.next_step, **kept), device)
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"a STATE message lacks or garbles {error}.") from error
