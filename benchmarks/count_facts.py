@@ -34,6 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.live_bytes import Bytes, count_bytes
 from digenrl.models import checkpointing
+from digenrl.models.experts import PARTS, Experts
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, MODES, parse_recompute
 
@@ -71,6 +72,11 @@ def wan_i2v(blocks: int | None) -> nn.Module:
         image_dim=1280,
         added_kv_proj_dim=5120,
     )
+
+
+def wan22(blocks: int | None) -> nn.Module:
+    """Two experts, of which a forward takes the first."""
+    return Experts(*(wan(5120, 13824, 40)(blocks) for _ in PARTS), boundary=None)
 
 
 def wan_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Tensor]:
@@ -132,6 +138,12 @@ def qwen_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> 
         "encoder_hidden_states_mask": None,
         "img_shapes": [[(1, h // 2, w // 2)]] * b,
     }
+
+
+def qwen_edit_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Any]:
+    """Each token of the noise has one of the image beside it."""
+    both = {"hidden_states": torch.zeros(b, h * w // 2, 64), "img_shapes": [[(1, h // 2, w // 2)] * 2] * b}
+    return qwen_inputs(b, f, h, w, text, model) | both
 
 
 def z_image_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Any]:
@@ -204,6 +216,8 @@ MODELS: dict[str, dict[str, Any]] = {
                   "attention_blocks": 40, "text": 512, "joint": False, "points": [(9, 30, 52), (9, 60, 104)]},
     "wan21_1_3b": {"build": wan(1536, 8960, 30), "inputs": wan_inputs, "blocks": 30, "hidden": 1536,
                    "attention_blocks": 30, "text": 512, "joint": False, "points": [(9, 30, 52), (9, 60, 104)]},
+    "wan22_a14b": {"build": wan22, "inputs": wan_inputs, "blocks": 40, "hidden": 5120,
+                   "attention_blocks": 40, "text": 512, "joint": False, "points": [(9, 30, 52), (9, 60, 104)]},
     "wan21_i2v_14b": {"build": wan_i2v, "inputs": wan_i2v_inputs, "blocks": 40, "hidden": 5120,
                       "attention_blocks": 40, "text": 512, "joint": False, "points": [(9, 30, 52), (9, 60, 104)]},
     "hunyuan_video": {"build": hunyuan, "inputs": hunyuan_inputs, "blocks": 20, "hidden": 3072,
@@ -214,6 +228,8 @@ MODELS: dict[str, dict[str, Any]] = {
                       "attention_blocks": 57, "text": 512, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "qwen_image": {"build": qwen, "inputs": qwen_inputs, "blocks": 60, "hidden": 3072,
                    "attention_blocks": 60, "text": 128, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
+    "qwen_image_edit": {"build": qwen, "inputs": qwen_edit_inputs, "blocks": 60, "hidden": 3072,
+                        "attention_blocks": 60, "text": 300, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "sd35_medium": {"build": sd35_medium, "inputs": sd3_inputs, "blocks": 24, "hidden": 1536,
                     "attention_blocks": 37, "text": 205, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "flux2_klein_4b": {"build": flux2_klein, "inputs": flux2_inputs, "blocks": 5, "hidden": 3072,
@@ -319,14 +335,19 @@ def activations(entry: dict[str, Any], trained: str) -> tuple[dict[str, Any], di
         for mode in MODES:
             for model in models:
                 model.disable_gradient_checkpointing()  # type: ignore[operator]
-                parts = [part for part in model.children() if isinstance(part, nn.ModuleList)]
-                blocks = [block for part in parts for block in part]
+                blocks = [block for part in lists(model) for block in part]
                 checkpointing.enable(model, blocks, parse_recompute(mode))
             small, large = models
             table[mode] = fit([measure(large, *c).kept - measure(small, *c).kept for c in CASES])
             (small_forward, small_whole), (large_forward, large_whole) = (linear_flops(model) for model in models)
             spent[mode] = (large_whole - small_whole) / (large_forward - small_forward)
     return table, {mode: round(whole - spent[ALL], 6) for mode, whole in spent.items()}, peak
+
+
+def lists(model: nn.Module) -> list[nn.ModuleList]:
+    """Of blocks, of one network or of both experts."""
+    networks = [*model.children()] if isinstance(model, Experts) else [model]
+    return [part for network in networks for part in network.children() if isinstance(part, nn.ModuleList)]
 
 
 def model_facts(name: str) -> dict[str, Any]:
@@ -337,9 +358,8 @@ def model_facts(name: str) -> dict[str, Any]:
         for f, h, w in entry["points"]:
             inputs = entry["inputs"](1, f, h, w, entry["text"], model)
             points.append({"tokens": f * h * w // 4, "flops": flops(model, inputs)})
-    lists = [part for part in model.children() if isinstance(part, nn.ModuleList)]
     counted = {trained: activations(entry, trained) for trained in ("full", *TARGETS)}
-    heaviest = max(sum(p.numel() for p in block.parameters()) for part in lists for block in part)
+    heaviest = max(sum(p.numel() for p in block.parameters()) for part in lists(model) for block in part)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "largest_block_parameters": heaviest,

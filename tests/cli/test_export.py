@@ -16,7 +16,7 @@ from torch import Tensor
 
 from digenrl import config as configuration
 from digenrl.callbacks.evaluation import save_pictures
-from digenrl.cli.export import main
+from digenrl.cli.export import NotPushed, main, push
 from digenrl.diffusion import denoise, keys
 from digenrl.models.diffusers_export import LORA_FILE
 from digenrl.models.policy import Policy
@@ -181,6 +181,8 @@ def test_videos_are_exported_as_mp4_and_the_average_only_where_there_is_one(tmp_
         ([], "run: missing; allowed: path of a run directory"),
         (["run=/nowhere"], "/nowhere"),
         (["run=x", "weights=best"], "weights = best: is none of the choices; allowed: evaluated | trained | average"),
+        (["run=x", "merge=true", "format=kohya"], "merge = true with format = kohya: that format is for adapters"),
+        (["run=x", "push=here"], "push = here"),
         (["run=x", "wieghts=trained"], "wieghts = trained: no such key; nearest: weights"),
     ],
 )
@@ -189,6 +191,20 @@ def test_bad_words_are_refused_in_words(arguments: list[str], message: str, caps
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_a_push_is_refused_offline_and_an_unreached_hub_leaves_the_folder(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(["run=x", "push=me/mine"]) == 2
+    assert "push = me/mine: HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(NotPushed, match=rf"{tmp_path} is written, and was not uploaded .* `hf upload me/mine"):
+        push(tmp_path, "me/mine")
 
 
 def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path, capsys: Any) -> None:

@@ -26,11 +26,13 @@ from tests.models.tiny_policies import FAMILIES
 
 MODEL = {
     "wan": "wan21_14b",
+    "wan22": "wan21_14b",
     "wan_i2v": "wan21_i2v_14b",
     "hunyuan_video": "hunyuan_video",
     "flux": "flux1_dev",
     "flux_kontext": "flux1_kontext",
     "qwen_image": "qwen_image",
+    "qwen_image_edit": "qwen_image_edit",
     "sd3": "sd35_medium",
     "z_image": "z_image",
     "flux2_klein": "flux2_klein_4b",
@@ -50,9 +52,11 @@ KL: dict[str, Any] = {
 }
 VAES: dict[str, Any] = {
     "wan": AutoencoderKLWan,
+    "wan22": AutoencoderKLWan,
     "wan_i2v": AutoencoderKLWan,
     "hunyuan_video": AutoencoderKLHunyuanVideo,
     "qwen_image": AutoencoderKLQwenImage,
+    "qwen_image_edit": AutoencoderKLQwenImage,
     "flux": lambda: AutoencoderKL(**KL),
     "flux_kontext": lambda: AutoencoderKL(**KL),
     "sd3": lambda: AutoencoderKL(**KL),
@@ -65,7 +69,7 @@ def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:
     """A family's policy and decoder on the meta device, at 256 x 256 pixels; its sigma grid is the tiny build's."""
 
     def component(kind: type, path: str, name: str, dtype: torch.dtype) -> nn.Module:
-        made: nn.Module = MODELS[MODEL[family]]["build"](None) if name == "transformer" else VAES[family]()
+        made: nn.Module = MODELS[MODEL[family]]["build"](None) if name.startswith("transformer") else VAES[family]()
         return made.to(dtype).eval()
 
     frames = {"frames": 5} if FAMILIES[family].temporal_stride else {}

@@ -13,9 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from digenrl.diffusion import denoise
-from digenrl.models import diffusers_export, sample_files, tiny_builds
+from digenrl.models import diffusers_export, sample_files
 from digenrl.models.card import write_card
-from tests.models.tiny_policies import FAMILIES, VIDEO, diffusers_latents, make, prompt, randomise_lora
+from tests.models.tiny_policies import FAMILIES, VIDEO, diffusers_latents, exported, make, prompt, randomise_lora
 
 pytestmark = pytest.mark.heavy
 
@@ -27,24 +27,44 @@ def noise_of(policy) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exported_adapter_in_a_plain_transformer_is_the_policy(family, tmp_path):
+def test_exported_adapter_and_merged_weights_in_a_plain_transformer_are_the_policy(family, tmp_path):
     policy = make(family)
     randomise_lora(policy)
-    assert diffusers_export.export_policy(policy, tmp_path) == [tmp_path / diffusers_export.LORA_FILE]
-    plain = FAMILIES[family].transformer_class.from_pretrained(tiny_builds.ensure(family), subfolder="transformer")
-    state, metadata = getattr(diffusers, FAMILIES[family].pipelines[0]).lora_state_dict(
-        tmp_path, weight_name=diffusers_export.LORA_FILE, return_lora_metadata=True
-    )
-    plain.load_lora_adapter(state, metadata=metadata, prefix="transformer")
-    condition, sigma = policy.encode([prompt(PROMPT)]), torch.tensor([0.6])
+    written = diffusers_export.export_policy(policy, tmp_path)
+    assert written == [tmp_path / diffusers_export.lora_file(part) for part in policy.components]
+    plain = exported(policy, tmp_path)
+    condition, sigmas = policy.encode([prompt(PROMPT)]), torch.tensor([0.95, 0.6])
+    given = denoise.expand_condition(condition, 2)
+    noise = noise_of(policy).expand(2, *policy.latent_shape)
     with torch.no_grad():
-        ours = policy.velocity(noise_of(policy), sigma, condition)
+        ours = policy.velocity(noise, sigmas, given)
         with policy.reference():
-            base = policy.velocity(noise_of(policy), sigma, condition)
+            base = policy.velocity(noise, sigmas, given)
+        policy.merge_adapter()
+        diffusers_export.export_policy(policy, tmp_path / "merged")
+        whole = exported(policy, tmp_path / "merged")
         policy.transformer = plain
-        theirs = policy.velocity(noise_of(policy), sigma, condition)
+        theirs = policy.velocity(noise, sigmas, given)
+        policy.transformer = whole
+        merged = policy.velocity(noise, sigmas, given)
+    assert (ours - merged).abs().max() <= 1e-5, "the sum of the weights is rounded"
     assert (ours - theirs).abs().max() <= 1e-5, "peft adds the adapter's output in another order"
-    assert (ours - base).abs().max() > 1e-3
+    assert (ours - base).abs().amax(dim=tuple(range(1, ours.dim()))).min() > 1e-3, "at either noise level"
+
+
+def test_each_expert_has_its_own_adapter_under_the_names_of_other_tools(tmp_path):
+    policy = make("wan22")
+    randomise_lora(policy)
+    diffusers_export.export_policy(policy, tmp_path)
+    files = diffusers_export.export_layout(policy, tmp_path, "comfyui")
+    assert [file.name for file in files] == ["lora_comfyui.safetensors", "lora_comfyui_2.safetensors"]
+    adapters = []
+    for part, file in zip(policy.components, files, strict=True):
+        names = (diffusers_export.lora_file(part), file.name)
+        ours, read = (diffusers.WanPipeline.lora_state_dict(tmp_path, weight_name=name) for name in names)
+        assert read.keys() == ours.keys()
+        adapters.append(ours)
+    assert not any(torch.equal(adapters[0][name], value) for name, value in adapters[1].items())
 
 
 def test_pipeline_with_the_exported_adapter_draws_the_policys_sample(tmp_path, monkeypatch):
@@ -115,7 +135,7 @@ def test_card_shows_numbers_pictures_and_how_to_load(tmp_path):
         reward={},
         seed=0,
     )
-    text = write_card(out, run, vars(config), "flux", "FluxTransformer2DModel", "trained", []).read_text()
+    text = write_card(out, run, vars(config), make("flux"), "trained", []).read_text()
     assert "| reward_last | 0.75 |" in text
     assert "heldout_first" not in text
     assert "tiny random build" in text
@@ -188,5 +208,11 @@ def test_command_exports_a_run(tmp_path, capsys):
     stored = load_file(tmp_path / "trained" / diffusers_export.LORA_FILE)
     for name, value in trained.items():
         assert torch.equal(stored[f"transformer.{name.replace('.default', '')}"], value)
+    assert command.main([f"run={run}", f"out={tmp_path / 'merged'}", "merge=true"]) == 0
+    merged, card = tmp_path / "merged", (tmp_path / "merged" / "README.md").read_text()
+    assert (merged / "transformer" / "config.json").exists()
+    assert not (merged / diffusers_export.LORA_FILE).exists()
+    assert "LoRA rank 4, alpha 128.0, added to the base's weights" in card.replace("alpha 128,", "alpha 128.0,")
+    assert "FluxTransformer2DModel.from_pretrained" in card
     assert command.main(["run=nowhere"]) == 2
     assert command.main([f"run={run}", "weights=best"]) == 2

@@ -19,12 +19,14 @@ EXPERIMENTS = (
     "flux1_mixgrpo",
     "flux1_kontext_flowgrpo",
     "qwen_image_flowgrpo",
+    "qwen_image_edit_flowgrpo",
     "qwen_image_nft",
     "flux2_klein_flowgrpo",
     "zimage_flowgrpo",
     "wan21_flowgrpo",
     "wan21_dancegrpo",
     "wan21_i2v_flowgrpo",
+    "wan22_a14b_flowgrpo",
     "hunyuanvideo_dancegrpo",
 )
 TINY_CHANGES = {

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from digenrl.models import tiny_builds
+from digenrl.models import hunyuan_video, qwen_image, tiny_builds
 from digenrl.models.latents import pack, unpack
 from digenrl.models.pretrained import CheckpointError
 from digenrl.types import Prompt
@@ -71,9 +71,19 @@ def test_half_a_checkpoint(tmp_path):
         policy.encode([Prompt("a")])
 
 
-def test_foreign_family():
+def test_foreign_family(tmp_path):
     with pytest.raises(CheckpointError, match="holds a WanPipeline, and the flux adapter reads FluxPipeline"):
         real("flux", tiny_builds.ensure("wan"))
+    with pytest.raises(CheckpointError, match=r"holds two transformers, which the wan adapter .* use model=wan22_a14b"):
+        real("wan", tiny_builds.ensure("wan22"))
+    with pytest.raises(CheckpointError, match="holds one transformer, which the wan22 adapter does not read"):
+        real("wan22", tiny_builds.ensure("wan"))
+    other = shutil.copytree(tiny_builds.ensure("wan"), tmp_path / "other")
+    config = json.loads((other / "vae" / "config.json").read_text())
+    (other / "vae" / "config.json").write_text(json.dumps(config | {"z_dim": 48, "scale_factor_spatial": 16}))
+    settings = {"height": 32, "width": 32, "frames": 5, "path": str(other)}
+    with pytest.raises(CheckpointError, match=r"48 channels, one for 16 x 16 pixels; the wan .* override `channels`"):
+        FAMILIES["wan"].check(settings)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +119,13 @@ def test_lora_settings_that_would_train_something_else(lora, message):
 LAYERS = {
     # layers by preset on the tiny build: (attention, attention and feed-forward)
     "wan": (2 * 8, 2 * 10),
+    "wan22": (2 * 2 * 8, 2 * 2 * 10),
     "wan_i2v": (2 * 10, 2 * 12),
     "hunyuan_video": (8 + 3, 12 + 4),
     "flux": (8 + 2 * 3, 12 + 2 * 3),
     "flux_kontext": (8 + 2 * 3, 12 + 2 * 3),
     "qwen_image": (8 + 6, 12 + 8),
+    "qwen_image_edit": (8 + 6, 12 + 8),
     "sd3": (8 + 6, 12 + 8),
     "z_image": (2 * 4, 2 * 7),
     "flux2_klein": (8 + 2 * 2, 12 + 2 * 2),
@@ -156,6 +168,8 @@ def test_options_that_a_family_cannot_use_are_refused():
         make("wan", dtype="half")
     with pytest.raises(ValueError, match=r"hardware\.build=small"):
         make("wan", build="small")
+    with pytest.raises(ValueError, match=r"model\.guidance_scale_2=0\.5: use 1"):
+        make("wan22", guidance_scale_2=0.5)
 
 
 def test_guidance_for_a_network_without_it_is_refused(tmp_path):
@@ -192,13 +206,24 @@ def test_ignored_negative_and_cut_prompts_are_reported_once(caplog):
     assert sum("takes 77 tokens" in text for text in said) == 1
 
 
-@pytest.mark.parametrize(("family", "length"), [("qwen_image", 34), ("hunyuan_video", 95)])
-def test_template_of_another_length_is_refused(family, length, monkeypatch):
-    module = __import__(f"digenrl.models.{family}", fromlist=["TEMPLATE_TOKENS"])
-    assert length == module.TEMPLATE_TOKENS
-    monkeypatch.setattr(module, "TEMPLATE_TOKENS", length + 1)
+@pytest.mark.parametrize(
+    ("family", "module", "name", "length"),
+    [
+        ("qwen_image", qwen_image, "TEMPLATE_TOKENS", 34),
+        ("qwen_image_edit", qwen_image, "EDIT_TEMPLATE_TOKENS", 64),
+        ("hunyuan_video", hunyuan_video, "TEMPLATE_TOKENS", 95),
+    ],
+)
+def test_template_of_another_length_is_refused(family, module, name, length, monkeypatch):
+    assert getattr(module, name) == length
+    monkeypatch.setattr(module, name, length + 1)
     with pytest.raises(ValueError, match=rf"makes {length} tokens .*template"):
-        make(family).encode([Prompt("a star")])
+        make(family).encode([prompt("a star")])
+
+
+def test_an_image_that_leaves_no_room_for_text_is_refused():
+    with pytest.raises(ValueError, match=r"max_sequence_length=16: the image takes \d+ tokens .*set it to"):
+        make("qwen_image_edit", max_sequence_length=16).encode([prompt("a star")])
 
 
 def test_embeddings_do_not_depend_on_the_prompts_encoded_with_them():

@@ -20,6 +20,7 @@ from digenrl import config as configuration
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
+from digenrl.models.experts import Experts
 from digenrl.models.policy import NEGATIVE
 from digenrl.models.tiny_builds import ensure
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
@@ -27,19 +28,31 @@ from digenrl.transport.weights import Version, adopt
 from digenrl.types import CellBlock, Prompt
 from reward_models.clip_score import ClipScore
 from tests.models.real_policies import place, plainly, real
-from tests.models.tiny_policies import FAMILIES
+from tests.models.tiny_policies import FAMILIES, IMAGES
 
 pytestmark = pytest.mark.heavy
 
 CUDA = torch.device("cuda", 0)
 TEXT: dict[str, dict[str, tuple[int, ...]]] = {
     "wan": {"text": (512, 4096)},
+    "wan22": {"text": (512, 4096)},
+    "wan_i2v": {"text": (512, 4096), "vision": (257, 1280), "frame": (20, 2, 32, 32)},
     "hunyuan_video": {"text": (256, 4096), "pooled": (768,), "mask": (256,)},
     "flux": {"text": (512, 4096), "pooled": (768,)},
+    "flux_kontext": {"text": (512, 4096), "pooled": (768,), "image": (256, 64)},
     "qwen_image": {"text": (256, 3584), "mask": (256,)},
+    "qwen_image_edit": {"text": (512, 3584), "mask": (512,), "image": (256, 64)},
     "sd3": {"text": (333, 4096), "pooled": (2048,)},
+    "z_image": {"text": (512, 2560)},
+    "flux2_klein": {"text": (512, 7680)},
 }
 """Conditioning of one prompt."""
+
+
+@pytest.fixture(autouse=True)
+def rows_of_both_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose a row is depends on values."""
+    monkeypatch.setattr(Experts, "high", lambda self, timesteps: [row % 2 == 0 for row in range(len(timesteps))])
 
 
 def conditioning(family: str, dtype: torch.dtype, device: torch.device = CUDA) -> dict[str, Tensor]:
@@ -64,7 +77,7 @@ CLIP_L = transformers.CLIPConfig(
     projection_dim=768,
 )
 """openai/clip-vit-large-patch14."""
-PROMPT = Prompt("a red circle on a blue background", negative="")
+PROMPT = Prompt("a red circle on a blue background", negative="", images=IMAGES)
 CHEAPEST = pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name == "sd3" else pytest.mark.slow) for name in FAMILIES]
 )

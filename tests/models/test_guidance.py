@@ -57,11 +57,11 @@ def check_concatenation(policy: DiffusersPolicy, guide: Guide) -> None:
 def test_concatenated_guidance_equals_two_forwards(family: str) -> None:
     """Check 18: u + g*(c - u), for Qwen-Image rescaled; branches swapped or scale off by a hair are seen."""
     policy = policy_of(family)
-    check_concatenation(policy, lambda p, c, u: p.guide(c, u))
+    check_concatenation(policy, lambda p, c, u: p.guide(c, u, p.cfg_scale))
     with pytest.raises(AssertionError):
-        check_concatenation(policy, lambda p, c, u: p.guide(u, c))
+        check_concatenation(policy, lambda p, c, u: p.guide(u, c, p.cfg_scale))
     with pytest.raises(AssertionError):
-        check_concatenation(policy, lambda p, c, u: p.guide(c, u) + 0.01 * (c - u))
+        check_concatenation(policy, lambda p, c, u: p.guide(c, u, p.cfg_scale) + 0.01 * (c - u))
 
 
 def check_norm(policy: DiffusersPolicy, guide: Guide) -> None:
@@ -73,12 +73,12 @@ def check_norm(policy: DiffusersPolicy, guide: Guide) -> None:
 def test_qwen_guidance_keeps_the_norm_of_every_token() -> None:
     """Check 18: c*||p||/||c|| over the channels of a packed token; plain guidance, and a norm of the whole, do not."""
     policy = policy_of("qwen_image")
-    check_norm(policy, lambda p, c, u: p.guide(c, u))
+    check_norm(policy, lambda p, c, u: p.guide(c, u, p.cfg_scale))
     with pytest.raises(AssertionError):
-        check_norm(policy, Policy.guide)
+        check_norm(policy, lambda p, c, u: Policy.guide(p, c, u, p.cfg_scale))
 
     def of_the_whole_sample(p: DiffusersPolicy, c: Tensor, u: Tensor) -> Tensor:
-        plain = Policy.guide(p, c, u)
+        plain = Policy.guide(p, c, u, p.cfg_scale)
         return plain * (c.flatten(1).norm(dim=1) / plain.flatten(1).norm(dim=1))[:, None, None]
 
     with pytest.raises(AssertionError):
@@ -105,7 +105,7 @@ def test_a_detached_unconditional_branch_changes_the_gradient_and_no_log_prob() 
     one, one_gradient = of(policy.velocity(latents, sigmas, condition))
     assert torch.equal(both, one)
     assert float((both_gradient - one_gradient).norm() / both_gradient.norm()) > 0.1
-    _, by_hand = of(policy.guide(conditional, unconditional.detach()))
+    _, by_hand = of(policy.guide(conditional, unconditional.detach(), policy.cfg_scale))
     torch.testing.assert_close(one_gradient, by_hand, atol=1e-5, rtol=1e-3)
 
 

@@ -30,12 +30,16 @@ def noise_of(policy, rows: int) -> torch.Tensor:
 CASES = [
     ("wan", 1.0, 1.0),
     ("wan", 5.0, 1.0),
+    ("wan22", 1.0, 1.0),
+    ("wan22", 4.0, 1.0),
     ("wan_i2v", 1.0, 1.0),
     ("wan_i2v", 5.0, 1.0),
     ("sd3", 1.0, 1.0),
     ("sd3", 4.5, 1.0),
     ("qwen_image", 1.0, 1.0),
     ("qwen_image", 4.0, 1.0),
+    ("qwen_image_edit", 1.0, 1.0),
+    ("qwen_image_edit", 4.0, 1.0),
     ("flux", 3.5, 1.0),
     ("flux", 3.5, 2.0),
     ("flux_kontext", 2.5, 1.0),
@@ -59,6 +63,29 @@ def test_ode_sampling_equals_the_diffusers_pipeline(family, guidance, true_cfg):
     assert ours.shape == theirs.shape
     assert (ours - noise).abs().max() > 0.1
     assert (ours - theirs).abs().max() <= 1e-5
+
+
+def test_each_expert_has_a_scale_of_its_own():
+    policy = make("wan22", guidance_scale=4.0, guidance_scale_2=2.0)
+    noise = noise_of(policy, 1)
+    ours = denoise.ode_sample(policy, policy.encode([prompt(PROMPTS[0])]), noise, policy.sigma_grid(STEPS))
+    theirs = diffusers_latents("wan22", PROMPTS[:1], noise, STEPS, 4.0, guidance_scale_2=2.0)
+    alike = diffusers_latents("wan22", PROMPTS[:1], noise, STEPS, 4.0)
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert (ours - alike).abs().max() > 1e-3
+
+
+def test_one_forward_of_rows_of_both_experts_equals_each_experts_own():
+    policy = make("wan22", guidance_scale=1.0)
+    first, second = policy.transformer.transformer, policy.transformer.transformer_2
+    noise, sigmas = noise_of(policy, 3), torch.tensor([0.5, 0.9, 0.8])
+    condition = denoise.expand_condition(policy.encode([prompt(PROMPTS[0])]), 3)
+    with torch.no_grad():
+        both = policy.velocity(noise, sigmas, condition)
+        for row, expert in enumerate((second, first, second)):
+            alone = expert(noise[row : row + 1], sigmas[row : row + 1] * 1000, condition["text"][:1], return_dict=False)
+            assert (both[row : row + 1] - alone[0]).abs().max() <= 1e-6
+    assert not torch.equal(first.proj_out.weight, second.proj_out.weight)
 
 
 def block_of(policy, steps, storage_dtype, kernel, plan):
@@ -116,12 +143,13 @@ def test_replay_is_exact_at_the_same_geometry_and_close_when_steps_share_a_forwa
 def test_full_fine_tuning_trains_every_weight_that_the_output_reads(family):
     policy = make(family, lora="full", guidance_scale=4.0)
     condition = policy.encode([prompt(PROMPTS[0])])
-    policy.velocity(noise_of(policy, 1), torch.tensor([0.5]), condition).square().sum().backward()
+    levels = torch.tensor([0.95, 0.5])
+    policy.velocity(noise_of(policy, 2), levels, denoise.expand_condition(condition, 2)).square().sum().backward()
     assert policy.parameters_without_gradient() == []
     assert all(parameter.grad.any() for parameter in policy.trained_parameters().values())
     frozen = [name for name, parameter in policy.transformer.named_parameters() if not parameter.requires_grad]
     assert all(name.startswith("transformer_blocks.1.") for name in frozen)
-    assert len(frozen) == {"sd3": 3, "qwen_image": 9}.get(family, 0)
+    assert len(frozen) == {"sd3": 3, "qwen_image": 9, "qwen_image_edit": 9}.get(family, 0)
 
 
 @pytest.mark.parametrize("family", ["sd3", "hunyuan_video"])
@@ -210,7 +238,7 @@ def test_decode_equals_the_diffusers_pipeline():
         pipeline.set_progress_bar_config(disable=True)
         size = {"num_frames": 5} if family in VIDEO else {}
         size |= {"max_area": 64 * 64} if family == "flux_kontext" else {}
-        size |= {"image": IMAGES[0].fitted(32, 32)} if family == "wan_i2v" else {}
+        size |= {"image": IMAGES[0].fitted(32, 32)} if family in ("wan_i2v", "qwen_image_edit") else {}
         given = latents.transpose(1, 2).unflatten(2, (4, 4)) if family == "flux2_klein" else latents
         pipeline.scheduler.step = lambda *_, latents=latents, **__: (latents,)
         output = pipeline(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.count_facts import MODELS
+from digenrl.models.experts import Experts
 from digenrl.models.lora import lora_modules
 from tests.models.tiny_policies import FAMILIES
 
@@ -17,10 +18,12 @@ REAL = {
     "wan21_14b": ("wan", 14.29, 210, 307),
     "wan21_1_3b": ("wan", 1.42, 47, 87),
     "wan21_i2v_14b": ("wan_i2v", 16.39, 262, 359),
+    "wan22_a14b": ("wan22", 28.58, 420, 614),
     "hunyuan_video": ("hunyuan_video", 12.82, 110, 228),
     "flux1_dev": ("flux", 11.90, 105, 179),
     "flux1_kontext": ("flux_kontext", 11.90, 105, 179),
     "qwen_image": ("qwen_image", 20.43, 189, 425),
+    "qwen_image_edit": ("qwen_image_edit", 20.43, 189, 425),
     "sd35_medium": ("sd3", 2.24, 37, 83),
     "z_image": ("z_image", 6.15, 59, 140),
     "flux2_klein_4b": ("flux2_klein", 3.88, 75, 96),
@@ -32,7 +35,7 @@ def test_parameters_and_adapters_of_the_real_architecture(name):
     family, billions, attention, attention_ff = REAL[name]
     with torch.device("meta"):
         network = MODELS[name]["build"](None)
-    assert isinstance(network, FAMILIES[family].transformer_class)
+    assert isinstance(network, (FAMILIES[family].transformer_class, Experts))
     count = sum(parameter.numel() for parameter in network.parameters())
     assert count == pytest.approx(billions * 1e9, rel=0.01)
     shapes = {key: module for key, module in network.named_modules() if isinstance(module, torch.nn.Linear)}

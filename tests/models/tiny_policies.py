@@ -3,46 +3,54 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import diffusers
 import numpy as np
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 
 from digenrl.data import load_prompts
 from digenrl.models import latents, tiny_builds
+from digenrl.models.diffusers_export import PIPELINES, lora_file
 from digenrl.models.flux import FluxKontextPolicy, FluxPolicy
 from digenrl.models.flux2 import Flux2KleinPolicy
 from digenrl.models.hunyuan_video import HunyuanVideoPolicy
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.qwen_image import QwenImagePolicy
+from digenrl.models.qwen_image import QwenImageEditPolicy, QwenImagePolicy
 from digenrl.models.sd3 import SD3Policy
-from digenrl.models.wan import WanImageToVideoPolicy, WanPolicy
+from digenrl.models.wan import WanExpertsPolicy, WanImageToVideoPolicy, WanPolicy
 from digenrl.models.z_image import ZImagePolicy
 from digenrl.types import Prompt
 
 FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "wan": WanPolicy,
+    "wan22": WanExpertsPolicy,
     "wan_i2v": WanImageToVideoPolicy,
     "hunyuan_video": HunyuanVideoPolicy,
     "flux": FluxPolicy,
     "flux_kontext": FluxKontextPolicy,
     "qwen_image": QwenImagePolicy,
+    "qwen_image_edit": QwenImageEditPolicy,
     "sd3": SD3Policy,
     "z_image": ZImagePolicy,
     "flux2_klein": Flux2KleinPolicy,
 }
-VIDEO = {"wan", "wan_i2v", "hunyuan_video"}
+VIDEO = {"wan", "wan22", "wan_i2v", "hunyuan_video"}
 LORA = {"rank": 4, "alpha": 8, "targets": "attention_ff"}
 TEXT_LENGTH = {
     "wan": 64,
+    "wan22": 64,
     "wan_i2v": 512,
     "hunyuan_video": 64,
     "flux": 64,
     "flux_kontext": 64,
     "qwen_image": 48,
+    "qwen_image_edit": 64,
     "sd3": 48,
     "z_image": 64,
     "flux2_klein": 48,
@@ -83,6 +91,21 @@ def randomise_lora(policy: DiffusersPolicy, seed: int = 1, std: float = 0.05) ->
             parameter.add_(std * torch.randn(parameter.shape, generator=generator))
 
 
+def exported(policy: DiffusersPolicy, folder: Path) -> Any:
+    """The transformer that plain diffusers makes of an export and the base model."""
+    kind, networks = policy.transformer_class, []
+    for part in policy.components:
+        if policy.lora is None:
+            networks.append(kind.from_pretrained(folder, subfolder=part))
+            continue
+        networks.append(kind.from_pretrained(policy.path, subfolder=part))
+        state, metadata = getattr(diffusers, PIPELINES[kind.__name__]).lora_state_dict(
+            folder, weight_name=lora_file(part), return_lora_metadata=True
+        )
+        networks[-1].load_lora_adapter(state, metadata=metadata, prefix="transformer")
+    return policy.joined(networks).eval()
+
+
 class ExplicitEuler(diffusers.FlowMatchEulerDiscreteScheduler):
     """Euler on the explicit grid, for a pipeline that calls set_timesteps(steps) by itself (Wan)."""
 
@@ -91,9 +114,18 @@ class ExplicitEuler(diffusers.FlowMatchEulerDiscreteScheduler):
 
 
 def diffusers_latents(
-    family: str, prompts: list[str], noise: torch.Tensor, steps: int, guidance: float, true_cfg: float = 1.0
+    family: str,
+    prompts: list[str],
+    noise: torch.Tensor,
+    steps: int,
+    guidance: float,
+    true_cfg: float = 1.0,
+    **more: Any,
 ) -> torch.Tensor:
-    """Final latents of the family's own pipeline on the tiny build, from the same noise."""
+    """Final latents of the family's own pipeline on the tiny build, from the same noise; `more` is for its call."""
+    if family == "qwen_image_edit" and len(prompts) > 1:  # its pipeline takes one
+        rows = zip(prompts, noise.split(1), strict=True)
+        return torch.cat([diffusers_latents(family, [text], row, steps, guidance, true_cfg) for text, row in rows])
     pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_builds.ensure(family), local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     call: dict[str, Any] = {
@@ -108,7 +140,7 @@ def diffusers_latents(
         call |= {"height": 32, "width": 32, "num_frames": 5}
     else:
         call |= {"height": 64, "width": 64}
-    if family == "qwen_image":
+    if family in ("qwen_image", "qwen_image_edit"):
         call |= {"true_cfg_scale": guidance, "negative_prompt": [NEGATIVE] * len(prompts) if guidance > 1 else None}
     elif family in ("flux", "flux_kontext", "hunyuan_video"):
         negative = [NEGATIVE] * len(prompts) if true_cfg > 1 else None
@@ -125,16 +157,20 @@ def diffusers_latents(
         )[0]
     if family == "flux_kontext":
         call |= {"image": IMAGES[0].fitted(64, 64), "_auto_resize": False, "max_area": 64 * 64}
+    if family == "qwen_image_edit":
+        call |= {"image": IMAGES[0].fitted(64, 64)}
     if family == "wan_i2v":
         call |= {"image": IMAGES[0].fitted(32, 32)}
-    if family in ("wan", "wan_i2v"):
+    if family in ("wan", "wan22", "wan_i2v"):
         pipeline.scheduler = ExplicitEuler(shift=3.0)
     if family == "sd3":
         call |= {"sigmas": list(np.linspace(1, 1 / steps, steps))}
     if family == "hunyuan_video":
         del call["max_sequence_length"]
         call |= {"max_sequence_length": TEXT_LENGTH[family]}
-    found = pipeline(**call)[0]
+    call |= more
+    with mock.patch.object(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 64 * 64):
+        found = pipeline(**call)[0]
     if family == "flux2_klein":
         bn, eps = pipeline.vae.bn, pipeline.vae.config.batch_norm_eps
         found = (latents.pack(found) - bn.running_mean) / torch.sqrt(bn.running_var + eps)

@@ -1,12 +1,14 @@
 """`make export RUN=...`: a run's trained weights as a plain diffusers pipeline loads them, with a model card.
 
     python -m digenrl.cli.export run=RUN [out=FOLDER] [weights=evaluated|trained|average]
-        [format=diffusers|comfyui|kohya] [allow_targets=[PACKAGE]] [confirm_hosts=[HOST]]
+        [format=diffusers|comfyui|kohya] [merge=true] [push=OWNER/NAME] [allow_targets=[PACKAGE]] [confirm_hosts=[HOST]]
 
 Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, README.md with the run's
 curves, and the last evaluation's samples as PNG or MP4. The weights are those that the run evaluates with: the moving
 average where it keeps one (algorithm.ema), else the trained ones. format=comfyui or kohya adds the adapter under the
-names that those read (FLUX.1, Qwen-Image, SD3.5, Wan). The last line on standard output is the folder.
+names that those read (FLUX.1, Qwen-Image, SD3.5, Wan); merge=true writes transformer/ with the adapter in the base's
+weights. A second transformer (Wan2.2 A14B) has files of its own, which end in _2. push uploads the folder to a model
+repository of the hub, with the token of `hf auth login`. The last line on standard output is the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -26,6 +28,10 @@ NOTES = {
     "trained": "the weights after the last update",
     "average": "the moving average, which the run evaluates with; weights=trained takes those of the last update",
 }
+
+
+class NotPushed(RuntimeError):
+    """The folder was written, and is not on the hub."""
 
 
 class NoWeights(RuntimeError):
@@ -43,6 +49,10 @@ class Request(Arguments):
     format: Literal["diffusers", "comfyui", "kohya"] = Field(
         "diffusers", description="comfyui, kohya: beside diffusers' file, lora_FORMAT.safetensors for those"
     )
+    merge: bool = Field(False, description="the adapter added to the base's weights, in their dtype, as transformer/")
+    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = Field(
+        None, description="model repository of the hub to upload the folder to; made private if new; null: nowhere"
+    )
 
 
 def export(request: Request, words: Sequence[str] = ()) -> Path:
@@ -53,9 +63,22 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
 
     Raises:
         ConfigError: no such run.
+        ValueError: merge without an adapter or with a format of adapters, push without a network.
         NoWeights: no whole checkpoint, no moving average in it, or one that is still the base model.
+        NotPushed: the hub refused, or was not reached.
         digenrl.models.diffusers_export.ExportError: what was written could not be read back.
     """
+    from huggingface_hub import constants
+
+    if request.merge and request.format != "diffusers":
+        raise ValueError(
+            f"merge = true with format = {request.format}: that format is for adapters; leave one of them out"
+        )
+    if request.push is not None and constants.is_offline_mode():
+        raise ValueError(
+            f"push = {request.push}: HF_HUB_OFFLINE is set; unset it, or export without push and run `hf upload "
+            f"{request.push} FOLDER` where there is a network"
+        )
     composed = configuration.load(words, stored=request.run)
     out = request.out or request.run / "export"
 
@@ -73,6 +96,10 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
     print(f"export: {NOTES[weights]}", file=sys.stderr)
     policy = configuration.instantiate(composed.config.model)
     policy.load_trained_parameters(tensors)
+    if request.merge:
+        if policy.lora is None:
+            raise ValueError(f"merge = true: {request.run} trained all weights, which are whole already; leave it out")
+        policy.merge_adapter()
     export_policy(policy, out)
     if request.format != "diffusers":
         export_layout(policy, out, request.format)
@@ -82,8 +109,30 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
         with np.load(evaluations[-1], allow_pickle=False) as stored:
             samples = write_samples(out, stored["media"])
     plain: Any = OmegaConf.to_container(composed.config, resolve=True)
-    write_card(out, composed.run_dir, plain, policy.family, type(policy.transformer).__name__, weights, samples)
+    write_card(out, composed.run_dir, plain, policy, weights, samples)
+    if request.push is not None:
+        push(out, request.push)
     return out
+
+
+def push(folder: Path, repository: str) -> None:
+    """Upload `folder` to a model repository of the hub, which is made (private) if it is not there.
+
+    Raises:
+        NotPushed: the hub refused, or was not reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # of the hub's client, whose HTTP library depends on its version
+        raise NotPushed(
+            f"push = {repository}: {folder} is written, and was not uploaded ({' '.join(str(error).split())[:300]}). "
+            f"Run `hf auth login` with a token that may write there, then `hf upload {repository} {folder}`."
+        ) from error
+    print(f"export: uploaded to https://huggingface.co/{repository}", file=sys.stderr)
 
 
 def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[str, Any], str]:

@@ -10,21 +10,21 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from digenrl.models.diffusers_export import LORA_FILE, PIPELINES
+from digenrl.models.diffusers_export import lora_file, part
+from digenrl.models.policy import Policy
 
 
 def write_card(
     folder: Path,
     run: Path,
     config: Mapping[str, Any],
-    family: str,
-    transformer_class: str,
+    policy: Policy,
     weights: str,
     samples: Sequence[Path],
 ) -> Path:
     """Write README.md and copy the run's curves and before/after picture beside it.
 
-    config: the run's configuration as plain values. family: of the model, whose tiny build a tiny run's weights fit.
+    config: the run's configuration as plain values. policy: what was trained.
     weights: which weights these are. samples: files already in
     `folder`. A picture that the run does not have is left out of the card.
     """
@@ -40,15 +40,18 @@ def write_card(
         config=config,
         base=config["model"].get("path"),  # None: an embedded model, whose base weights only digenrl has
         build=config["model"].get("build"),
-        source=f'ensure("{family}")' if config["model"].get("build") == "tiny" else f'"{config["model"].get("path")}"',
+        source=f'ensure("{policy.family}")'
+        if config["model"].get("build") == "tiny"
+        else f'"{config["model"].get("path")}"',
         lora=config["model"].get("lora"),
-        lora_file=LORA_FILE,
+        adapter=policy.lora is not None,
+        files={subfolder: lora_file(subfolder) for subfolder in policy.components},
         numbers=numbers,
         pictures=shown,
-        pipeline=PIPELINES[transformer_class],
+        pipeline=next(iter(policy.pipelines), None),
         samples=samples,
         settings=json.dumps(settings, indent=2),
-        transformer=transformer_class,
+        transformer=type(part(policy, next(iter(policy.components.values())))).__name__,
         weights=weights,
     )
     card = folder / "README.md"

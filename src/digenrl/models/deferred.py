@@ -67,20 +67,27 @@ def empty(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -
 
 
 @torch.no_grad()
-def fill(network: nn.Module, path: str, subfolder: str, lora: LoraSpec | None, device: torch.device) -> None:
+def fill(
+    network: nn.Module, path: str, subfolders: Mapping[str, str], lora: LoraSpec | None, device: torch.device
+) -> None:
     """Give every parameter of `network` that has none memory on `device`, and this rank's part of its values.
+
+    Args:
+        subfolders: of the checkpoint -> prefix of its tensors' names in `network`.
 
     Raises:
         CheckpointError: the checkpoint is absent, or lacks a tensor or has it in another shape.
     """
     network._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    stored = _Stored(path, subfolder)
+    stored = {prefix: _Stored(path, subfolder) for subfolder, prefix in subfolders.items()}
     factors = {} if lora is None else dict(_factors(network, lora))
     for name, parameter in [*network.named_parameters(), *_kept_buffers(network)]:
         if name in factors:
             _copy_rows(parameter, factors.pop(name))
         else:
-            _copy_rows(parameter, stored.slice(name.replace(".base_layer.", "."), tuple(parameter.shape)))
+            prefix = next(prefix for prefix in stored if name.startswith(prefix))
+            original = name.removeprefix(prefix).replace(".base_layer.", ".")
+            _copy_rows(parameter, stored[prefix].slice(original, tuple(parameter.shape)))
 
 
 def _factors(network: nn.Module, lora: LoraSpec) -> Iterator[tuple[str, Tensor]]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-CHANNELS = 16
-"""Latent channels of most families."""
+CHANNELS, STRIDE = 16, 8
+"""Latent channels of most families; pixels per latent pixel and side."""
 
 
 def require_multiple(name: str, value: int, stride: int, offset: int = 0) -> None:

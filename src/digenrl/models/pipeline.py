@@ -64,9 +64,8 @@ class DiffusersPolicy(Policy):
         empty: the transformer has no values until `fill`; a run sets it where weights are sharded before.
     """
 
-    pipelines: ClassVar[tuple[str, ...]]
-    """`_class_name` values of model_index.json that this adapter reads; the first one encodes prompts."""
     transformer_class: ClassVar[type[Any]]
+    """Of each of `components`. The first of `pipelines` encodes prompts."""
     vae_class: ClassVar[type[Any]]
     spatial_stride: ClassVar[int] = 16
     """Pixels per token: 8 of the VAE times 2 of the patch."""
@@ -136,12 +135,11 @@ class DiffusersPolicy(Policy):
                 "blocks do not show: set model.compile=false, or model.gradient_checkpointing to true, false or a share"
             )
         self.path = str(tiny_builds.ensure(self.family)) if build == "tiny" else path
-        pretrained.require_family(self.path, self.pipelines, self.family)
+        self.check_checkpoint(self.path)
         compute = self._compute_dtype(dtype, build)
         load = deferred.empty if empty else pretrained.load_component
-        transformer: Any = load(
-            self.transformer_class, self.path, "transformer", torch.float32 if lora is None else compute
-        )
+        stored = torch.float32 if lora is None else compute
+        transformer = self.joined([load(self.transformer_class, self.path, part, stored) for part in self.components])
         if self.embedded_guidance and guidance_scale != 1.0 and not transformer.config.guidance_embeds:
             raise ValueError(
                 f"sampling.guidance_scale={guidance_scale} would be dropped: {path} is not guidance-distilled; "
@@ -192,7 +190,7 @@ class DiffusersPolicy(Policy):
         """
         cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
         if settings.get("build", "real") == "real":
-            pretrained.require_family(str(settings["path"]), cls.pipelines, cls.family)
+            cls.check_checkpoint(str(settings["path"]))
         else:
             tiny_builds.require(cls.family)
 
@@ -235,6 +233,27 @@ class DiffusersPolicy(Policy):
     @abstractmethod
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         """[B, *L] in the VAE's dtype -> [B, C, H, W] or [B, C, F, H, W] in [-1, 1]."""
+
+    @classmethod
+    def check_checkpoint(cls, path: str) -> None:
+        """Raise CheckpointError (a ValueError) when the checkpoint at `path` is not of this family, or its autoencoder
+        makes other latents than the family counts on; small files alone are read."""
+        pretrained.require_family(path, cls.pipelines, cls.family)
+        vae = pretrained.component_config(cls.vae_class, path, "vae")
+        found = vae.get("z_dim", vae.get("latent_channels", cls.channels))
+        side = vae.get("scale_factor_spatial", vae.get("spatial_compression_ratio", latents.STRIDE))
+        if (found, side) != (cls.channels, latents.STRIDE):
+            raise pretrained.CheckpointError(
+                f"the autoencoder of model.path={path} makes latents of {found} channels, one for {side} x {side} "
+                f"pixels; the {cls.family} adapter counts on {cls.channels} and {latents.STRIDE} x {latents.STRIDE}: "
+                "take a checkpoint of that model, or, in an adapter of your own, override `channels`, "
+                "`_latent_shape`, `spatial_stride` and `image_grid`"
+            )
+
+    def joined(self, networks: list[Any]) -> Any:
+        """The transformer that is made of `components`."""
+        (network,) = networks
+        return network
 
     def check_encoders(self, pipeline: Any) -> None:
         """Raise ValueError when a tokenizer does not treat the prompt template as the adapter expects."""
@@ -311,7 +330,7 @@ class DiffusersPolicy(Policy):
     def fill(self, device: torch.device) -> None:
         """From the checkpoint, and an adapter from its seed; see `digenrl.models.deferred`."""
         for network in self.networks() if self._empty else ():
-            deferred.fill(network, self.path, "transformer", self.lora, device)
+            deferred.fill(network, self.path, self.components, self.lora, device)
 
     def keep_padding(self, on: bool) -> None:
         """Whether `encode` keeps the padding of prompts, with a mask for it."""
@@ -346,7 +365,8 @@ class DiffusersPolicy(Policy):
         )
         counts = [getattr(config, name, 0) for name in cls.depths]
         return [
-            f"{blocks}.{i}.{layer}"
+            f"{prefix}{blocks}.{i}.{layer}"
+            for prefix in cls.components.values()
             for blocks, chosen, count in zip(cls.block_lists, layers, counts, strict=False)
             for i in range(count)
             for layer in chosen
@@ -386,7 +406,7 @@ class DiffusersPolicy(Policy):
 
     def pipeline_components(self) -> dict[str, Any]:
         """Components that the encoder pipeline must not load by itself, by name; None = leave it out."""
-        return {"transformer": None, "vae": None, "scheduler": None}
+        return dict.fromkeys((*self.components, "vae", "scheduler"))
 
     def pixels(self, image: PromptImage) -> Tensor:
         """[1, 3, height, width] fp32 in [-1, 1]."""
@@ -395,7 +415,7 @@ class DiffusersPolicy(Policy):
 
     def image_grid(self) -> tuple[int, int]:
         """Latent height and width in pixels of the VAE's output."""
-        return self.height // 8, self.width // 8
+        return self.height // latents.STRIDE, self.width // latents.STRIDE
 
     @torch.no_grad()
     def _encode_each(self, wordings: Sequence[Wording], device: torch.device) -> Iterator[Condition]:
@@ -422,7 +442,7 @@ class DiffusersPolicy(Policy):
         import diffusers
 
         pretrained.hide_progress_bars()
-        pretrained.require_family(self.path, self.pipelines, self.family)
+        self.check_checkpoint(self.path)
         for name in pretrained.model_index(self.path):
             if name.startswith(("text_encoder", "image_encoder")):
                 pretrained.require_shards(self.path, name)
@@ -496,4 +516,4 @@ class DiffusersPolicy(Policy):
         if cls.packed:
             return ((height // 16) * (width // 16), cls.channels * 4)
         video = () if cls.temporal_stride is None else ((frames - 1) // cls.temporal_stride + 1,)
-        return (cls.channels, *video, height // 8, width // 8)
+        return (cls.channels, *video, height // latents.STRIDE, width // latents.STRIDE)

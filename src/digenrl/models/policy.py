@@ -55,6 +55,10 @@ class Policy(nn.Module, ABC):
     """Role of an image (`digenrl.images.ROLES`) -> how many of them a prompt has here: at least, at most."""
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     """The transformer's lists of blocks."""
+    pipelines: ClassVar[tuple[str, ...]] = ()
+    """Pipelines of diffusers (`_class_name` of model_index.json) whose checkpoints the family reads."""
+    components: ClassVar[Mapping[str, str]] = {"transformer": ""}
+    """Subfolder of a checkpoint in diffusers layout -> prefix of its tensors' names in `transformer`."""
     context_plan: ClassVar[dict[str, Any]] = {}
     """Where the tokens of a forward are split among the ranks of a context group, and gathered again, as diffusers'
     hooks take it; {}: they cannot be."""
@@ -165,9 +169,14 @@ class Policy(nn.Module, ABC):
         """Text of the unconditional branch when a prompt brings none; None = there is no default."""
         return None
 
-    def guide(self, conditional: Tensor, unconditional: Tensor) -> Tensor:
-        """Classifier-free guidance of two fp32 velocities [B, *L] (Ho & Salimans 2022, arXiv:2207.12598)."""
-        return unconditional + self.cfg_scale * (conditional - unconditional)
+    def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
+        """Classifier-free guidance of two fp32 velocities [B, *L] (Ho & Salimans 2022, arXiv:2207.12598); `scale` is
+        one number, or one per row."""
+        return unconditional + scale * (conditional - unconditional)
+
+    def guidance(self, sigmas: Tensor) -> float | Tensor:
+        """The scale for rows of these noise levels [B], as `guide` takes it."""
+        return self.cfg_scale
 
     # ---- what everybody calls
 
@@ -209,7 +218,7 @@ class Policy(nn.Module, ABC):
         unconditional, conditional = _widen(output).chunk(2)
         if self.detach_unconditional:
             unconditional = unconditional.detach()
-        return self.guide(conditional, unconditional)
+        return self.guide(conditional, unconditional, self.guidance(sigmas))
 
     def encode(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Conditioning with leading dimension len(prompts), on `self.device`; each wording is encoded once and kept.
@@ -323,6 +332,14 @@ class Policy(nn.Module, ABC):
                 if parameter.shape != tensors[name].shape:
                     raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, policy {tuple(parameter.shape)}")
                 parameter.copy_(tensors[name])
+
+    def merge_adapter(self) -> None:
+        """Add the adapter to the weights that it adapts, rounded once to their dtype, and be a policy without one, of
+        which nothing is trained. Raises ValueError where a sum is not finite."""
+        transformer: Any = self.transformer
+        transformer.fuse_lora(safe_fusing=True)
+        transformer.unload_lora()
+        self.lora, self.lora_layers, self._adapted = None, [], ()
 
     def only_generate(self) -> None:
         """Hold in `self.dtype` the weights that every forward casts to it anyway: half the memory of a rank that never

@@ -1,20 +1,27 @@
-"""Qwen-Image (arXiv:2508.02324): Qwen2.5-VL text, norm-preserving guidance, latents packed into tokens [N, 64]."""
+"""Qwen-Image (arXiv:2508.02324): Qwen2.5-VL text, norm-preserving guidance, latents packed into tokens [N, 64].
+
+Its editing models read an image twice: the language model sees it before the text, and its tokens follow those of the
+noise.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
 from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.models.flux import ATTENTION
-from digenrl.models.latents import denormalise, unpack
+from digenrl.models.latents import denormalise, normalise, pack, unpack
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.prompt_store import Wording
 
-TEMPLATE_TOKENS = 34
-"""Tokens of the chat template before the prompt, which the pipeline drops from the hidden states."""
+TEMPLATE_TOKENS, EDIT_TEMPLATE_TOKENS = 34, 64
+"""Tokens of the chat template before the prompt (before the image), which the pipeline drops from the hidden states."""
 
 
 class QwenImagePolicy(DiffusersPolicy):
@@ -37,13 +44,17 @@ class QwenImagePolicy(DiffusersPolicy):
             timestep=sigmas,  # the network multiplies by 1000
             encoder_hidden_states=condition["text"],
             encoder_hidden_states_mask=condition.get("mask"),
-            img_shapes=[[(1, self.height // 16, self.width // 16)]] * latents.shape[0],
+            img_shapes=[self.grids()] * latents.shape[0],
             return_dict=False,
         )[0]
 
-    def guide(self, conditional: Tensor, unconditional: Tensor) -> Tensor:
+    def grids(self) -> list[tuple[int, int, int]]:
+        """(frames, rows, columns) of all tokens that `predict` is given, one picture after the other."""
+        return [(1, self.height // 16, self.width // 16)]
+
+    def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
         """Guidance rescaled, token by token, to the conditional velocity's norm (diffusers QwenImagePipeline)."""
-        combined = super().guide(conditional, unconditional)
+        combined = super().guide(conditional, unconditional, scale)
         norm = torch.linalg.vector_norm(conditional, dim=-1, keepdim=True)
         return combined * (norm / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
 
@@ -53,6 +64,9 @@ class QwenImagePolicy(DiffusersPolicy):
         embeddings, mask = pipeline.encode_prompt(
             text, device=pipeline.device, max_sequence_length=self.max_sequence_length
         )
+        return self._padded(embeddings, mask)
+
+    def _padded(self, embeddings: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         if mask is None:  # the pipeline's way of saying that every position counts
             mask = embeddings.new_ones(embeddings.shape[:2])
         padding = self.max_sequence_length - embeddings.shape[1]
@@ -65,3 +79,44 @@ class QwenImagePolicy(DiffusersPolicy):
     def check_encoders(self, pipeline: Any) -> None:
         """The template before the prompt must be exactly the 34 tokens that the pipeline drops."""
         self.require_template(pipeline.tokenizer, pipeline.prompt_template_encode, TEMPLATE_TOKENS)
+
+
+class QwenImageEditPolicy(QwenImagePolicy):
+    """Qwen-Image-Edit from 2509 on, with one image; arguments in `DiffusersPolicy`.
+
+    The image is fitted to the size of the samples, where diffusers' pipeline gives the network one of a megapixel.
+    """
+
+    family = "qwen_image_edit"
+    pipelines = ("QwenImageEditPlusPipeline",)
+    reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        both = torch.cat([latents, condition["image"]], dim=1)
+        return super().predict(both, sigmas, condition)[:, : latents.shape[1]]
+
+    def grids(self) -> list[tuple[int, int, int]]:
+        """Those of the noise and of the image."""
+        return super().grids() * 2
+
+    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
+        """Qwen2.5-VL states of image and text with their mask, as `encode_text`; and the tokens [1, N, 64] of the
+        image, the middle of the autoencoder's distribution."""
+        image = wording.images[0]
+        width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, self.width / self.height)
+        seen = pipeline.image_processor.resize(image.fitted(self.height, self.width), height, width)
+        embeddings, mask = pipeline.encode_prompt(wording.text, image=[seen], device=pipeline.device)
+        beside = embeddings.shape[1] - len(pipeline.tokenizer(wording.text).input_ids)
+        if beside >= self.max_sequence_length:
+            raise ValueError(
+                f"model.max_sequence_length={self.max_sequence_length}: the image takes {beside} tokens of it, nothing "
+                f"is left for text; set it to {beside + 256} or more"
+            )
+        self.report_long_prompt(pipeline.tokenizer, wording.text, self.max_sequence_length - beside)
+        pixels = self.pixels(image).unsqueeze(2).to(self._vae.device, self.vae_dtype)
+        latents = normalise(self._vae.encode(pixels).latent_dist.mode(), self._vae.config)
+        return {**self._padded(embeddings, mask), "image": pack(latents[:, :, 0])}
+
+    def check_encoders(self, pipeline: Any) -> None:
+        """The template before the image must be exactly the 64 tokens that the pipeline drops."""
+        self.require_template(pipeline.tokenizer, pipeline.prompt_template_encode, EDIT_TEMPLATE_TOKENS)

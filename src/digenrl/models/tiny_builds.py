@@ -81,7 +81,8 @@ def build(family: str, folder: Path, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = _pipeline(family)
-        for parameter in pipeline.transformer.parameters():
+        transformers = [part for name, part in pipeline.components.items() if name.startswith("transformer") and part]
+        for parameter in (parameter for network in transformers for parameter in network.parameters()):
             # Some families initialise modulations and output layers to zero, which would hide every signal.
             if parameter.ndim > 1 and not parameter.detach().any():
                 nn.init.normal_(parameter, std=0.02)
@@ -105,9 +106,20 @@ def _pipeline(family: str) -> Any:
             parts[name.replace("text_encoder", "tokenizer")], parts[name] = _encoder(part)
         elif name == "image_encoder":
             parts["image_processor"], parts[name] = _encoder(part)
-        elif name != "pipeline":
+        elif name == "processor":
+            parts[name] = _processor(part, parts["tokenizer"])
+        elif isinstance(part, dict):
             parts[name] = getattr(diffusers, part["class"])(**{key: part[key] for key in part if key != "class"})
+        elif name != "pipeline":
+            parts[name] = part
     return getattr(diffusers, BUILDERS[family]["pipeline"])(**parts)
+
+
+def _processor(pixels: dict[str, int], tokenizer: Any) -> Any:
+    import transformers
+
+    images = transformers.Qwen2VLImageProcessor(size=pixels)
+    return transformers.Qwen2VLProcessor(images, tokenizer, transformers.Qwen2VLVideoProcessor())
 
 
 def _encoder(name: str) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ Vocabularies are learned in plain Python because the trainers of the `tokenizers
 ties in hash order: two runs give two vocabularies, and a build must be byte-reproducible.
 
 The corpus repeats the models' prompt templates often enough that a template's words become single tokens, as they are
-in the real vocabularies; so the templates have the real lengths (Qwen-Image 34 tokens, HunyuanVideo 95).
+in the real vocabularies; so the templates have the real lengths (Qwen-Image 34 tokens, its edits 64, HunyuanVideo 95).
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ MERGES = 600
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def corpus() -> list[str]:
-    """Captions, and both templates `TEMPLATE_REPEATS` times."""
+def _templates() -> list[str]:
     from diffusers import QwenImagePipeline
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
+    return [QwenImagePipeline(*[None] * 5).prompt_template_encode, DEFAULT_PROMPT_TEMPLATE["template"]]
+
+
+def corpus(templates: list[str] | None = None) -> list[str]:
+    """Captions, and the templates (by default Qwen-Image's and HunyuanVideo's) `TEMPLATE_REPEATS` times."""
     colours, shapes = _DATA["colours"], _DATA["shapes"]
     captions = [f"a {a} {s} on a {b} background" for a, s, b in itertools.product(colours, shapes, colours)]
-    qwen = QwenImagePipeline(None, None, None, None, None).prompt_template_encode
-    return captions + _DATA["sentences"] + [qwen, DEFAULT_PROMPT_TEMPLATE["template"]] * TEMPLATE_REPEATS
+    return captions + _DATA["sentences"] + (templates or _templates()) * TEMPLATE_REPEATS
 
 
 def clip() -> Any:
@@ -66,14 +69,21 @@ def t5() -> Any:
     return T5TokenizerFast(vocab=vocabulary, extra_ids=0, additional_special_tokens=[], model_max_length=512)
 
 
-def qwen() -> Any:
+def qwen(templates: list[str] | None = None) -> Any:
     """A Qwen2Tokenizer with the special tokens of Qwen2.5-VL."""
     from transformers import Qwen2Tokenizer
 
     special = _DATA["qwen_special"]
-    vocabulary, merges = _train_byte_level(special)
+    vocabulary, merges = _train_byte_level(special, templates)
     vocabulary |= {token: len(vocabulary) + index for index, token in enumerate(special)}
     return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special[1:], model_max_length=2048)
+
+
+def qwen_edit() -> Any:
+    """The same, to which the words of Qwen-Image-Edit's template are single tokens."""
+    from diffusers import QwenImageEditPlusPipeline
+
+    return qwen([QwenImageEditPlusPipeline(*[None] * 6).prompt_template_encode])
 
 
 def qwen3() -> Any:
@@ -113,8 +123,10 @@ def _byte_level() -> Any:
     return pre_tokenizers.Sequence([split, byte_level])
 
 
-def _train_byte_level(special: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    texts = corpus()
+def _train_byte_level(
+    special: list[str], templates: list[str] | None = None
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    texts = corpus(templates)
     for token in special:
         texts = [text.replace(token, "") for text in texts]
     return _train_bpe(_byte_level(), texts)

@@ -1,6 +1,7 @@
-"""Wan2.1 (arXiv:2503.20314): UMT5 text, classifier-free guidance, latents [16, f, h, w].
+"""Wan2.1 and 2.2 (arXiv:2503.20314): UMT5 text, classifier-free guidance, latents [16, f, h, w].
 
-Image-to-video reads the first frame twice: as channels beside the noise, and through a CLIP that joins the text.
+Wan2.2 A14B has two transformers, for much and for little noise. Image-to-video reads the first frame twice: as channels
+beside the noise, and through a CLIP that joins the text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 from torch.nn.functional import pad
 
+from digenrl.models import pretrained
 from digenrl.models.exchange import attend_together
+from digenrl.models.experts import PARTS, Experts
 from digenrl.models.latents import denormalise, normalise
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.prompt_store import Wording
@@ -71,6 +74,21 @@ class WanPolicy(DiffusersPolicy):
         for block in self.wrap_units():
             self.attend_with(block.attn1, _SelfAttention())
 
+    @classmethod
+    def check_checkpoint(cls, path: str) -> None:
+        """Also refuses experts that would be left out or are not there, and clocks of single tokens (Wan2.2 5B)."""
+        super().check_checkpoint(path)
+        index = pretrained.model_index(path)
+        experts = index.get("boundary_ratio") is not None
+        if experts != ("transformer_2" in cls.components) or index.get("expand_timesteps"):
+            holds = "two transformers" if experts else "one transformer"
+            holds += " with a clock per token" if index.get("expand_timesteps") else ""
+            raise pretrained.CheckpointError(
+                f"model.path={path} holds {holds}, which the {cls.family} adapter does not read: use model=wan22_a14b "
+                "for Wan2.2 T2V A14B, and wan21_14b, wan21_1_3b or wan21_i2v_14b for Wan2.1; other Wan2.2 checkpoints "
+                "are not supported"
+            )
+
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return self.network(
             hidden_states=latents, timestep=sigmas * 1000, encoder_hidden_states=condition["text"], return_dict=False
@@ -89,6 +107,45 @@ class WanPolicy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         return vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
+
+
+class WanExpertsPolicy(WanPolicy):
+    """Wan2.2 text-to-video A14B; arguments in `DiffusersPolicy`, and
+
+    guidance_scale_2: the scale at noise levels of the second transformer; None = as for the first.
+    """
+
+    family = "wan22"
+    components: ClassVar[Mapping[str, str]] = {part: f"{part}." for part in PARTS}
+    context_plan: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, *args: Any, guidance_scale_2: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if guidance_scale_2 is not None and guidance_scale_2 < 1.0:
+            raise ValueError(f"model.guidance_scale_2={guidance_scale_2}: use 1 (off) or more, or null")
+        self.guidance_scale_2 = guidance_scale_2
+
+    def joined(self, networks: list[Any]) -> Any:
+        """With the boundary that the checkpoint names."""
+        high, low = networks
+        return Experts(high, low, 1000 * pretrained.model_index(self.path)["boundary_ratio"])
+
+    def guidance(self, sigmas: Tensor) -> float | Tensor:
+        """Each expert's own scale [B, 1, 1, 1, 1]."""
+        if self.guidance_scale_2 is None:
+            return self.cfg_scale
+        experts: Any = self.transformer
+        high = sigmas * 1000 >= experts.boundary
+        return torch.where(high, self.cfg_scale, self.guidance_scale_2).view(-1, 1, 1, 1, 1)
+
+    def parameters_without_gradient(self) -> list[str]:
+        """An expert has none where no cell of the update is of its noise levels; the other one has them all."""
+        absent = super().parameters_without_gradient()
+        for prefix in self.components.values():
+            own = [name for name in self.trained_parameters() if name.startswith(prefix)]
+            if len(own) < len(self.trained_parameters()) and set(own) == set(absent):
+                return []
+        return absent
 
 
 class WanImageToVideoPolicy(WanPolicy):

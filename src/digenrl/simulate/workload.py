@@ -16,11 +16,13 @@ ENCODERS = {
     # parameters of the text encoders (reference: torch on the meta device), tokens, VAE of facts.json
     "wan21_14b": (5_680_910_336, 512, "wan"),
     "wan21_1_3b": (5_680_910_336, 512, "wan"),
+    "wan22_a14b": (5_680_910_336, 512, "wan"),
     "wan21_i2v_14b": (5_680_910_336 + 632_076_800, 512, "wan"),
     "hunyuan_video": (7_504_924_672 + 123_060_480, 351, "hunyuan"),
     "flux1_dev": (4_762_310_656 + 123_060_480, 512, "flux"),
     "flux1_kontext": (4_762_310_656 + 123_060_480, 512, "flux"),
     "qwen_image": (8_292_166_656, 162, "wan_image"),
+    "qwen_image_edit": (8_292_166_656, 300, "wan_image"),
     "sd35_medium": (4_762_310_656 + 123_650_304 + 694_659_840, 256, "flux"),
     "flux2_klein_4b": (4_022_468_096, 512, "flux"),
     "z_image": (4_022_468_096, 512, "flux"),
