@@ -151,9 +151,10 @@ def test_a_rollout_that_dies_in_the_middle_changes_no_number(running: Any, sched
 @pytest.mark.processes
 @pytest.mark.parametrize("words", [("schedule=gap_tsp_tag",), ("parallel.sharding=fsdp",)], ids=["ddp", "fsdp"])
 def test_trainers_make_the_pieces_that_no_rollout_is_left_for(running: Any, words: tuple[str, ...]) -> None:
-    """The only rollout dies at its third piece of the second evaluation; trainers end that."""
+    """The only rollout dies at its fourth piece of the second evaluation; trainers end that."""
     words = ("allocation.trainers=2", "allocation.rollouts=1", "allocation.patience_s=5", *words)
-    dies = running(*words, *fault("evaluate", 2, "kill", call=8), tiny=EVALUATION, fork=True)
+    words = ("callbacks.evaluation.samples_per_prompt=16", *words)  # trainers hold all tasks long before
+    dies = running(*words, *fault("evaluate", 2, "kill", call=9), tiny=EVALUATION, fork=True)
     whole = ended(running(*words, tiny=EVALUATION, fork=True))
     watch(dies)
     own, theirs = numbers(dies.rows("metrics.jsonl")), numbers(whole.rows("metrics.jsonl"))
