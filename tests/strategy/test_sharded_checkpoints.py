@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.strategy import checkpoint_storage as storage
@@ -25,6 +26,7 @@ from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid, 
 from digenrl.strategy.checkpoint_storage import POLICY, PREFIX
 from tests.strategy.faults import Fault
 from tests.strategy.processes import FP64, FULL, completed, configured, relative, run_cluster
+from tests.strategy.test_context import FEW, SMALL
 
 pytestmark = pytest.mark.processes
 
@@ -221,3 +223,16 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it
 def write_slowly() -> None:
     """The first checkpoint takes far longer than an RL step."""
     Fault("save", 0, "hang", seconds=8.0)
+
+
+@pytest.mark.slow
+def test_a_network_that_is_built_without_values_resumes_with_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """What a resumed run publishes first is what the run before published last, bit by bit."""
+    words = ("experiment=wan21_flowgrpo", *SMALL, *FEW, "parallel.sharding=fsdp")
+    for resume, steps in ((False, 1), (True, 2)):
+        config = configuration.load([*words, f"max_rl_steps={steps}"]).config
+        cluster = run_cluster(tmp_path, 2, 1, config, resume=resume)
+        completed(cluster)
+    digests = [(row["version"], row["digest"]) for row in cluster.events() if row["kind"] == "publish"]
+    assert [version for version, _ in digests] == [0, 1, 1, 2]
+    assert digests[1] == digests[2] != digests[0]

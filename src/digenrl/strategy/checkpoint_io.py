@@ -182,7 +182,9 @@ def read(
     try:
         dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise CheckpointError(f"{source} does not fit this run: {_cause(error)}") from error
+        raise CheckpointError(
+            f"{source} does not fit this run: {_cause(error)}. Resume it with its own model and lora settings."
+        ) from error
     for place, tensor in tensors.items():
         *path, name = place.split("/")
         node: Any = checkpoint

@@ -108,10 +108,12 @@ class PartWriter(StorageWriter):
             assert item.tensor_data is not None, "only tensors are handed over"
             name, tensor = item.index.fqn, planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
-            if not tensor.numel() and item.tensor_data.size.numel():
+            chunk, size = item.tensor_data.chunk, item.tensor_data.size
+            assert chunk.sizes[1:] == size[1:], f"{name}: only rows can be shared out"
+            if not tensor.numel() and size.numel():
                 continue  # a tensor with fewer rows than there are trainers
             (policy if name.startswith(_WHERE) else state)[name.removeprefix(_WHERE)] = tensor.contiguous()
-            rows[name.removeprefix(_WHERE)] = (*item.tensor_data.chunk.offsets, 0)[0]
+            rows[name.removeprefix(_WHERE)] = (*chunk.offsets, 0)[0]
         number = f"{plan.storage_data:05d}"
         results = []
         for file, tensors in ((f"policy-{number}{_PART}", policy), (f"state-{number}{_SAFETENSORS}", state)):
