@@ -34,7 +34,7 @@ def test_a_scorer_that_never_returns_is_a_rollouts_death_and_a_disk_a_trainers(r
     """The run goes on with rank 3, until rank 0 cannot save; rank 2 says where it was."""
     rollout, trainer = fault("scorer", 2, "hang", call=3), fault("save", 0, "hang", name="later", call=2)
     train = running(*IMPATIENT, "max_rl_steps=9", *rollout, trainer[-1], fork=True)
-    assert_failed(train, "rank 0 (trainer) hangs in stage checkpoint: no progress for", within=60.0)
+    assert_failed(train, "rank 0 (trainer) hangs in stage checkpoint (thread ", within=60.0)
     assert "raise limits.stage_floor_s" in train.summary["cause"]
     (lost,) = train.summary["lost"]
     assert "rank 2 (rollout) hangs in stage score judge_a (thread scorer): no progress for" in lost

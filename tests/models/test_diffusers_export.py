@@ -173,7 +173,8 @@ def test_command_exports_a_run(tmp_path, capsys):
     from digenrl import config as configuration
     from digenrl.cli import export as command
     from digenrl.config.output_dir import prepare_run_dir
-    from digenrl.strategy.checkpoint_io import PREFIX, DirectoryCheckpointIO
+    from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+    from digenrl.strategy.checkpoint_storage import PREFIX
 
     words = ["experiment=flux1_flowgrpo", "hardware=cpu_tiny", f"output_root={tmp_path}", "model.lora.rank=4"]
     composed = configuration.load(words)

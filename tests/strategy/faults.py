@@ -26,8 +26,7 @@ from digenrl.rewards.protocol import RewardUnavailable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule.claims import Claims
-from digenrl.strategy import gradients
-from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+from digenrl.strategy import checkpoint_storage, gradients
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import SocketLink
@@ -39,7 +38,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "denoise": (RolloutEngine, "advance"),
     "decode": (RolloutEngine, "decode"),
     "evaluate": (RolloutEngine, "evaluate"),
-    "save": (DirectoryCheckpointIO, "save_checkpoint"),
+    "save": (checkpoint_storage, "save_weights"),
     "reward": (RewardSuite, "score"),
     "scorer": (DigitJudge, "__call__"),
     "send": (SocketLink, "send"),

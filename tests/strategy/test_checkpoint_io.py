@@ -19,28 +19,30 @@ from safetensors.torch import load_file
 
 from digenrl.callbacks.checkpoint import KEY, Checkpoint
 from digenrl.strategy import checkpoint_io as module
+from digenrl.strategy import checkpoint_storage as storage
 from digenrl.strategy.checkpoint_io import (
     MANIFEST,
-    POLICY,
-    PREFIX,
     STATE,
     CheckpointError,
     DirectoryCheckpointIO,
     newest_valid,
     verify,
 )
+from digenrl.strategy.checkpoint_storage import POLICY, PREFIX
 
 pytestmark = pytest.mark.heavy
 
-FILES = (POLICY, STATE, MANIFEST)
+GROWN = "state-00000.safetensors"
+FILES = (POLICY, GROWN, STATE, MANIFEST)
 
 
 def content(value: float, epoch: int) -> dict[str, Any]:
     """What Lightning hands over: weights, optimizer, loops, RNG."""
+    moment = torch.full((4, 3), value)
     return {
         "epoch": epoch,
         "state_dict": {f"{PREFIX}lora.weight": torch.full((4, 3), value), "ema.weight": torch.full((2,), value)},
-        "optimizer_states": [{"state": {0: {"exp_avg": torch.full((4, 3), value)}}, "param_groups": [{"lr": 0.1}]}],
+        "optimizer_states": [{"state": {"lora.weight": {"exp_avg": moment}}, "param_groups": [{"lr": 0.1}]}],
         KEY: {"rng": torch.get_rng_state(), "version": epoch, "previous": {"lora.weight": torch.zeros(4, 3)}},
     }
 
@@ -66,7 +68,7 @@ def test_round_trip_with_tensors_and_plain_values_only(tmp_path: Path) -> None:
 def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     """One bit in each byte of the payload files (every 7th of long ones), and any change of a manifest's facts."""
     path = saved(tmp_path, 1, 2.0)
-    for name in (POLICY, STATE):
+    for name in (POLICY, GROWN, STATE):
         good = (path / name).read_bytes()
         for position in range(0, len(good), 7):
             bad = bytearray(good)
@@ -119,9 +121,9 @@ def _disk_operations(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]
 
         return operation
 
-    monkeypatch.setattr(module, "save_file", hooked(module.save_file))
+    monkeypatch.setattr(storage, "save_file", hooked(storage.save_file))
     monkeypatch.setattr(module.torch, "save", hooked(torch.save))
-    monkeypatch.setattr(module, "_flush", hooked(module._flush))
+    monkeypatch.setattr(storage, "_flush", hooked(storage._flush))
     monkeypatch.setattr(module.shutil, "rmtree", hooked(shutil.rmtree))
     for name in ("write_text", "mkdir", "rename", "symlink_to", "unlink"):
         monkeypatch.setattr(Path, name, hooked(getattr(Path, name)))
@@ -205,6 +207,11 @@ class _Alone(SingleDeviceStrategy):
     """The only trainer; notes the cause of a stop that it is asked for."""
 
     stop, version, previous, shares = "", 0, None, SimpleNamespace(state=lambda version: {})
+    saving, full = SimpleNamespace(future=SimpleNamespace(done=lambda: True)), False
+
+    def saved(self) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     @property
     def control(self) -> _Alone:
@@ -225,10 +232,10 @@ class _Trainer:
         self._checkpoint_connector = SimpleNamespace(_get_loops_state_dict=dict)
 
     def save_checkpoint(self, path: Path) -> None:
-        if self._failures > 0:
-            self._failures -= 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self.saved.append(Path(path).name)
+        self.strategy.full = self._failures > 0
+        self._failures -= 1
+        if not self.strategy.full:
+            self.saved.append(Path(path).name)
 
 
 def events(root: Path) -> list[dict[str, Any]]:
@@ -238,16 +245,18 @@ def events(root: Path) -> list[dict[str, Any]]:
 def test_a_failed_checkpoint_is_told_and_goes_on_only_if_asked_to(tmp_path: Path) -> None:
     module_ = pl.LightningModule()
     callback, trainer = Checkpoint(every=1, on_error="continue"), _Trainer(tmp_path, failures=2)
-    for trainer.current_epoch in range(3):
+    for trainer.current_epoch in range(4):
         callback.on_train_epoch_end(trainer, module_)  # type: ignore[arg-type]
-    assert trainer.saved == ["step-000003"]
+    assert trainer.saved == ["step-000003", "step-000004"]
     assert not trainer.should_stop
     assert [event["kind"] for event in events(tmp_path)] == ["checkpoint_failed", "checkpoint_failed", "checkpoint"]
     assert "No space left on device" in events(tmp_path)[0]["cause"]
-    for callback, epoch in ((Checkpoint(every=1), 0), (Checkpoint(every=1, on_error="continue"), 9)):
+    # Found out at the end of the next step; the last one of a run always counts.
+    for callback, epochs in ((Checkpoint(every=1), (0, 1)), (Checkpoint(every=1, on_error="continue"), (9,))):
         trainer = _Trainer(tmp_path, failures=9)
-        trainer.current_epoch = epoch  # the last one of a run always counts
-        callback.on_train_epoch_end(trainer, module_)  # type: ignore[arg-type]
+        for trainer.current_epoch in epochs:
+            assert not trainer.should_stop
+            callback.on_train_epoch_end(trainer, module_)  # type: ignore[arg-type]
         assert trainer.should_stop
         assert "could not be written" in trainer.strategy.stop
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from digenrl.strategy.context import Context
-from digenrl.strategy.shard import bounded, full_state, mesh_of, shard
+from digenrl.strategy.shard import bounded, mesh_of, shard
 from digenrl.types import Prompt
 from tests.models.real_policies import real
 from tests.models.tiny_policies import make
@@ -53,19 +53,6 @@ def test_the_reference_is_sharded_again_after_its_forward() -> None:
             assert not whole, "these stay gathered between forwards"
 
     as_one_of_many(body)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_checkpoint_is_gathered_by_the_first_rank_alone(number: int) -> None:
-    def body() -> None:
-        policy = make("wan", "full")
-        shard(policy, mesh_of("fsdp", TRAINERS, 1, "cpu"))
-        names = set(policy.transformer.state_dict())
-        found = full_state(policy.transformer)  # type: ignore[arg-type]  # any module will do
-        assert set(found) == (names if number == 0 else set())
-        assert not any(isinstance(value, DTensor) for value in found.values())
-
-    as_one_of_many(body, number)
 
 
 USUAL = {("wan", False), ("flux", True)}

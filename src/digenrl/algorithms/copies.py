@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class ParameterCopy:
@@ -51,27 +50,16 @@ class ParameterCopy:
                 parameter.data.copy_(kept[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Full CPU tensors for a checkpoint: a collective of all trainers where parameters are sharded, of which rank 0
-        alone keeps the result."""
-        state = {}
-        for name, value in self.tensors.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if not isinstance(value, DTensor) or value.device_mesh.get_rank() == 0:
-                state[name] = whole.cpu().clone()
-        return state
+        """The tensors themselves, for a checkpoint."""
+        return dict(self.tensors)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over full tensors; they move to their parameter's device and shards on next use."""
+        """Take over the values; they move to their parameter's device on next use."""
         self.tensors = {name: value.clone() for name, value in tensors.items()}
 
     def _at(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """The copy of one parameter, where and as the parameter is."""
-        copy = self.tensors[name]
-        if isinstance(parameter, DTensor) and not isinstance(copy, DTensor):
-            # Every rank holds the full tensor, so nothing needs to be sent (src_data_rank=None).
-            full = copy.to(parameter.device)
-            copy = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        self.tensors[name] = copy = copy.to(parameter.device)
+        """The copy of one parameter, where the parameter is."""
+        self.tensors[name] = copy = self.tensors[name].to(parameter.device)
         return copy
 
 

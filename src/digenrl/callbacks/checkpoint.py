@@ -24,13 +24,15 @@ class Checkpoint(pl.Callback):
     """Writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run, a requested stop included: where
     the step in progress is given up (`StepGivenUp`), the version before it.
 
-    A checkpoint that cannot be written costs none of the older ones and leaves nothing behind. The run's directory is
-    the Trainer's `default_root_dir`.
+    It is written beside training, one at a time: the next one, and the end of the run, wait for it. One that cannot be
+    written costs none of the older ones and leaves nothing behind. The run's directory is the Trainer's
+    `default_root_dir`.
 
     Args:
         every: RL steps between checkpoints.
         on_error: what follows one that could not be written: "stop" ends the run after the step in progress, with the
-            cause; "continue" goes on and tries again when the next one is due. The last one of a run always counts.
+            cause, and tries to save that step; "continue" goes on and tries again when the next one is due. The last
+            one of a run always counts.
 
     Raises:
         ValueError: another value.
@@ -44,6 +46,8 @@ class Checkpoint(pl.Callback):
         self._every, self._on_error = every, on_error
         self._finished, self._saved = 0, 0
         """RL steps finished, and those in the newest checkpoint."""
+        self._writing: tuple[int, Path] | None = None
+        """RL steps in the checkpoint that is being written, and where it will be."""
         self._progress: dict[str, Any] = {}
         """Entries of a checkpoint as they were when the last step was finished, but for the weights."""
         self._weights: dict[str, Any] = {}
@@ -65,18 +69,25 @@ class Checkpoint(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if not isinstance(exception, StepGivenUp):
             return
+        self._settle(trainer)
         version = trainer.strategy.version  # type: ignore[attr-defined]
         if version > self._finished:  # the evaluation after that step was given up
-            self._save(trainer, version, trainer.save_checkpoint, last=True)
+            self._begin(trainer, version, trainer.save_checkpoint)
         elif self._finished > self._saved:
-            self._save(trainer, self._finished, partial(self._save_finished, trainer), last=True)
+            self._begin(trainer, self._finished, partial(self._save_finished, trainer))
+        self._settle(trainer, last=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.current_epoch + 1
         self._finished, self._weights = step, {}
+        due = step % self._every == 0 or step == trainer.max_epochs or trainer.should_stop
+        if due or self._written(trainer):
+            self._settle(trainer)
         last = step == trainer.max_epochs or trainer.should_stop
-        if step % self._every == 0 or last:
-            self._save(trainer, step, trainer.save_checkpoint, last)
+        if due or last:
+            self._begin(trainer, step, trainer.save_checkpoint)
+        if last:
+            self._settle(trainer, last=True)
         if self._saved < step:
             self._progress = {
                 "epoch": trainer.current_epoch,
@@ -88,24 +99,35 @@ class Checkpoint(pl.Callback):
     def _save_finished(self, trainer: pl.Trainer, path: Path) -> None:
         """Write the checkpoint of the last finished step, from the middle of the next one."""
         trainer.strategy.save_checkpoint(_dump(trainer) | self._progress | self._weights, path)
-        trainer.strategy.barrier()
 
-    def _save(self, trainer: pl.Trainer, step: int, write: Callable[[Path], None], last: bool) -> None:
-        path, cause = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}", None
+    def _begin(self, trainer: pl.Trainer, step: int, write: Callable[[Path], None]) -> None:
+        path = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}"
+        write(path)
+        self._writing = step, path
+
+    def _written(self, trainer: pl.Trainer) -> bool:
+        """Whether the checkpoint in writing is complete, or has failed, by the word of every trainer."""
+        strategy: Any = trainer.strategy
+        here = strategy.saving is None or strategy.saving.future.done()
+        return self._writing is not None and strategy.reduce_boolean_decision(here, all=True)
+
+    def _settle(self, trainer: pl.Trainer, last: bool = False) -> None:
+        """Wait for the checkpoint in writing, and draw the conclusions."""
+        if self._writing is None:
+            return
+        (step, path), self._writing, cause = self._writing, None, None
         try:
-            write(path)
-        except OSError as error:  # raised by global rank zero alone, while the others wait where it would have gone on
+            trainer.strategy.saved()  # type: ignore[attr-defined]
+        except OSError as error:
             cause = _told(path, error)
-            trainer.strategy.barrier("Trainer.save_checkpoint")
-        failed = trainer.strategy.reduce_boolean_decision(cause is not None, all=False)
-        if not failed:
+        if cause is None:
             self._saved = step
-        elif last or self._on_error == "stop":
+            if trainer.is_global_zero:
+                append_event(trainer.default_root_dir, "checkpoint", {"path": str(path), "rl_step": step})
+            return
+        if last or self._on_error == "stop":
             trainer.should_stop = True
         if not trainer.is_global_zero:
-            return
-        if cause is None:
-            append_event(trainer.default_root_dir, "checkpoint", {"path": str(path), "rl_step": step})
             return
         append_urgent(trainer.default_root_dir, CHECKPOINT_FAILED, {"rl_step": step, "cause": cause})
         if trainer.should_stop:

@@ -145,10 +145,10 @@ def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[
     Raises:
         NoWeights: no whole checkpoint, no moving average in it, or one that has not moved.
     """
-    import torch
     from safetensors.torch import load_file
 
-    from digenrl.strategy.checkpoint_io import POLICY, STATE, CheckpointError, newest_valid
+    from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, read
+    from digenrl.strategy.checkpoint_storage import POLICY
 
     try:
         checkpoint = newest_valid(checkpoints, say=partial(print, file=sys.stderr))
@@ -156,12 +156,12 @@ def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[
         raise NoWeights(f"{error}\nNothing to export.") from error
     if weights == "trained":
         return load_file(checkpoint / POLICY), "trained"
-    state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
-    average: dict[str, Any] = state["algorithm"]["ema"]
-    if average and state["algorithm"]["ema_steps"] < every:
+    kept = read(checkpoint, ("algorithm",))["algorithm"]
+    average: dict[str, Any] = kept["ema"]
+    if average and kept["ema_steps"] < every:
         raise NoWeights(
             f"{checkpoint}: the moving average is still the base model, because it follows every {every} optimizer "
-            f"steps (algorithm.ema.every) and there were {state['algorithm']['ema_steps']}; use weights=trained"
+            f"steps (algorithm.ema.every) and there were {kept['ema_steps']}; use weights=trained"
         )
     if not average and weights == "evaluated":
         return load_file(checkpoint / POLICY), "trained"

@@ -1,44 +1,79 @@
 """Checkpoints as directories that are either whole or not there.
 
-    checkpoints/step-000010/policy.safetensors   the trained parameters, by their names in the transformer
-                            state.pt             optimizer, loops, callbacks, RNG (tensors and plain values only)
-                            manifest.json        size and xxh3 of both files, and its own digest; written last
+    checkpoints/step-000010/policy.safetensors       the trained parameters, by their names in the transformer
+                            state-00000.safetensors  optimizer moments, averages, copies: the rows that trainer 0 holds;
+                                                     a file per trainer that holds any
+                            state.pt                 loops, callbacks, RNG (tensors and plain values only)
+                            manifest.json            size and xxh3 of every file, and its own digest; written last
     checkpoints/last -> step-000010
 
-Files are written under a temporary name, flushed to disk, read back and compared, then renamed; `last` moves
-afterwards, in one rename. Neither safetensors nor torch.save notices a flipped bit: the manifest does.
+What grows with the model is copied to the host, by each trainer its own rows, and written beside training (see
+`checkpoint_storage`). Files are written under a temporary name, flushed to disk, read back and compared, then renamed;
+`last` moves afterwards, in one rename. Neither safetensors nor torch.save notices a flipped bit: the manifest does.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import json
 import logging
-import os
-import re
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import xxhash
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.tensor import DTensor
+
+from digenrl.strategy.checkpoint_storage import POLICY, Description, PartReader, PartWriter, describe, described
 
 log = logging.getLogger(__name__)
-POLICY = "policy.safetensors"
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # so it is, where nothing is trained
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 _ASIDE = ".old-"
-PREFIX = "policy.transformer."
-"""Where the LightningModule's state dict holds the transformer."""
+GROWING = ("state_dict", "optimizer_states", "algorithm")
+"""Entries of a checkpoint whose tensors grow with the model."""
+
+Room = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""(place in the checkpoint, size, dtype) -> where that tensor is read to; its local rows alone, if it is sharded."""
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that is damaged, incomplete or foreign."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A checkpoint that is being written."""
+
+    future: concurrent.futures.Future[Any]
+    temporary: Path
+    """Where, until it is complete."""
+
+    def result(self) -> None:
+        """Wait until it is complete; every trainer is told alike.
+
+        Raises:
+            OSError: no space, no permission, or other bytes were read back than were written; nothing of it is left.
+        """
+        try:
+            self.future.result()
+        except CheckpointException as error:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            raise _cause(error) from error
 
 
 class DirectoryCheckpointIO(CheckpointIO):
@@ -54,61 +89,109 @@ class DirectoryCheckpointIO(CheckpointIO):
         self._keep = keep
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write one checkpoint; nothing of an older one is touched before this one is complete.
+        """Write one checkpoint, alone. Raises: see `Writing.result`."""
+        self.begin(checkpoint, Path(path)).result()
 
-        Raises:
-            OSError: no space, no permission, or other bytes were read back than were written; the temporary directory
-                is removed.
+    def begin(
+        self,
+        checkpoint: dict[str, Any],
+        target: Path,
+        group: dist.ProcessGroup | None = None,
+        stage: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        fixed: Iterable[Tensor] = (),
+    ) -> Writing:
+        """Copy `checkpoint` and begin to write it as `target`; nothing of an older one is touched before this one is
+        complete. With a `group`, which nothing else may use meanwhile, all its ranks call this: each writes what it
+        holds of sharded tensors, the first the rest.
+
+        Args:
+            stage: entered by the writing thread while it writes.
+            fixed: tensors of the checkpoint that nobody changes: those need no copy.
         """
-        target = Path(path)
+        first = group is None or dist.get_rank(group) == 0
+        tensors = dict[str, Tensor]()
+        rest = {
+            name: _without_tensors(entry, name, tensors) if name in GROWING else entry
+            for name, entry in checkpoint.items()
+        }
+        rest = deepcopy(rest, {id(tensor): tensor for tensor in fixed}) if first else {}
+        own = {place: tensor for place, tensor in tensors.items() if first or isinstance(tensor, DTensor)}
         temporary = target.with_name(f".tmp-{target.name}")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for unfinished in target.parent.glob(".tmp-step-*"):  # of a process that was killed
-            shutil.rmtree(unfinished, ignore_errors=True)
-        try:
-            temporary.mkdir()
-            rest = dict(checkpoint)
-            state = rest.pop("state_dict")
-            policy = {
-                k.removeprefix(PREFIX): v.detach().cpu().contiguous() for k, v in state.items() if k.startswith(PREFIX)
-            }
-            rest["state_dict"] = {k: v for k, v in state.items() if not k.startswith(PREFIX)}
-            _save_weights(policy, temporary / POLICY)
+
+        def complete(files: dict[str, Description]) -> None:
             _save_state(rest, temporary / STATE)
-            files = {name: _describe(temporary / name) for name in (POLICY, STATE)}
+            files[STATE] = described(temporary / STATE)
             (temporary / MANIFEST).write_text(_manifest({"epoch": rest.get("epoch"), "files": files}))
-            for name in (POLICY, STATE, MANIFEST):
-                _flush(temporary / name)
-            verify(temporary)
-            if target.exists():  # a resumed run reaches a step again: set aside, so that a crash finds one of the two
-                target.rename(target.with_name(f"{_ASIDE}{target.name}"))
-            temporary.rename(target)
-        except CheckpointError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise OSError(errno.EIO, f"other bytes were read back than were written ({error})") from error
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            described(temporary / MANIFEST)
+            try:
+                verify(temporary)
+            except CheckpointError as error:
+                raise OSError(errno.EIO, f"other bytes were read back than were written ({error})") from error
+            self._adopt(temporary, target)
+
+        writer = PartWriter(temporary, stage, complete)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        future = dcp.async_save(own, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        return Writing(cast("concurrent.futures.Future[Any]", future), temporary)
+
+    def _adopt(self, temporary: Path, target: Path) -> None:
+        """What is written becomes the newest checkpoint; outdated ones go."""
+        if target.exists():  # a resumed run reaches a step again: set aside, so that a crash finds one of the two
+            target.rename(target.with_name(f"{_ASIDE}{target.name}"))
+        temporary.rename(target)
         _point(target.with_name("last"), target.name)
         outdated = [old for old in sorted(target.parent.glob("step-*"))[: -self._keep] if old != target]
         for directory in [*outdated, *target.parent.glob(f"{_ASIDE}*")]:
             shutil.rmtree(directory)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read and verify one checkpoint. Tensors and plain values only: nothing in it can execute.
+        """Verify and read one checkpoint, whole. Tensors and plain values only: nothing in it can execute.
 
         Raises:
             CheckpointError: see `verify`.
         """
-        source = Path(path)
-        verify(source)
-        checkpoint: dict[str, Any] = torch.load(source / STATE, map_location=map_location or "cpu", weights_only=True)
-        policy = {PREFIX + name: tensor for name, tensor in load_file(source / POLICY).items()}
-        checkpoint["state_dict"] = checkpoint["state_dict"] | policy
-        return checkpoint
+        verify(Path(path))
+        return read(Path(path))
 
     def remove_checkpoint(self, path: Any) -> None:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def read(
+    source: Path,
+    entries: Iterable[str] = GROWING,
+    group: dist.ProcessGroup | None = None,
+    room: Room = lambda place, size, dtype: torch.empty(size, dtype=dtype),
+) -> dict[str, Any]:
+    """Read a checkpoint that was verified, its growing entries only if they are among `entries`. What does not grow is
+    mapped: it takes memory when it is used.
+
+    Args:
+        group: of the ranks that read it together, as in `DirectoryCheckpointIO.begin`.
+        room: where tensors are read to.
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+    checkpoint: dict[str, Any] = torch.load(source / STATE, map_location="cpu", mmap=True, weights_only=True)
+    reader = PartReader(source, json.loads((source / MANIFEST).read_text())["files"])
+    stored = cast("dict[str, Any]", reader.read_metadata().state_dict_metadata)
+    wanted = {place: facts for place, facts in stored.items() if place.split("/")[0] in entries}
+    tensors = {place: room(place, facts.size, facts.properties.dtype) for place, facts in wanted.items()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"{source} does not fit this run: {_cause(error)}. Resume it with its own model and lora settings."
+        ) from error
+    for place, tensor in tensors.items():
+        *path, name = place.split("/")
+        node: Any = checkpoint
+        for key in path:
+            node = node[int(key) if isinstance(node, list) else key]
+        node[name] = tensor
+    return checkpoint
 
 
 def verify(directory: Path) -> None:
@@ -138,7 +221,7 @@ def verify(directory: Path) -> None:
             "Resume from an older checkpoint of the run."
         )
     for name, written in files.items():
-        found = _describe(directory / name) if (directory / name).is_file() else None
+        found = describe(directory / name) if (directory / name).is_file() else None
         if found != written:
             raise CheckpointError(
                 f"{directory / name} is damaged: its manifest says {written}, the file is {found}. "
@@ -168,17 +251,6 @@ def newest_valid(checkpoints: Path, say: Callable[[str], object] = log.warning) 
     raise CheckpointError("\n".join([f"no valid checkpoint in {checkpoints} ({len(found)} looked at).", *problems]))
 
 
-def _save_weights(tensors: dict[str, Tensor], path: Path) -> None:
-    """safetensors' own error says what the disk said; raised as the OSError that it is."""
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        told = re.search(r"os error (\d+)", str(error))
-        if told is None:
-            raise
-        raise OSError(int(told[1]), os.strerror(int(told[1])), str(path)) from error
-
-
 def _save_state(state: dict[str, Any], path: Path) -> None:
     """torch.save hides what the disk said behind a RuntimeError about positions."""
     with path.open("wb") as file:
@@ -190,6 +262,26 @@ def _save_state(state: dict[str, Any], path: Path) -> None:
             raise
 
 
+def _without_tensors(node: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    """`node` without the tensors in its dictionaries, which go to `tensors`."""
+    if isinstance(node, list):
+        return [_without_tensors(value, f"{place}/{index}", tensors) for index, value in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    tensors |= {f"{place}/{key}": value.detach() for key, value in node.items() if isinstance(value, Tensor)}
+    return {
+        key: _without_tensors(value, f"{place}/{key}", tensors)
+        for key, value in node.items()
+        if not isinstance(value, Tensor)
+    }
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What happened to one of the ranks; what a disk said comes first."""
+    causes = [cause for cause, _ in error.failures.values()]
+    return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
+
+
 def step_of(checkpoint: Path) -> int:
     """RL steps that a checkpoint's run had finished, from its directory's name."""
     return int(checkpoint.name.rpartition("-")[2])
@@ -199,22 +291,6 @@ def _manifest(facts: dict[str, Any]) -> str:
     """The text of a manifest, which ends with the digest of its own facts."""
     own = xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
     return json.dumps(facts | {"xxh3": own}, indent=2)
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    state = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while chunk := file.read(16 << 20):
-            state.update(chunk)
-    return {"bytes": path.stat().st_size, "xxh3": state.hexdigest()}
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _point(link: Path, name: str) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,6 +42,8 @@ from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy import gradients, shard
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read
+from digenrl.strategy.checkpoint_storage import PREFIX
 from digenrl.strategy.consent import Consent
 from digenrl.strategy.context import Context
 from digenrl.strategy.evaluating import Evaluations, Examiner
@@ -120,6 +123,8 @@ class DisaggregatedStrategy(DDPStrategy):
         """Optimizer updates done within the step in progress."""
         self.previous: dict[str, Tensor] | None = None
         """Weights of version-1, kept for an exact resume of one-step asynchrony (part of the checkpoint)."""
+        self.saving: Writing | None = None
+        """The checkpoint that is being written."""
         self.current: dict[str, Tensor] = {}
         """Weights of `version`, on trainer 0: for the same, and for who joins while no rollout holds them."""
         self._first_step = 0
@@ -201,6 +206,8 @@ class DisaggregatedStrategy(DDPStrategy):
             world_size=world.role_size,
             timeout=self._timeout,
         )
+        # Checkpoints are written from the host, beside what the default group does.
+        self._savers = cast(dist.ProcessGroup, dist.new_group(timeout=self._timeout, backend="gloo"))
         self.runner = TaskRunner(
             self.spec,
             world,
@@ -476,6 +483,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self._state_control.set(f"state/{self.world.rank}", text)
 
     def on_train_end(self) -> None:
+        self.saved()
         if self.is_global_zero:
             self.control.set("done", "1")
         self.barrier()  # no trainer closes its link before rollouts, which still send, can know that the run is over
@@ -508,32 +516,63 @@ class DisaggregatedStrategy(DDPStrategy):
         leave, examiner = self.session.leave, Examiner(self._evaluated, self.engine, self.control, self.world.rank)
         RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave, examiner).run()
 
-    # ---- checkpoints: whole tensors, whatever the sharding
+    # ---- checkpoints: each trainer what it holds
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A sharded network has no values before, and takes them from the base model then."""
+        return True
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Begin to write; `saved` tells how it went. Raises: see `saved`, of the one before."""
+        self.saved()
+        io, previous = cast(DirectoryCheckpointIO, self.checkpoint_io), (self.previous or {}).values()
         with self.spans.stage("checkpoint"):
-            super().save_checkpoint(*args, **kwargs)
+            stage = partial(self.session.progress.stage, "checkpoint")
+            self.saving = io.begin(checkpoint, Path(filepath), self._savers, stage, previous)
+
+    def saved(self) -> None:
+        """Wait until the checkpoint that is being written is complete, if there is one.
+
+        Raises:
+            OSError: it could not be written; every trainer is told.
+        """
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            with self.spans.stage("wait checkpoint"):
+                saving.result()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Each trainer its own part, the parameters where they belong."""
+        return read(Path(checkpoint_path), group=self._savers, room=self._room)
+
+    def _room(self, place: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Where a tensor of a checkpoint is read to: a parameter itself; what is kept for each of its elements is where
+        and as the parameter is."""
+        parameters = self._trained()
+        if place.startswith("state_dict/"):
+            return parameters[place.removeprefix(f"state_dict/{PREFIX}")].detach()
+        name = next((part for part in place.split("/") if part in parameters), None)
+        if name is None or parameters[name].shape != size:
+            return torch.empty(size, dtype=dtype)
+        return torch.empty_like(parameters[name], dtype=dtype).detach()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return shard.full_state(self.lightning_module)
+        return dict(self.lightning_module.state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        shard.load_full_state(self.lightning_module, dict(checkpoint["state_dict"]))
+        """`load_checkpoint` has read the parameters where they belong."""
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if self.sharding == "ddp":
-            return dict(super().optimizer_state(optimizer))
-        return shard.full_optimizer_state(self.engine.policy, optimizer)
+        """The optimizer's state by the names of the parameters."""
+        names, state = list(self._trained()), optimizer.state_dict()
+        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+        return {"state": {names[i]: kept for i, kept in state["state"].items()}, "param_groups": groups}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if not self.world.is_trainer:  # rollouts adopt what is published
-            return None
-        if self.sharding == "ddp":
-            return super().load_optimizer_state_dict(checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            shard.load_full_optimizer_state(self.engine.policy, optimizer, state)
+            optimizer.load_state_dict(state)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return self.engine.policy.trained_parameters()

@@ -9,21 +9,10 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
 from digenrl.models.lora import wide
 from digenrl.models.policy import Policy, cast_parameters
@@ -99,38 +88,3 @@ def synchronise_gradients(policy: Policy, on: bool) -> None:
             transformer.set_requires_all_reduce(on)
         else:
             transformer.set_requires_gradient_sync(on)
-
-
-def full_state(module: LightningModule) -> dict[str, Any]:
-    """The module's state dict with whole tensors on the CPU: a collective when parameters are sharded, of which rank 0
-    alone keeps the result."""
-    state = module.state_dict()
-    for name in [name for name, value in state.items() if isinstance(value, DTensor)]:
-        whole = state.pop(name).full_tensor()
-        if dist.get_rank() == 0:
-            state[name] = whole.cpu()
-    return dict(state)
-
-
-@torch.no_grad()
-def load_full_state(module: LightningModule, state: dict[str, Any]) -> None:
-    """Copy whole tensors into a (sharded or plain) module; keys that the checkpoint does not hold keep their values."""
-    own = module.state_dict()
-    for name, value in state.items():
-        target = own[name]
-        if isinstance(target, DTensor):
-            value = distribute_tensor(value.to(target.device, target.dtype), target.device_mesh, target.placements)
-        target.copy_(value)
-
-
-def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Optimizer state by parameter name, with whole CPU tensors (a collective)."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict(get_optimizer_state_dict(module, optimizer, options=options))
-
-
-def load_full_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """The inverse of `full_optimizer_state`; every rank passes the whole state. Plain SGD has none to restore."""
-    if not state.get("state"):
-        return
-    set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))
