@@ -417,10 +417,10 @@ class SchedulePolicy:
         lenders: int,
     ) -> LendingState:
         """What the search sees: ranks of known speed that generate, and `lenders` trainers that may begin to."""
-        plans = (
+        plans = [
             [task for task in self._plan(version) if not self.spec.in_reserve(task.group)]
             for version in (step - 1, step)
-        )
+        ]
         older, own = (_tail(plan, count) for plan, count in zip(plans, left, strict=True))
         working = {**rollouts, **lending}
         free = {other: work.free_in(now) for other, work in working.items()}
@@ -428,11 +428,13 @@ class SchedulePolicy:
         for other, work in working.items():
             if work.busy and work.step == step:
                 in_flight[work.group] = max(in_flight.get(work.group, 0.0), free[other])
-        ready = [max((in_flight.get(group, 0.0) for group in fragment), default=0.0) for fragment in pending]
+        # With gap=0 even the first update waits for the whole batch.
+        waits = pending if self.spec.gap else (sum(pending, ()), *((),) * (len(pending) - 1))
+        ready = [max((in_flight.get(group, 0.0) for group in fragment), default=0.0) for fragment in waits]
         seconds = tuple(self._costs["generate", other] for other in working)
         count, times = len(rollouts), tuple(free.values())
-        behind, ready_at = after_older(times[:count], seconds[:count], ready, _by_fragment(older, pending, step))
-        tasks = _by_fragment(own, pending, step)
+        behind, ready_at = after_older(times[:count], seconds[:count], ready, _by_fragment(older, waits, step))
+        tasks = _by_fragment(own, waits, step)
         lend = self._costs.get(("generate", rank), max(seconds))
         interruptible = self._handoff and not self.roles.lockstep
         cell = self._costs["train", rank]
@@ -452,6 +454,7 @@ class SchedulePolicy:
             switch_seconds=self._costs.get(("switch", rank), 0.0),
             step_seconds=lend / self.spec.denoise_steps if interruptible else None,
             tasks_later=sum(task.step > step for task in own),
+            later_taken=sum(task.step > step for task in plans[1][: len(plans[1]) - len(own)]),
         )
 
     def _known_speed(self, ranks: Iterable[int]) -> dict[int, Work]:
