@@ -18,6 +18,7 @@ from digenrl.cli import plan as plan_command
 from digenrl.cli.plan import as_configured
 from digenrl.preflight import allocated, candidate_of, costing_of, planned_split
 from digenrl.recompute import Recompute
+from digenrl.simulate import planner
 from digenrl.simulate.bound import solve_bound
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import Hardware, Pool, assign
@@ -385,3 +386,28 @@ def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> N
     assert outcome.evaluation_s(800, 4) - long == pytest.approx(100 * one)
     short = Booking(10, None, 2, 5, 4).hours(outcome) * 3600
     assert short == pytest.approx(10 * outcome.step_s + outcome.evaluation_s(5, 4) + five)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hardware", "experiment", "share"),
+    [
+        ("testbed_c", "wan21_flowgrpo", 0.97),
+        ("testbed_c", "flux1_flowgrpo", 0.97),
+        ("testbed_a", "hunyuanvideo_dancegrpo", 0.90),
+    ],
+)
+def test_a_wider_search_finds_no_faster_asynchronous_run(
+    monkeypatch: pytest.MonkeyPatch, hardware: str, experiment: str, share: float
+) -> None:
+    costing = costing_of(configuration.load([f"experiment={experiment}", f"hardware={hardware}"], "plan"))
+
+    def fastest() -> float:
+        outcomes = make_plan(costing).outcomes
+        return max(o.efficiency for o in outcomes if o.settled and o.candidate.spec.async_steps)
+
+    found = fastest()
+    monkeypatch.setattr(planner, "PROMISING", (2, 4))
+    monkeypatch.setattr(planner, "NEAR", 2)
+    assert found > share
+    assert found > 0.99 * fastest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -146,6 +147,23 @@ def test_each_mechanism_shortens_the_step() -> None:
     assert sync > gap >= tsp >= tag
     assert full < 1.1 * bound
     assert full < tag
+
+
+def test_whole_stale_batches_share_the_next_step_between_lenders_and_rollouts() -> None:
+    """Generation is 3/5 of the work of half of the ranks. With gap=0 the first of two updates waits for the whole
+    batch, so trainers have time to lend, in every step: were they to lend all or nothing, every second step would
+    leave one side without work."""
+    work = {**BASE, "group_size": 24, "updates_per_batch": 2}
+    spec = ScheduleSpec(**work, tsp_shard=True, async_steps=1, stale_fraction=1.0)
+    ranks = [Rank(i, "trainer", "p", 1.0, cell_seconds=2 / 3) for i in range(8)]
+    cluster = Cluster((*ranks, *(Rank(8 + i, "rollout", "p", 1.0) for i in range(8))))
+    bound = 96 * 6 * (1 + 2 / 3) / 16
+    alone, lending = (steady(replace(spec, tag=tag), cluster, steps=20) for tag in (False, True))
+    assert alone.step_s == pytest.approx(96 * 6 / 8)
+    assert lending.step_s < 1.05 * bound
+    steps = [after - before for before, after in pairwise(lending.step_ends)][4:]
+    assert max(steps) < 1.2 * min(steps)
+    assert not lending.messages
 
 
 def test_lockstep_pays_the_slowest_rank_and_communication() -> None:

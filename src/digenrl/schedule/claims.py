@@ -233,7 +233,7 @@ class Claims:
 
     def returned(self, version: int, tasks: int) -> int:
         """How many tasks of a queue came back, or were opened, and wait for an owner; `tasks` as of `left`."""
-        return len(list(self._waiting(version, tasks)))
+        return sum(1 for _ in self._waiting(version, tasks))
 
     def forget(self, version: int) -> None:
         """Remove what is kept of the queue that can no longer matter once `version` is published."""
@@ -308,6 +308,8 @@ class Claims:
     def _waiting(self, version: int, tasks: int) -> Iterator[tuple[int, Owner]]:
         """(position, owner entry) of the tasks that came back or were opened, and have no owner."""
         returned, opened = self._store.offered(version)
+        if not returned and not opened:
+            return
         for position in (*(position for position in returned if position < tasks), *opened):
             owner = self._store.owner(version, position)
             if owner is not None and owner.rank == NOBODY:

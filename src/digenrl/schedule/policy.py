@@ -418,10 +418,10 @@ class SchedulePolicy:
         lenders: int,
     ) -> LendingState:
         """What the search sees: ranks of known speed that generate, and `lenders` trainers that may begin to."""
-        plans = (
+        plans = [
             [task for task in self._plan(version) if not self.spec.in_reserve(task.group)]
             for version in (step - 1, step)
-        )
+        ]
         older, own = (_tail(plan, count) for plan, count in zip(plans, left, strict=True))
         working = {**rollouts, **lending}
         free = {other: work.free_in(now) for other, work in working.items()}
@@ -429,7 +429,9 @@ class SchedulePolicy:
         for other, work in working.items():
             if work.busy and work.step == step:
                 in_flight[work.group] = max(in_flight.get(work.group, 0.0), free[other])
-        groups = [self.spec.groups_of(fragment) for fragment in pending]
+        # With gap=0 even the first update waits for the whole batch.
+        waits = pending if self.spec.gap else (sum(pending, ()), *((),) * (len(pending) - 1))
+        groups = [self.spec.groups_of(fragment) for fragment in waits]
         ready = [max((in_flight.get(group, 0.0) for group in own), default=0.0) for own in groups]
         seconds = tuple(self._costs["generate", other] for other in working)
         count, times = len(rollouts), tuple(free.values())
@@ -454,6 +456,7 @@ class SchedulePolicy:
             switch_seconds=self._costs.get(("switch", rank), 0.0),
             step_seconds=lend / self.spec.denoise_steps if interruptible else None,
             tasks_later=sum(task.step > step for task in own),
+            later_taken=sum(task.step > step for task in plans[1][: len(plans[1]) - len(own)]),
         )
 
     def _known_speed(self, ranks: Iterable[int]) -> dict[int, Work]:

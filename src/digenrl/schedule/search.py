@@ -57,6 +57,8 @@ class LendingState:
     tasks_later: int = 0
     """Unclaimed tasks of the next step that the version at hand generates (one-step asynchrony). They shorten that
     step, not this one, so that they are worth a loan only where it costs nothing. A loan of them runs to its end."""
+    later_taken: int = 0
+    """Tasks of the next step that somebody has claimed."""
     may_lend: bool = True
     """False after the first optimizer step of a batch when no copy of the published weights is kept (I6)."""
 
@@ -139,7 +141,7 @@ def search(state: LendingState, k_max: int = K_MAX, depth: int = DEPTH) -> Decis
     if not state.may_lend or not state.train_seconds or tree.ready(start) <= 0.0:
         return Decision(0, without, without, tree.nodes)
     if state.tasks_left == 0:
-        rounds = [k for k in range(1, k_max + 1) if (k - 1) * state.lenders < state.tasks_later and tree.fits(k)]
+        rounds = [k for k in range(1, k_max + 1) if (k - 1) * state.lenders < tree.spare(without) and tree.fits(k)]
         return Decision(max(rounds, default=0), without, without, tree.nodes)
     tree.best = without
     best_time, best_k = without, 0
@@ -203,6 +205,16 @@ class _Search:
         if state.step_seconds is not None and state.tasks_left:
             return wait >= 2 * state.switch_seconds + 2 * state.step_seconds
         return rounds * state.lend_seconds + 2 * state.switch_seconds <= wait
+
+    def spare(self, end: float) -> float:
+        """Tasks of the next step to lend now. What rollout ranks leave of it when this step ends at `end` is shared by
+        speed: were trainers to do all of it, they would have no time to lend in the next step, and rollout ranks no
+        work until its weights come."""
+        state = self.state
+        times = zip(state.rollout_free, state.rollout_seconds, strict=True)
+        made = sum(max(0.0, end - free) // seconds for free, seconds in times)
+        undone = max(0.0, state.tasks_later + state.later_taken - made)
+        return undone * state.lenders / state.lend_seconds / self._rate - state.later_taken
 
     def lend(self, point: _Point, rounds: int) -> _Point | None:
         """The point after lending `rounds` rounds; None when that many are not there to lend."""

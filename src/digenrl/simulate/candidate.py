@@ -15,6 +15,7 @@ from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
 from digenrl.simulate.bound import Bound, solve_bound
 from digenrl.simulate.costs import STAGES, Costs
+from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.hardware import Hardware, Pool, assign, shard_group
 from digenrl.simulate.memory import (
     GIB,
@@ -370,6 +371,11 @@ class Costing:
         return steps
 
     # ---- the bound
+
+    @_once
+    def floor(self, candidate: Candidate) -> float:
+        """Seconds per RL step that no run of the candidate beats."""
+        return floor_seconds(self.spec(candidate), self.cluster(candidate))
 
     def work_units(self) -> dict[str, float]:
         """Stage -> units of one RL step."""

@@ -210,4 +210,7 @@ def evaluate(
         spec, cluster = waves(spec, cluster, WAVES)
     most = MOST_STEPS if exact else QUICK_STEPS
     result = steady(spec, cluster, steps, most, trace=trace, hopeless=hopeless)
-    return Outcome(costing, candidate, result, bound, None if exact else result.step_s)
+    if exact:
+        return Outcome(costing, candidate, result, bound)
+    result = replace(result, made=(), trained=())  # one of many, of which only seconds are wanted
+    return Outcome(costing, candidate, result, bound, result.step_s)

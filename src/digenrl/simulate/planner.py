@@ -15,18 +15,23 @@ from typing import Any
 
 from digenrl.simulate.bound import Bound
 from digenrl.simulate.candidate import Candidate, Costing
-from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.outcome import Outcome, evaluate
 
 PROMISING = (1, 2)
 """Disaggregated candidates of the lowest floors that are simulated, of each kind: on-policy, asynchronous."""
-NEAR = 2
-"""Candidates of each kind whose neighbourhood is searched."""
+NEAR = 1
+"""Candidates whose neighbourhood is searched, of each kind: with lending or without, replicated or sharded."""
+WORTHWHILE = 0.999
+"""What is not faster than so many times the best is not sought."""
+RIVAL = 1.05
+"""A run that holds the model in another way may be so many times as slow, and still bear disturbances better."""
 HOPELESS = 1.25
 """A candidate whose second step takes so many times the step of the best ones is not simulated to its end."""
 FINALISTS = 2
 """Of each kind, simulated rank by rank."""
-ROUNDS = 2
+MOST_FINALISTS = 5
+"""... while the quick steps of others promise more than the exact ones found."""
+ROUNDS = 4
 """The neighbourhood of the best is searched so often."""
 
 
@@ -74,20 +79,27 @@ def make_plan(
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
-    def tried(candidates: Iterable[Candidate], fastest: float = math.inf) -> list[Outcome]:
-        """Outcomes, best first, of the candidates that fit and that might beat `fastest`."""
-        found: dict[Candidate, Outcome] = {}
-        for candidate in _fixed(costing, candidates, fixed):
+    def tried(candidates: Iterable[Candidate], known: Iterable[Outcome] = ()) -> list[Outcome]:
+        """Outcomes, best first, of those `known` and of the candidates that fit and might beat them, the lowest floors
+        first. Replicated and sharded trainers do not compete here: the former bear disturbances better."""
+        found = {outcome.candidate: outcome for outcome in known}
+        fitting = [
+            candidate
+            for candidate in dict.fromkeys(_fixed(costing, candidates, fixed))
+            if not (candidate.spec.gap and costing.work.whole_batch) and not costing.misfits(candidate)
+        ]
+        for candidate in sorted(fitting, key=costing.floor):
             if candidate not in seen:
-                if candidate.spec.gap and costing.work.whole_batch:
+                best = sorted(outcome.step_s for outcome in found.values())[:FINALISTS]
+                alike = (o.step_s for o in found.values() if _replicated(o.candidate) == _replicated(candidate))
+                limits = [WORTHWHILE * min(alike, default=math.inf), RIVAL * min(best, default=math.inf)]
+                if known and not candidate.spec.async_steps:
+                    limits.append(on_policy)
+                if costing.floor(candidate) >= min(limits):
                     continue
-                if costing.misfits(candidate) or _floor(costing, candidate) >= fastest:
-                    continue
-                best = sorted(outcome.step_s for outcome in found.values())[: max(NEAR, FINALISTS)]
-                hopeless = HOPELESS * best[-1] if len(best) == max(NEAR, FINALISTS) else math.inf
+                hopeless = HOPELESS * best[-1] if len(best) == FINALISTS else math.inf
                 seen[candidate] = evaluate(costing, candidate, bound, hopeless=hopeless)
             found[candidate] = seen[candidate]
-            fastest = min(fastest, found[candidate].step_s)
         return sorted(found.values(), key=lambda outcome: outcome.step_s)
 
     coarse = [_colocated(costing)] if not fixed.get("rollouts") else []
@@ -96,28 +108,59 @@ def make_plan(
         for async_steps in range(1 + asynchronous):
             candidates = _fixed(costing, _disaggregated(costing, async_steps, numbers), fixed)
             coarse.append(iter(_promising(costing, candidates)))
+    on_policy = math.inf
+    """Seconds of the fastest on-policy run: around others, only what might beat it is sought."""
     for candidates in coarse:
         best = tried(candidates)
         for _ in range(ROUNDS):
-            around = [near for outcome in best[:NEAR] for near in _neighbours(costing, outcome.candidate)]
-            better = tried([*(outcome.candidate for outcome in best), *around])
-            improved = bool(better) and better[0].step_s < best[0].step_s * 0.999
+            around = [near for outcome in _centres(best) for near in _neighbours(costing, outcome.candidate)]
+            better = tried(around, best)
+            improved = bool(better) and better[0].step_s < WORTHWHILE * best[0].step_s
             best = better
             if not improved:
                 break
-        for outcome in best[:FINALISTS]:
+        replayed: list[Outcome] = []
+        for outcome in _contenders(best):
+            fastest_s = min((other.step_s for other in replayed), default=math.inf)
+            enough = len(replayed) == MOST_FINALISTS or (len(replayed) >= FINALISTS and outcome.step_s >= fastest_s)
+            if enough or outcome.step_s > RIVAL * best[0].step_s:
+                continue
             exact = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
-            finalists[outcome.candidate] = replace(exact, quick_s=outcome.step_s)
+            replayed.append(replace(exact, quick_s=outcome.step_s))
+        finalists |= {outcome.candidate: outcome for outcome in replayed}
+        if best and not best[0].candidate.spec.async_steps:
+            on_policy = min(on_policy, best[0].step_s)
     if not seen:
         raise PlanError(_why_nothing(costing))
     ranked = tuple(sorted(finalists.values(), key=lambda outcome: (not outcome.settled, outcome.robust_s)))
     return Plan(costing, bound, ranked, len(seen))
 
 
+def _replicated(candidate: Candidate) -> bool:
+    return candidate.sharding == "ddp"
+
+
+def _centres(ranked: list[Outcome]) -> list[Outcome]:
+    """The best of `ranked` with lending and the best without, whichever way the model is held."""
+    kinds: dict[tuple[bool, bool], list[Outcome]] = {}
+    for outcome in ranked:
+        kinds.setdefault((outcome.candidate.spec.tag, _replicated(outcome.candidate)), []).append(outcome)
+    return [outcome for kind in kinds.values() for outcome in kind[:NEAR]]
+
+
+def _contenders(ranked: list[Outcome]) -> list[Outcome]:
+    """`ranked`, the best of each fragment size and way to hold the model first: quick simulations are off alike where
+    these are alike."""
+    kinds: dict[tuple[bool, int], list[Outcome]] = {}
+    for outcome in ranked:
+        kinds.setdefault((_replicated(outcome.candidate), outcome.candidate.spec.gap), []).append(outcome)
+    return [own[0] for own in kinds.values()] + [outcome for own in kinds.values() for outcome in own[1:]]
+
+
 def _fixed(costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str, Any]) -> Iterator[Candidate]:
     """`candidates` with the choices that are not the planner's, and steps per forward that fit with these."""
     for candidate in candidates:
-        changed = candidate.but(**fixed)
+        changed = candidate.but(**fixed) if fixed else candidate
         if not _allowed(costing, changed):
             continue
         if changed != candidate and "tsp_batch" not in fixed:
@@ -137,7 +180,7 @@ def sync_run(costing: Costing, gpus: int) -> Outcome | None:
 
 def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> Outcome | None:
     """The best of `candidates`, those of the lowest floors first: what cannot beat the best so far is not simulated."""
-    floors = {candidate: _floor(costing, candidate) for candidate in dict.fromkeys(candidates)}
+    floors = {candidate: costing.floor(candidate) for candidate in dict.fromkeys(candidates)}
     best: Outcome | None = None
     for candidate, floor in sorted(floors.items(), key=lambda item: item[1]):
         if best is not None and floor >= best.step_s:
@@ -274,19 +317,18 @@ def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
                 yield typical.but(task_size=size, gap=gap, tag=tag)
 
 
-def _floor(costing: Costing, candidate: Candidate) -> float:
-    return floor_seconds(costing.spec(candidate), costing.cluster(candidate))
-
-
 def _promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates of the lowest floors: from each pool first, with lending and without; on-policy ones, whose floors
-    say less, also with each task size."""
+    """The candidates of the lowest floors: from each pool first, with lending and without, of each fragment size;
+    on-policy ones, whose floors say less, also with each task size. Floors within 1% are taken for equal, and then the
+    fewest trainers win: they lend least, which no floor charges for."""
     fitting = [candidate for candidate in dict.fromkeys(candidates) if not costing.misfits(candidate)]
-    ranked = sorted(fitting, key=lambda candidate: _floor(costing, candidate))
-    kinds: dict[tuple[bool, str | None, int], list[Candidate]] = {}
+    unit = 0.01 * costing.bound().seconds
+    ranked = sorted(fitting, key=lambda candidate: (round(costing.floor(candidate) / unit), candidate.trainers))
+    kinds: dict[tuple[bool, str | None, int, int], list[Candidate]] = {}
     for candidate in ranked:
-        size = 0 if candidate.spec.async_steps else candidate.spec.task_size
-        kinds.setdefault((candidate.spec.tag, candidate.first, size), []).append(candidate)
+        spec = candidate.spec
+        size = 0 if spec.async_steps else spec.task_size
+        kinds.setdefault((spec.tag, candidate.first, spec.gap, size), []).append(candidate)
     return [candidate for kind in kinds.values() for candidate in kind[: PROMISING[kind[0].spec.async_steps]]]
 
 
@@ -360,9 +402,10 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
             if (refitted := fitted(costing, near)) is not None:  # a longer fragment has room for more steps at once
                 yield refitted
     if candidate.spec.async_steps:
-        for fraction in (0.25, 0.75, 1.0):
+        for fraction in (0.25, 0.5, 0.75, 1.0):
             yield candidate.but(stale_fraction=fraction)
-    yield candidate.but(order="arrival" if candidate.spec.order == "canonical" else "canonical")
+    if 0 < candidate.spec.gap < update:
+        yield candidate.but(order="arrival" if candidate.spec.order == "canonical" else "canonical")
 
 
 def _allowed(costing: Costing, candidate: Candidate) -> bool:

@@ -69,11 +69,13 @@ def steady(
         most: give up after so many RL steps, unsettled.
         steps: watch so many RL steps (at least 2) and take the later half; None = as few as show that the run has
             settled. What asynchronous steps begin with, a buffer, must be empty or full for good.
-        hopeless: a run whose second step takes longer is not watched on, and counts as unsettled.
+        hopeless: a run whose second step takes longer (of asynchronous ones, which fill a buffer first, the third and
+            fourth on average) is not watched on, and counts as unsettled.
     """
     run = _VirtualRun(spec, cluster, ENDLESS, disturbance or Disturbance(), trace, None)
     least = floor_seconds(spec, cluster)
     fewest = 3 + 2 * spec.tag + 4 * spec.async_steps
+    hoped = 2 + 2 * spec.async_steps
 
     def steady_from(ends: list[float]) -> int | None:
         """As `settled_from`, since lending last switched itself off."""
@@ -83,15 +85,17 @@ def steady(
     def window(ends: list[float]) -> int | None:
         if steps is not None:
             return (steps - 1) // 2 if len(ends) == steps else None
-        if len(ends) == 2 and ends[1] - ends[0] > hopeless:
+        if len(ends) == hoped and ends[-1] - ends[-2 - spec.async_steps] > hopeless * (1 + spec.async_steps):
             return 0
         watched = len(ends) - run.changed
         if len(ends) < fewest or watched < 3 or watched % 2 == 0:
             return None
-        return len(ends) // 2 if len(ends) >= most else steady_from(ends)
+        return max(run.changed, hoped - 1) if len(ends) >= most else steady_from(ends)
 
     result = run.until(window)
-    return replace(result, settled=disturbance is not None or steady_from(list(result.step_ends)) is not None)
+    result = replace(result, settled=disturbance is not None or steady_from(list(result.step_ends)) is not None)
+    vars(run).clear()  # it refers to itself, and would stay until the collector comes
+    return result
 
 
 def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[float, ...]:
