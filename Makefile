@@ -167,7 +167,8 @@ docs: $(STAMP)  ## Write the generated documents again, and build the site (outp
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo outputs/site/index.html
 
-notebooks: $(STAMP)  ## Execute the notebooks
+notebooks: $(STAMP)  ## Execute the notebooks, and store the outputs of those that keep them
+	@$(PY) -m scripts.notebooks
 	@$(PY) -m pytest -q -m "not cluster" tests/notebooks $(ARGS)
 
 lint: $(STAMP)  ## Ruff's rules and format; dependencies declared and used (deptry)
