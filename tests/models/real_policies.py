@@ -32,6 +32,7 @@ MODEL = {
     "flux_kontext": "flux1_kontext",
     "qwen_image": "qwen_image",
     "sd3": "sd35_medium",
+    "aura_flow": "aura_flow",
     "z_image": "z_image",
     "flux2_klein": "flux2_klein_4b",
 }
@@ -56,6 +57,7 @@ VAES: dict[str, Any] = {
     "flux": lambda: AutoencoderKL(**KL),
     "flux_kontext": lambda: AutoencoderKL(**KL),
     "sd3": lambda: AutoencoderKL(**KL),
+    "aura_flow": lambda: AutoencoderKL(**KL | {"latent_channels": 4}),
     "z_image": lambda: AutoencoderKL(**KL),
     "flux2_klein": AutoencoderKLFlux2,
 }

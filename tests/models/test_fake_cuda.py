@@ -38,6 +38,7 @@ TEXT: dict[str, dict[str, tuple[int, ...]]] = {
     "flux": {"text": (512, 4096), "pooled": (768,)},
     "qwen_image": {"text": (256, 3584), "mask": (256,)},
     "sd3": {"text": (333, 4096), "pooled": (2048,)},
+    "aura_flow": {"text": (256, 2048)},
 }
 """Conditioning of one prompt."""
 

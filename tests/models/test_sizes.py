@@ -22,6 +22,7 @@ REAL = {
     "flux1_kontext": ("flux_kontext", 11.90, 105, 179),
     "qwen_image": ("qwen_image", 20.43, 189, 425),
     "sd35_medium": ("sd3", 2.24, 37, 83),
+    "aura_flow": ("aura_flow", 6.82, 63, 149),
     "z_image": ("z_image", 6.15, 59, 140),
     "flux2_klein_4b": ("flux2_klein", 3.88, 75, 96),
 }

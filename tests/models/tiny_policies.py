@@ -13,6 +13,7 @@ import torch
 
 from digenrl.data import load_prompts
 from digenrl.models import latents, tiny_builds
+from digenrl.models.aura_flow import AuraFlowPolicy
 from digenrl.models.flux import FluxKontextPolicy, FluxPolicy
 from digenrl.models.flux2 import Flux2KleinPolicy
 from digenrl.models.hunyuan_video import HunyuanVideoPolicy
@@ -31,6 +32,7 @@ FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "flux_kontext": FluxKontextPolicy,
     "qwen_image": QwenImagePolicy,
     "sd3": SD3Policy,
+    "aura_flow": AuraFlowPolicy,
     "z_image": ZImagePolicy,
     "flux2_klein": Flux2KleinPolicy,
 }
@@ -44,6 +46,7 @@ TEXT_LENGTH = {
     "flux_kontext": 64,
     "qwen_image": 48,
     "sd3": 48,
+    "aura_flow": 48,
     "z_image": 64,
     "flux2_klein": 48,
 }
@@ -129,7 +132,7 @@ def diffusers_latents(
         call |= {"image": IMAGES[0].fitted(32, 32)}
     if family in ("wan", "wan_i2v"):
         pipeline.scheduler = ExplicitEuler(shift=3.0)
-    if family == "sd3":
+    if family in ("sd3", "aura_flow"):
         call |= {"sigmas": list(np.linspace(1, 1 / steps, steps))}
     if family == "hunyuan_video":
         del call["max_sequence_length"]
