@@ -169,11 +169,13 @@ coverage: $(STAMP)  ## The default tests with the lines that no test reached
 docs: $(STAMP)  ## Write the generated documents again, and build the site (outputs/site) with every link checked
 	@$(PY) -m digenrl.config.reference docs/configuration.md
 	@$(PY) -m scripts.catalogue docs/models_and_rewards.md
+	@$(PY) -m scripts.api_reference docs/api.md
 	@$(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]' >&2
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo outputs/site/index.html
 
-notebooks: $(STAMP)  ## Execute the notebooks
+notebooks: $(STAMP)  ## Execute the notebooks, and store the outputs of those that keep them
+	@$(PY) -m scripts.notebooks
 	@$(PY) -m pytest -q -m "not cluster" tests/notebooks $(ARGS)
 
 lint: $(STAMP)  ## Ruff's rules and format; dependencies declared and used (deptry)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from diffusers import (
+    AuraFlowTransformer2DModel,
     AutoencoderKL,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLWan,
@@ -39,7 +40,8 @@ from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, MODES, parse_recompute
 
 ATTENTION = r"(attn[12]?|attention)\.(to_[qkv]|to_qkv_mlp_proj|to_out(\.0)?|add_[qkv]_proj|to_add_out)"
-FEED_FORWARD = r"((ff|ff_context|ffn|img_mlp|txt_mlp)\.(net\.(0\.proj|2)|linear_(in|out))|feed_forward\.w[123])"
+LINEAR = r"(net\.(0\.proj|2)|linear_(in|out|[12])|out_projection)"
+FEED_FORWARD = rf"((ff|ff_context|ffn|img_mlp|txt_mlp)\.{LINEAR}|feed_forward\.w[123])"
 CASES = ((1, 16, 64), (1, 32, 64), (1, 16, 256), (2, 16, 64))
 """(rows, latent side, text tokens) whose bytes give the four coefficients."""
 MANY_TOKENS = (1, 64, 64)
@@ -158,6 +160,21 @@ def z_image(blocks: int | None) -> nn.Module:
     return ZImageTransformer2DModel(n_layers=blocks or 30)
 
 
+def aura_flow_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Tensor]:
+    return {
+        "hidden_states": torch.zeros(b, 4, h, w),
+        "timestep": torch.full((b,), 0.5),
+        "encoder_hidden_states": torch.zeros(b, text, 2048),
+    }
+
+
+def aura_flow(blocks: int | None) -> nn.Module:
+    singles = 8 * blocks if blocks else 32
+    return AuraFlowTransformer2DModel(
+        num_mmdit_layers=blocks or 4, num_single_dit_layers=singles, pos_embed_max_size=9216
+    )
+
+
 def flux2_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Any]:
     return {
         "hidden_states": torch.zeros(b, h * w // 4, 128),
@@ -234,6 +251,8 @@ MODELS: dict[str, dict[str, Any]] = {
                     "attention_blocks": 37, "text": 205, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "flux2_klein_4b": {"build": flux2_klein, "inputs": flux2_inputs, "blocks": 5, "hidden": 3072,
                        "attention_blocks": 25, "text": 512, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
+    "aura_flow": {"build": aura_flow, "inputs": aura_flow_inputs, "blocks": 4, "hidden": 3072,
+                  "attention_blocks": 36, "text": 256, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "z_image": {"build": z_image, "inputs": z_image_inputs, "blocks": 34, "hidden": 3840,
                 "attention_blocks": 34, "text": 128, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
 }  # fmt: skip

@@ -22,13 +22,36 @@ model of the hub has a tiny build of the same classes (`hardware=cpu_tiny`), whi
 of the weights' publishers: read them on the page of the weights. `make plan EXP=... HW=...` says what fits where.
 """
 
+_HACKED = """
+## How each is hacked
+
+What a policy finds when a reward is all that counts: by what the reward measures, and by what papers report. Of these,
+only the digits and the scenes were watched here. Against it: a KL weight, a `heldout:` reward of another kind, a
+mixture, and looking at the report's best and worst.
+
+| reward | what pleases it | what it does not see |
+|---|---|---|
+"""
+_PLEASED = (
+    ("pickscore`, `hpsv2`, `image_reward`, `preference", "gloss and detail everywhere, one style", "variety, counts"),
+    ("aesthetic", "soft light, painterly texture, portraits", "the prompt: it is not given it"),
+    ("clip_score", "nouns of the prompt as textures, or written into the picture", "which thing has which colour"),
+    ("ocr`, `ocr_clip", "letters that fill the picture, the word alone", "the scene around them, beauty"),
+    ("edits", "the asked change and nothing else that its pixels measure", "an edit that is right in another way"),
+    ("video_quality", "sharpened frames that drift slowly", "the prompt, and whether anything happens"),
+    ("vlm_judge`, `edit_judge", "text in the picture that says what is asked for", "what its question leaves out"),
+    ("jpeg", "flat, smooth areas: it is a toy", "the prompt"),
+    ("digits`, `scenes", "one picture a prompt, the same places each time", "diversity; both report it beside"),
+)
+
 
 def page() -> str:
     """The whole document, in Markdown."""
     models = ["| model | what it is | blocks x width | weights | download |", "|---|---|---|---|---|", *_models()]
     rewards = ["| reward | what it measures | weights |", "|---|---|---|", *_rewards()]
     parts = [_INTRODUCTION, "## Models: `model=...`\n", *models, "\n## Rewards: `reward=...`\n", *rewards]
-    return "\n".join(parts) + "\n"
+    hacked = "".join(f"| `{names}` | {pleased} | {unseen} |\n" for names, pleased, unseen in _PLEASED)
+    return "\n".join(parts) + "\n" + _HACKED + hacked
 
 
 def _models() -> Iterator[str]:

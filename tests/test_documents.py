@@ -23,8 +23,8 @@ PATH = re.compile(
     r"(?:/[\w.-]+)+\.(?:py|md|yaml|json|sbatch|sh|ipynb|png))\b"
 )
 ROOM_PATH = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.py)`")
-PLACEHOLDER = re.compile(r"NAME|patient\.py|brightness|damped|two_kinds")
-"""Files that a reader of docs/adding.md makes."""
+PLACEHOLDER = re.compile(r"NAME|patient\.py|brightness|redness|damped|two_kinds|my_node")
+"""Files that a reader of docs/adding.md, docs/quickstart.md or a notebook makes."""
 INVARIANTS = range(1, 17)
 
 

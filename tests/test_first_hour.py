@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,21 @@ def test_the_commands_of_the_quickstart_fit(tmp_path: Path, monkeypatch: pytest.
             assert config.load([f"resume={words[0]}", *words[1:]]).resumed
         else:
             assert command in COMMANDS or command == "--help"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+def test_the_runs_and_plans_of_every_page_compose(document: Path) -> None:
+    """`make train EXP=... HW=... ARGS="..."`, unless it names what its reader has yet to make."""
+    groups = config.group_options(config.config_directory())
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL))
+    for command, rest in re.findall(r"^make (train|plan) (.*)$", blocks, re.MULTILINE):
+        given = dict(word.partition("=")[::2] for word in shlex.split(rest, comments=True))
+        words = [f"{group}={given[key]}" for key, group in (("EXP", "experiment"), ("HW", "hardware")) if key in given]
+        words += given.get("ARGS", "").split()
+        own = [word.partition("=") for word in words if word.partition("=")[0] in groups]
+        if all(value in groups[group] for group, _, value in own) and "allow_targets" not in rest:
+            assert config.load(words, command).config is not None
 
 
 def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:

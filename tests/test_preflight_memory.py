@@ -18,6 +18,7 @@ PROFILES = (
     "cpu",
     "cpu_tiny",
     "node_8xh100",
+    "single_24gb",
     "single_gpu",
     "testbed_a",
     "testbed_ac",

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import catalogue
+import digenrl
+from scripts import api_reference, catalogue
 from tests.conftest import ROOT
 
 
@@ -21,6 +22,12 @@ def test_the_catalogue_is_what_the_files_say() -> None:
         for path in (ROOT / "configs" / group).glob("[a-z]*.yaml"):
             assert f"\n| `{path.stem}` | " in page
     assert "`hf download black-forest-labs/FLUX.1-dev`" in page
+
+
+def test_the_reference_of_python_is_what_the_docstrings_say() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert page == api_reference.page(), "run `make docs`"
+    assert {f"### `{name}`" for name in set(digenrl.__all__) - {"__version__"}} <= set(page.splitlines())
 
 
 @pytest.mark.slow

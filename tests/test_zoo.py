@@ -45,6 +45,7 @@ EXPERIMENTS = (
     "flux1_dancegrpo",
     "flux1_mixgrpo",
     "flux1_kontext_flowgrpo",
+    "aura_flow_flowgrpo",
     "zimage_flowgrpo",
     "flux2_klein_flowgrpo",
     "qwen_image_flowgrpo",

@@ -34,6 +34,7 @@ MODEL = {
     "qwen_image": "qwen_image",
     "qwen_image_edit": "qwen_image_edit",
     "sd3": "sd35_medium",
+    "aura_flow": "aura_flow",
     "z_image": "z_image",
     "flux2_klein": "flux2_klein_4b",
 }
@@ -60,6 +61,7 @@ VAES: dict[str, Any] = {
     "flux": lambda: AutoencoderKL(**KL),
     "flux_kontext": lambda: AutoencoderKL(**KL),
     "sd3": lambda: AutoencoderKL(**KL),
+    "aura_flow": lambda: AutoencoderKL(**KL | {"latent_channels": 4}),
     "z_image": lambda: AutoencoderKL(**KL),
     "flux2_klein": AutoencoderKLFlux2,
 }

@@ -22,6 +22,7 @@ EXPERIMENTS = (
     "qwen_image_edit_flowgrpo",
     "qwen_image_nft",
     "flux2_klein_flowgrpo",
+    "aura_flow_flowgrpo",
     "zimage_flowgrpo",
     "wan21_flowgrpo",
     "wan21_dancegrpo",

@@ -49,6 +49,46 @@ def test_a_family_without_a_tiny_build_is_refused_before_any_rank_starts():
         OtherPolicy.check({"height": 64, "width": 64, "build": "tiny"})
 
 
+class NarrowPolicy(FAMILIES["aura_flow"]):
+    """A family that forgot to say that its VAE has four channels."""
+
+    channels = 16
+
+
+class FlatPolicy(FAMILIES["aura_flow"]):
+    def predict(self, latents, sigmas, condition):
+        return super().predict(latents, sigmas, condition).flatten(1)
+
+    def decode_latents(self, vae, latents):
+        return super().decode_latents(vae, latents)[..., ::2, ::2]
+
+
+def test_latents_of_another_shape_than_the_networks_say_what_to_override():
+    settings = {"height": 64, "width": 64, "build": "tiny"}
+    for family in FAMILIES.values():
+        family.check(settings if family.temporal_stride is None else settings | {"frames": 5})
+    with pytest.raises(
+        ValueError, match=r"NarrowPolicy: its latents have 16 channels .* takes 4: set .*`channels`.*`packed`"
+    ):
+        NarrowPolicy.check(settings)
+    here = {"build": "real", "path": str(tiny_builds.ensure("aura_flow"))}
+    with pytest.raises(ValueError, match="takes 4"):
+        NarrowPolicy.check(settings | here)
+    policy = FlatPolicy("unused", 64, 64, build="tiny", max_sequence_length=16)
+    latents = torch.randn(1, *policy.latent_shape)
+    with pytest.raises(ValueError, match=r"`predict` gave \[1, 256\] for latents \[1, 4, 8, 8\].*override `predict`"):
+        policy.velocity(latents, torch.tensor([0.5]), policy.encode([Prompt("a")]))
+    with pytest.raises(ValueError, match=r"to \[1, 3, 32, 32\], not to 64 x 64 pixels: override `decode_latents`"):
+        policy.decode(latents)
+
+
+def test_an_image_beyond_the_networks_positions_is_refused():
+    check = FAMILIES["aura_flow"].check
+    check({"height": 256, "width": 256, "build": "tiny"})
+    with pytest.raises(ValueError, match=r"sampling\.width=272: aura_flow has positions for 256 pixels at most"):
+        check({"height": 256, "width": 272, "build": "tiny"})
+
+
 def test_half_a_checkpoint(tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -127,6 +167,7 @@ LAYERS = {
     "qwen_image": (8 + 6, 12 + 8),
     "qwen_image_edit": (8 + 6, 12 + 8),
     "sd3": (8 + 6, 12 + 8),
+    "aura_flow": (8 + 2 * 4, 14 + 2 * 7),
     "z_image": (2 * 4, 2 * 7),
     "flux2_klein": (8 + 2 * 2, 12 + 2 * 2),
 }

@@ -43,6 +43,7 @@ TEXT: dict[str, dict[str, tuple[int, ...]]] = {
     "qwen_image": {"text": (256, 3584), "mask": (256,)},
     "qwen_image_edit": {"text": (512, 3584), "mask": (512,), "image": (256, 64)},
     "sd3": {"text": (333, 4096), "pooled": (2048,)},
+    "aura_flow": {"text": (256, 2048)},
     "z_image": {"text": (512, 2560)},
     "flux2_klein": {"text": (512, 7680)},
 }

@@ -46,6 +46,8 @@ CASES = [
     ("flux_kontext", 2.5, 2.0),
     ("hunyuan_video", 6.018, 1.0),
     ("hunyuan_video", 6.018, 2.0),
+    ("aura_flow", 1.0, 1.0),
+    ("aura_flow", 3.5, 1.0),
     ("z_image", 1.0, 1.0),
     ("z_image", 4.0, 1.0),
     ("flux2_klein", 1.0, 1.0),

@@ -25,6 +25,7 @@ REAL = {
     "qwen_image": ("qwen_image", 20.43, 189, 425),
     "qwen_image_edit": ("qwen_image_edit", 20.43, 189, 425),
     "sd35_medium": ("sd3", 2.24, 37, 83),
+    "aura_flow": ("aura_flow", 6.82, 63, 149),
     "z_image": ("z_image", 6.15, 59, 140),
     "flux2_klein_4b": ("flux2_klein", 3.88, 75, 96),
 }

@@ -16,6 +16,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 
 from digenrl.data import load_prompts
 from digenrl.models import latents, tiny_builds
+from digenrl.models.aura_flow import AuraFlowPolicy
 from digenrl.models.diffusers_export import PIPELINES, lora_file
 from digenrl.models.flux import FluxKontextPolicy, FluxPolicy
 from digenrl.models.flux2 import Flux2KleinPolicy
@@ -37,6 +38,7 @@ FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "qwen_image": QwenImagePolicy,
     "qwen_image_edit": QwenImageEditPolicy,
     "sd3": SD3Policy,
+    "aura_flow": AuraFlowPolicy,
     "z_image": ZImagePolicy,
     "flux2_klein": Flux2KleinPolicy,
 }
@@ -52,6 +54,7 @@ TEXT_LENGTH = {
     "qwen_image": 48,
     "qwen_image_edit": 64,
     "sd3": 48,
+    "aura_flow": 48,
     "z_image": 64,
     "flux2_klein": 48,
 }
@@ -163,7 +166,7 @@ def diffusers_latents(
         call |= {"image": IMAGES[0].fitted(32, 32)}
     if family in ("wan", "wan22", "wan_i2v"):
         pipeline.scheduler = ExplicitEuler(shift=3.0)
-    if family == "sd3":
+    if family in ("sd3", "aura_flow"):
         call |= {"sigmas": list(np.linspace(1, 1 / steps, steps))}
     if family == "hunyuan_video":
         del call["max_sequence_length"]

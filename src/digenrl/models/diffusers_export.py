@@ -25,6 +25,7 @@ PIPELINES = {
     "QwenImageTransformer2DModel": "QwenImagePipeline",
     "SD3Transformer2DModel": "StableDiffusion3Pipeline",
     "ZImageTransformer2DModel": "ZImagePipeline",
+    "AuraFlowTransformer2DModel": "AuraFlowPipeline",
     "Flux2Transformer2DModel": "Flux2KleinPipeline",
 }
 """Transformer class -> the pipeline whose `load_lora_weights` reads the file."""

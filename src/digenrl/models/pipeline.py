@@ -6,6 +6,7 @@ a trainer rank never does. Neither is a submodule, so no sharding, optimizer or 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import re
@@ -186,13 +187,32 @@ class DiffusersPolicy(Policy):
 
         Raises:
             ValueError: a size that the family's strides do not divide, a checkpoint that is absent or another family's,
-                a tiny build that nobody described.
+                a tiny build that nobody described, latents of another number of channels than the network takes.
         """
         cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
         if settings.get("build", "real") == "real":
             cls.check_checkpoint(str(settings["path"]))
         else:
             tiny_builds.require(cls.family)
+        network = cls.network_config(settings)
+        channels = cls.channels * (4 if cls.packed else 1)
+        if channels not in (network.get("in_channels"), network.get("out_channels")):
+            raise ValueError(
+                f"{cls.__name__}: its latents have {channels} channels ({cls.channels} of the VAE, packed={cls.packed})"
+                f", {cls.transformer_class.__name__} takes {network.get('in_channels')}: set the class attribute "
+                "`channels`, or `packed` where the network takes tokens of 2x2 patches; for any other shape override "
+                "`_latent_shape`"
+            )
+
+    @classmethod
+    def network_config(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The transformer's configuration, defaults included, for a model config (its YAML's keys)."""
+        if settings.get("build", "real") == "tiny":
+            given = tiny_builds.BUILDERS[cls.family]["transformer"]
+        else:
+            given = pretrained.component_config(cls.transformer_class, str(settings["path"]), "transformer")
+        parameters = inspect.signature(cls.transformer_class).parameters.values()
+        return {each.name: each.default for each in parameters if each.default is not each.empty} | dict(given)
 
     @classmethod
     def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
@@ -201,11 +221,7 @@ class DiffusersPolicy(Policy):
         super().check_context(settings, ranks)
         if ranks == 1:
             return
-        if settings.get("build", "real") == "tiny":
-            heads = tiny_builds.BUILDERS[cls.family]["transformer"]["num_attention_heads"]
-        else:
-            config = pretrained.component_config(cls.transformer_class, str(settings["path"]), "transformer")
-            heads = config["num_attention_heads"]
+        heads = cls.network_config(settings)["num_attention_heads"]
         shape = cls._latent_shape(settings["height"], settings["width"], settings.get("frames", 1))
         tokens = math.prod(shape[1:]) // 4
         common = [n for n in range(1, heads + 1) if heads % n == 0 and tokens % n == 0]
@@ -306,6 +322,11 @@ class DiffusersPolicy(Policy):
         if away and self.offload_encoders:
             vae.to("cpu")
         media = (torch.cat(rows).float() / 2 + 0.5).clamp(0, 1)
+        if media.shape[-2:] != (self.height, self.width):
+            raise ValueError(
+                f"{self.family} decodes latents {[*latents.shape]} to {[*media.shape]}, not to {self.height} x "
+                f"{self.width} pixels: override `decode_latents`, or `_latent_shape` where the VAE does not shrink by 8"
+            )
         return media if self.temporal_stride is None else media.transpose(1, 2)
 
     def sigma_grid(self, steps: int) -> Tensor:

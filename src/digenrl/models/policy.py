@@ -212,13 +212,23 @@ class Policy(nn.Module, ABC):
         half = torch.autocast(latents.device.type, dtype=self.dtype, cache_enabled=False) if autocast else None
         with half or nullcontext():
             if not self.two_forwards:
-                return _widen(self.predict(latents, sigmas, positive))
+                return self._velocity_of(latents, self.predict(latents, sigmas, positive))
             both = {key: torch.cat([self._negative(condition, key), value]) for key, value in positive.items()}
-            output = self.predict(torch.cat([latents, latents]), torch.cat([sigmas, sigmas]), both)
-        unconditional, conditional = _widen(output).chunk(2)
+            both_latents = torch.cat([latents, latents])
+            output = self.predict(both_latents, torch.cat([sigmas, sigmas]), both)
+        unconditional, conditional = self._velocity_of(both_latents, output).chunk(2)
         if self.detach_unconditional:
             unconditional = unconditional.detach()
         return self.guide(conditional, unconditional, self.guidance(sigmas))
+
+    def _velocity_of(self, latents: Tensor, output: Tensor) -> Tensor:
+        """What `predict` gave, at least in fp32; another shape would be broadcast to a wrong velocity."""
+        if output.shape != latents.shape:
+            raise ValueError(
+                f"{self.family}: `predict` gave {[*output.shape]} for latents {[*latents.shape]}; it must return the "
+                "velocity in their shape: override `predict`, or `_latent_shape`"
+            )
+        return _widen(output)
 
     def encode(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Conditioning with leading dimension len(prompts), on `self.device`; each wording is encoded once and kept.

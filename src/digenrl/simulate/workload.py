@@ -25,6 +25,7 @@ ENCODERS = {
     "qwen_image_edit": (8_292_166_656, 300, "wan_image"),
     "sd35_medium": (4_762_310_656 + 123_650_304 + 694_659_840, 256, "flux"),
     "flux2_klein_4b": (4_022_468_096, 512, "flux"),
+    "aura_flow": (1_223_550_976, 256, "flux"),
     "z_image": (4_022_468_096, 512, "flux"),
 }
 """Model -> (parameters, tokens, VAE)."""
