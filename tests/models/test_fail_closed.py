@@ -72,7 +72,7 @@ def test_latents_of_another_shape_than_the_networks_say_what_to_override():
     ):
         NarrowPolicy.check(settings)
     here = {"build": "real", "path": str(tiny_builds.ensure("aura_flow"))}
-    with pytest.raises(ValueError, match="takes 4"):
+    with pytest.raises(ValueError, match=r"latents of 4 channels.* adapter counts on 16 .*override `channels`"):
         NarrowPolicy.check(settings | here)
     policy = FlatPolicy("unused", 64, 64, build="tiny", max_sequence_length=16)
     latents = torch.randn(1, *policy.latent_shape)

@@ -220,7 +220,8 @@ def run_cluster(
             after_build(rank, world)
         rank.fit(checkpoint)
 
-    outcome = launch(Launch(rank_main, trainers, rollouts, run_dir))
+    patience = float(config.allocation.patience_s)
+    outcome = launch(Launch(rank_main, trainers, rollouts, run_dir, patience_s=patience))
     return Cluster(outcome, read_record(probes), run_dir)
 
 
