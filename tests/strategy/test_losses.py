@@ -20,7 +20,7 @@ from digenrl.cluster.world import Session, World
 from digenrl.rollout.engine import Generation
 from tests.strategy.faults import Fault
 from tests.strategy.processes import Cluster, assert_same_cells, completed, configured, run_cluster
-from tests.strategy.test_equality import LIGHT, reference_of
+from tests.strategy.test_equality import LIGHT, assert_equal_runs, reference_of
 
 pytestmark = pytest.mark.processes
 
@@ -72,6 +72,23 @@ def test_a_rollout_that_is_asked_to_go_hands_its_task_over(tmp_path: Path) -> No
     given = [row for row in cluster.spans("generate") if row["rank"] == 2]
     assert [row.get("handed_to") for row in given] == [1]
     assert event["reissued"] == [] == lost(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [4, 7])
+def test_sharded_trainers_make_again_what_the_last_rollout_sent_to_some_of_them(tmp_path: Path, sent: int) -> None:
+    """It dies between two messages, one to each trainer for each task: trainers go on with what all of them hold."""
+    words = ("schedule.gap=1", "schedule.tag=true", "parallel.sharding=fsdp", "allocation.patience_s=30")
+
+    def before(world: World, session: Session) -> None:
+        Fault("send", 2, "kill", sent)
+        Fault("send", 2, "hang", sent, seconds=1.0)  # first: until the message before has arrived
+
+    config = configured(*LIGHT, "model.lora=null", *words)
+    cluster = run_cluster(tmp_path, 2, 1, config, before=before)
+    assert_equal_runs(completed(cluster), reference_of(config), exact=False, double=False, weight_bound=1e-6)
+    (event,) = lost(cluster)
+    assert len(event["reissued"]) > 0  # type: ignore[arg-type]
 
 
 def test_the_last_rollouts_death_and_a_forbidden_one_end_the_run(tmp_path: Path) -> None:

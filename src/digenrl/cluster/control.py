@@ -69,8 +69,8 @@ class Control:
     def lose(self, rank: int) -> None:
         """Mark a rank as gone while the run goes on; what it announced no longer counts. Who hosts the store does so
         alone."""
-        self.set("lost", " ".join(str(lost) for lost in sorted(self.lost_ranks() | {rank})))
         self.set(f"work/{rank}", "")
+        self.set("lost", " ".join(str(lost) for lost in sorted(self.lost_ranks() | {rank})))
 
     def lost_ranks(self) -> frozenset[int]:
         """Ranks that died or left while the run went on."""

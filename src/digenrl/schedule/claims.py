@@ -231,6 +231,10 @@ class Claims:
         """Note that one more trainer holds a task's result; once a trainer and task."""
         self._store.count(_received(version, position), 1)
 
+    def held_by(self, version: int, position: int, trainers: int) -> bool:
+        """Whether so many trainers hold a task's result."""
+        return self._store.count(_received(version, position)) >= trainers
+
     def returned(self, version: int, tasks: int) -> int:
         """How many tasks of a queue came back, or were opened, and wait for an owner; `tasks` as of `left`."""
         return sum(1 for _ in self._waiting(version, tasks))

@@ -130,6 +130,8 @@ class SchedulePolicy:
         joined = rank >= self.roles.trainers + self.roles.rollouts
         if work is None:
             self._ranks.pop(rank, None)
+            for trainer in self._trainers.values():
+                trainer.asked = None  # others may have to do its tasks
             if joined:
                 self._generators.discard(rank)
         else:
@@ -317,7 +319,8 @@ class SchedulePolicy:
         """What a free trainer does now: TRAIN the `ready` fragment, LEND a hand for one round, WAIT, or ASK the search
         (`lend`, or an override of it) and give its answer as `granted`.
 
-        The search is asked once per finished or claimed task: its answer cannot change before something happens.
+        The search is asked once per finished or claimed task, and after a loss: its answer cannot change before
+        something happens.
 
         Args:
             updates_done: optimizer updates done within the step in progress.

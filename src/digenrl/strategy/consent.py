@@ -55,15 +55,21 @@ class Consent:
             self._looked = time.monotonic()
             self.check()
 
-    def begin(self) -> None:
-        """A piece begins, on every trainer. Raises: see `check`."""
+    def begin(self, pause: Callable[[float], object] = time.sleep) -> None:
+        """A piece begins, on every trainer.
+
+        Args:
+            pause: what a trainer does that waits for trainer 0's word, for so many seconds at most.
+
+        Raises: see `check`.
+        """
         self.check()
         if self._world.rank == 0 and self._world.trainers > 1:
             self._control.set("granted", str(self._piece))
         while self._world.rank > 0 and int(self._control.get("granted") or -1) < self._piece:
             self._control.check()
             self.check()
-            time.sleep(_POLL_S)
+            pause(_POLL_S)
         self._piece += 1
 
     def begin_micro_batch(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -73,6 +74,7 @@ class Lending:
         self._together = runner.policy.roles.lockstep and chooses
         """Forwards are collectives, and trainers may generate, or choose a fragment: all of them must do so at once."""
         self._recalled = 0
+        self._lost: frozenset[int] = frozenset()
 
     def next_fragment(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment:
         """The fragment of `pending` to train now, as soon as there is one.
@@ -86,7 +88,7 @@ class Lending:
             return fragment
         while True:
             first = self._wait(board, update, pending) if self._world.rank == 0 else None
-            self._consent.begin()
+            self._consent.begin(self._hooks.receive)
             choice = self._hooks.agree(-1 if first is None else pending.index(first))
             if choice >= 0:
                 self._wait_for_cells(board, pending[choice])
@@ -104,7 +106,8 @@ class Lending:
             while True:
                 while self._hooks.receive(0.0):
                     pass
-                fragment = self._hooks.cut_fragment(pending, board)
+                self._see_losses()
+                fragment = self._cut(board, pending)
                 move = self._move(board, update, pending, fragment)
                 if move in (TRAIN, LEND):
                     return fragment if move == TRAIN else None
@@ -114,6 +117,15 @@ class Lending:
                 self._recall(board.step)
                 self._pause()
 
+    def _cut(self, board: StepBoard, pending: Sequence[Fragment]) -> Fragment | None:
+        """The fragment that could be trained now. Trainers that move together need one that all of them hold: a rollout
+        may have died when it had sent its results to some of them."""
+        fragment = self._hooks.cut_fragment(pending, board)
+        if fragment is None or not (self._together and self._world.rollouts):
+            return fragment
+        held = partial(self._runner.claims.held_by, trainers=self._world.trainers)
+        return fragment if all(held(version, claim.position) for version, claim in board.made_under(fragment)) else None
+
     def _move(self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None) -> str:
         """The policy's move, the search having been asked where the policy wants that."""
         facts = self._world.rank, update, pending, fragment, len(board.completed), self._runner.left(board.step)
@@ -122,6 +134,12 @@ class Lending:
             return move
         rounds = self._hooks.on_bubble(board, [*pending, *later_fragments(self._spec, update)])
         return self._policy.next_move(*facts, rounds)
+
+    def _see_losses(self) -> None:
+        """Show the policy that a rank is gone, which may leave its tasks to the trainers."""
+        if self._world.rollouts and (lost := self._control.lost_ranks()) != self._lost:
+            self._lost = lost
+            self._runner.see()
 
     def _wait_for_cells(self, board: StepBoard, fragment: Fragment) -> None:
         """Until this rank has what rank 0 had when it chose `fragment`."""

@@ -274,6 +274,12 @@ class StepBoard:
         trained = sum(group not in self.left_out for group in update_groups(self._spec, update))
         return self._spec.places / trained if trained and self._spec.zero_variance_groups != "keep" else 1.0
 
+    def made_under(self, fragment: tuple[int, ...]) -> list[tuple[int, Claim]]:
+        """(version, claim) of every task that makes the fragment complete here."""
+        alone = self._spec.gap > 0 and not self._spec.selects
+        groups = set(self._spec.groups_of(fragment)) if alone else range(self._spec.prompts)
+        return [(part.meta["version"], part.claim) for (group, _), part in self._parts.items() if group in groups]
+
     def versions(self, fragment: tuple[int, ...]) -> set[int]:
         """Weight versions that generated the fragment."""
         groups = self._spec.groups_of(fragment)
