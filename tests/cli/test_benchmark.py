@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from omegaconf import OmegaConf
 from PIL import Image
 
-from digenrl import config as configuration
 from digenrl.cli.benchmark import main
-from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+from tests.cli.finished import finished_run
 
 pytestmark = pytest.mark.heavy
 FEW = ["prompts=3", "samples=2", "sampling.eval.steps=2"]
@@ -20,19 +17,7 @@ FEW = ["prompts=3", "samples=2", "sampling.eval.steps=2"]
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What training leaves: config.yaml and a checkpoint whose adapter is not the initial one."""
-    directory = tmp_path_factory.mktemp("run")
-    composed = configuration.load(["experiment=scenes_flowgrpo"])
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(composed.config))
-    policy = configuration.instantiate(composed.config.model)
-    module = configuration.instantiate(composed.config.algorithm, policy=policy)
-    with torch.no_grad():
-        for parameter in policy.trained_parameters().values():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    checkpoint = {"epoch": 6, "state_dict": module.state_dict()}
-    module.on_save_checkpoint(checkpoint)
-    DirectoryCheckpointIO().save_checkpoint(checkpoint, directory / "checkpoints" / "step-000007")
-    return directory
+    return finished_run(tmp_path_factory.mktemp("run"), "scenes_flowgrpo")
 
 
 def test_scenes_are_scored_beside_the_base_and_made_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from omegaconf import OmegaConf
 
-from digenrl import config as configuration
 from digenrl.cli.evaluate import NoCheckpoint, Request, evaluate, main
 from digenrl.config.help import read_arguments
-from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+from tests.cli.finished import finished_run
 
 
 def asked(words: list[str]) -> tuple[Request, list[str]]:
@@ -28,20 +25,7 @@ pytestmark = pytest.mark.heavy
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What training leaves: config.yaml and a checkpoint whose adapter is not the initial one."""
-    directory = tmp_path_factory.mktemp("run")
-    composed = configuration.load(["experiment=digits_flowgrpo"])
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(composed.config))
-    policy = configuration.instantiate(composed.config.model)
-    module = configuration.instantiate(composed.config.algorithm, policy=policy)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in policy.trained_parameters().values():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    checkpoint = {"epoch": 6, "state_dict": module.state_dict()}
-    module.on_save_checkpoint(checkpoint)
-    DirectoryCheckpointIO().save_checkpoint(checkpoint, directory / "checkpoints" / "step-000007")
-    return directory
+    return finished_run(tmp_path_factory.mktemp("run"), "digits_flowgrpo")
 
 
 def test_last_compares_the_checkpoint_with_the_base_model(run_dir: Path) -> None:

@@ -25,7 +25,7 @@ from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl, replaced, unwritten
 from digenrl.rewards.hacking_alarms import Alarm, canary, of_evaluations
 from digenrl.rollout.engine import RolloutEngine
-from digenrl.rollout.evaluation import FixedSamples, Pictures, Piece, canaries, joined, split
+from digenrl.rollout.evaluation import Canaries, FixedSamples, Pictures, Piece, joined, split
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
@@ -166,6 +166,7 @@ class Evaluation(pl.Callback):
         self.saved_per_prompt = saved_per_prompt
         self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
         self._first: Pictures | None = None
+        self._canaries = Canaries()
         self._open: int | None = None
         """RL step whose weights rollouts evaluate at present."""
 
@@ -209,7 +210,7 @@ class Evaluation(pl.Callback):
             if not trainer.is_global_zero:
                 return
             numbers = self.measure(_engine(trainer), pictures)
-        self._tell(trainer, rl_step, pictures, numbers, self._look_again(_engine(trainer), pictures))
+        self._tell(trainer, rl_step, pictures, numbers, [self._canaries.look(pictures, _engine(trainer))])
 
     def _finish(self, trainer: pl.Trainer) -> None:
         """Wait for the evaluation in progress, if there is one. All trainers come here with the weights it is of."""
@@ -273,14 +274,6 @@ class Evaluation(pl.Callback):
         score = gallery.totals(scores, weights, len(texts))
         counts = self.shown_prompts, self.shown_samples
         return chosen(pictures.media.numpy(), texts, score, *counts, fitted_sources(pictures))
-
-    def _look_again(self, engine: RolloutEngine, pictures: Pictures) -> Sequence[Mapping[str, Tensor]]:
-        """The canaries' scores of this process's first evaluation, and today's; none at the first."""
-        if self._first is None:
-            self._canaries = canaries(pictures, engine)
-            return []
-        today = canaries(self._first, engine)
-        return [{name: torch.stack([once, today[name]]) for name, once in self._canaries.items()}]
 
     def _raise_alarms(
         self,

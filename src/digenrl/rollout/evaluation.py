@@ -52,9 +52,22 @@ def split(pictures: Pictures, rows: int) -> list[Pictures]:
     ]
 
 
-def canaries(pictures: Pictures, engine: RolloutEngine) -> Mapping[str, Tensor]:
-    """Scores of the first few pictures, as stored: 8 bits."""
-    return engine.rescore(pictures.media[:CANARIES].float() / 255.0, pictures.prompts[:CANARIES])
+class Canaries:
+    """Scores of the first few pictures of the first evaluation, again and again."""
+
+    def __init__(self) -> None:
+        self._first: tuple[Tensor, tuple[Prompt, ...], Mapping[str, Tensor]] | None = None
+
+    def look(self, pictures: Pictures, engine: RolloutEngine) -> dict[str, Tensor]:
+        """name -> [2, CANARIES at most]: the scores that the first `pictures` were given once, as stored with 8 bits,
+        and today's; nothing at the first look."""
+        if self._first is None:
+            media, prompts = pictures.media[:CANARIES].clone(), pictures.prompts[:CANARIES]
+            self._first = media, prompts, engine.rescore(media.float() / 255.0, prompts)
+            return {}
+        media, prompts, once = self._first
+        today = engine.rescore(media.float() / 255.0, prompts)
+        return {name: torch.stack([scores, today[name]]) for name, scores in once.items()}
 
 
 @dataclass(frozen=True)
@@ -87,8 +100,7 @@ class Piece:
 
     pictures: Pictures
     canaries: Mapping[str, Tensor] = field(default_factory=dict)
-    """name -> [2, CANARIES at most]: scores that its maker once gave to its first pictures, and gives them today; empty
-    where it has just looked."""
+    """What `Canaries.look` told its maker; empty where it has just looked."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The piece without its prompt."""

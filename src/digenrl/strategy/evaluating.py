@@ -18,14 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
-from torch import Tensor
-
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
-from digenrl.rollout.evaluation import CANARIES, FixedSamples, Pictures, Piece, canaries
+from digenrl.rollout.evaluation import Canaries, FixedSamples, Piece
 from digenrl.schedule.claims import MAX_ATTEMPTS
 from digenrl.strategy.consent import Consent
 from digenrl.strategy.step_ledger import StepLedger
@@ -53,8 +50,7 @@ class Examiner:
 
     def __init__(self, drawn: FixedSamples | None, engine: RolloutEngine, control: Control, rank: int) -> None:
         self._drawn, self._engine, self._control, self._rank = drawn, engine, control, rank
-        self._first: tuple[Pictures, Mapping[str, Tensor]] | None = None
-        """The first pictures that this rank made, and their scores then."""
+        self._canaries = Canaries()
         self._looked = -1
         """Version at whose evaluation they were last scored."""
 
@@ -89,13 +85,7 @@ class Examiner:
         """A piece, as it travels."""
         assert self._drawn is not None, "a piece was taken"
         pictures = self._drawn.draw(self._engine, [number], before_step)
-        looked: dict[str, Tensor] = {}
-        if self._first is None:
-            kept = Pictures(pictures.media[:CANARIES], pictures.prompts[:CANARIES], {})
-            self._first = kept, canaries(kept, self._engine)
-        elif self._looked != version:
-            once, today = self._first[1], canaries(self._first[0], self._engine)
-            looked = {name: torch.stack([once[name], scores]) for name, scores in today.items()}
+        looked = {} if self._looked == version else self._canaries.look(pictures, self._engine)
         self._looked = version
         return Message(Kind.EVALUATION, {"version": version, "piece": number}, Piece(pictures, looked).tensors())
 
