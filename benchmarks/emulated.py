@@ -9,8 +9,8 @@ the same sleeps and with this machine's own overheads in place of the profile's 
 from a short run apart with as many ranks (`overheads`), never from the runs compared.
 
 Stated subset: trainers that each hold the whole model (ddp), because sharded ones would gather tiny tensors where the
-real ones gather gigabytes; the allocation of each schedule is the simulator's best. `of bound` is the bound of the
-testbed, in which communication, recomputation and fill are free, over the measured step.
+real ones gather gigabytes; advantages of each group by itself; the allocation of each schedule is the simulator's best.
+`of bound` is the bound of the testbed, in which communication, recomputation and fill are free, over the measured step.
 
 A case takes minutes, so its result is kept as a line of benchmarks/results/emulated.jsonl: the command runs what is
 missing there (`--again` runs everything) and writes the dated table of all there is. A machine that is busy with other
@@ -61,6 +61,8 @@ SCHEDULES = {
 }
 """Schedule of configs/schedule -> mechanisms of benchmarks/schedule.py (None: no rollout ranks)."""
 WARM_UP, STEPS = 1, 3
+PER_GROUP = "algorithm.advantage.std=group"
+"""Deviations over the whole batch, which some recipes take, would leave nothing for GAP to do."""
 STEP_SLEEP = 0.06 / 16
 """Seconds of a denoising step, times the ranks, in the run that measures overheads: with more ranks each is slower, so
 that the machine has as many events per second, of the order of the compared runs', and its cores do not fill up."""
@@ -153,12 +155,13 @@ def chosen(costing: Costing, task_size: int, schedule: str) -> Outcome | None:
 
 def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
     """Predict and run one case; None when nothing of the kind fits into memory."""
-    costing, task_size = bench_of(case.model, case.testbed)
+    costing, task_size = bench_of(case.model, case.testbed, PER_GROUP)
     outcome = chosen(costing, task_size, case.schedule)
     if outcome is None:
         return None
     candidate, scale = outcome.candidate, case.seconds / outcome.step_s
-    words = [f"experiment={case.model}", f"hardware={case.testbed}", f"schedule={case.schedule}", *overrides(outcome)]
+    words = [f"experiment={case.model}", f"hardware={case.testbed}", f"schedule={case.schedule}", PER_GROUP]
+    words += overrides(outcome)
     cores_busy = train(output / case.name, scale, WARM_UP + STEPS, words)
     ends = published(output / case.name)
     return {
@@ -178,7 +181,7 @@ def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
 
 def predicted_again(row: dict[str, Any], own: Overheads) -> dict[str, Any]:
     """A kept result with the prediction that other overheads give."""
-    costing, task_size = bench_of(row["model"], row["testbed"])
+    costing, task_size = bench_of(row["model"], row["testbed"], PER_GROUP)
     outcome = chosen(costing, task_size, row["schedule"])
     assert outcome is not None
     predicted = predict(costing, outcome.candidate, row["time_scale"], own)
@@ -240,7 +243,13 @@ def overheads(testbed: str, output: Path) -> Overheads:
     half, run_dir = gpus // 2, output / f"{testbed}-overheads"
     words = [f"experiment={MODELS[0]}", f"hardware={testbed}", "schedule=gap_tsp", "schedule.tsp.batch=1"]
     words += [f"allocation.trainers={half}", f"allocation.rollouts={gpus - half}", f"data.group_size={2 * gpus}"]
-    words += ["data.prompts_per_batch=4", "sampling.steps=5", "sampling.task_size=1", "algorithm.train_steps.stop=4"]
+    words += [
+        PER_GROUP,
+        "data.prompts_per_batch=4",
+        "sampling.steps=5",
+        "sampling.task_size=1",
+        "algorithm.train_steps.stop=4",
+    ]
     composed = configuration.load([*words, "hardware.emulate=true"])
     unscaled = durations(composed, half, gpus - half)
     scale = STEP_SLEEP * gpus / max(rank.step for rank in unscaled)

@@ -70,9 +70,9 @@ class Cell:
         return outcome.efficiency if outcome else 0.0
 
 
-def bench_of(experiment: str, hardware: str) -> tuple[Costing, int]:
-    """The published workload of `experiment` on `hardware`, and its task size."""
-    composed = configuration.load([f"experiment={experiment}", f"hardware={hardware}"], "plan")
+def bench_of(experiment: str, hardware: str, *words: str) -> tuple[Costing, int]:
+    """The published workload of `experiment` on `hardware`, changed by overrides, and its task size."""
+    composed = configuration.load([f"experiment={experiment}", f"hardware={hardware}", *words], "plan")
     node: Any = OmegaConf.to_container(composed.config.hardware)
     return Costing(workload(composed), parse_hardware(node)), int(composed.config.sampling.task_size)
 
