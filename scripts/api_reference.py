@@ -17,8 +17,9 @@ neither torch nor numpy); the rest is imported from the module named. [quickstar
 runs; the notebooks (`notebooks/`) have more.
 """
 CONTENTS = {
-    "digenrl": ("digenrl/api.py", ("load_run", "sample", "score", "plan")),
+    "digenrl": ("digenrl/api.py", ("load_run", "sample", "score", "plan", "rl_loop")),
     "What they return: `digenrl.api`": ("digenrl/api.py", ("LoadedRun", "Scored")),
+    "RL steps in this process: `digenrl.one_process`": ("digenrl/one_process.py", ("Loop",)),
     "Pictures of an evaluation: `digenrl.report.pictures`": ("digenrl/report/pictures.py", ("Samples",)),
     "Prompts: `digenrl.types`, `digenrl.data`": ("digenrl/types.py", ("Prompt",)),
     "A reward implements: `digenrl.rewards.protocol`": (

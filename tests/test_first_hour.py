@@ -112,9 +112,11 @@ def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_the_python_of_the_quickstart_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
+    reading, looping = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
     make_run(tmp_path / "run", "experiment=digits_flowgrpo")
     line = '{"kind": "step", "rl_step": 1, "reward": 0.5}\n'
     (tmp_path / "run" / "metrics.jsonl").write_text(line + line.replace("step", "eval", 1).replace("reward", "heldout"))
-    exec(compile(code, "quickstart.md", "exec"), {"RUN": tmp_path / "run"})
+    exec(compile(reading, "quickstart.md", "exec"), {"RUN": tmp_path / "run"})
     assert "(8, 1, 8, 8)" in capsys.readouterr().out
+    exec(compile(looping, "quickstart.md", "exec"), {})
+    assert "'reward'" in capsys.readouterr().out

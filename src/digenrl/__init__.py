@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from digenrl.api import load_run, plan, sample, score
+    from digenrl.api import load_run, plan, rl_loop, sample, score
 
 __version__ = "0.2.0"
-__all__ = ["__version__", "load_run", "plan", "sample", "score"]
+__all__ = ["__version__", "load_run", "plan", "rl_loop", "sample", "score"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,8 +7,11 @@
     pictures = digenrl.sample(run, ["number seven"], samples=8)
     digenrl.score("jpeg", pictures.media, pictures.prompts).total
     digenrl.plan("experiment=sd35_flowgrpo", "hardware=node_8xh100")["candidates"][0]["step_s"]
+    loop = digenrl.rl_loop("experiment=digits_flowgrpo")
+    loop.train(loop.generate())["reward"]
 
-`words` are those of the command line, `--config-dir DIR` included. torch is imported by `sample` and `score` alone.
+`words` are those of the command line, `--config-dir DIR` included. torch is imported by `sample`, `score` and `rl_loop`
+alone.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from digenrl.report.read_run import Run, read_run
 from digenrl.report.summary import build_summary
 
 if TYPE_CHECKING:
+    from digenrl.one_process import Loop
     from digenrl.types import Prompt
 
 
@@ -188,6 +192,28 @@ def plan(*words: str) -> dict[str, Any]:
     from digenrl.cli.plan import planned
 
     return planned(configuration.load(words, "plan")).json()
+
+
+def rl_loop(*words: str) -> Loop:
+    """RL steps in this process, without launcher, Strategy and Trainer: for notebooks and debuggers. Nothing is
+    written.
+
+    Args:
+        words: of `make train`, such as `experiment=digits_flowgrpo`.
+
+    Raises:
+        ConfigError: words that do not fit.
+        ValueError: a word of `one_process.ALONE`, which the loop sets; or more than the profile's GPU has memory for.
+    """
+    from digenrl.one_process import ALONE, Loop
+    from digenrl.preflight import settled, with_task_size
+
+    fixed = dict(word.split("=") for word in ALONE)
+    for key, _, value in (word.partition("=") for word in words):
+        if fixed.get(key, value) != value:
+            raise ValueError(f"{key}={value}: the loop is one rank that generates and trains, {key}={fixed[key]}.")
+    composed = configuration.load([*words, *ALONE])
+    return Loop(settled(with_task_size(composed), trainers=1, rollouts=0).config)
 
 
 def as_prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:

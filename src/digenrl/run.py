@@ -121,17 +121,7 @@ def build(
     rewards.stage = session.progress.stage
     module = configuration.instantiate(config.algorithm, policy=policy)
     module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
-    engine = RolloutEngine(
-        policy,
-        rewards,
-        module.sde,
-        module.train_steps,
-        sampling_spec(config),
-        config.seed,
-        keep_means=module.needs_means,
-        keep_final=module.needs_final,
-        weigh=module.log_prob_weights if config.schedule.gradients == "generation" else None,
-    )
+    engine = engine_of(config, module, rewards)
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
     data = PromptData(config.data, config.seed)
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
@@ -175,6 +165,21 @@ def build(
     _encode(config, policy, data, named, world.rank, session)
     _announce_record(config, world, engine, spec, data, session.run_dir)
     return Rank(trainer, module, data, strategy)
+
+
+def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutEngine:
+    """What generates for an algorithm's `module`, with its policy, kernel and steps."""
+    return RolloutEngine(
+        module.policy,
+        rewards,
+        module.sde,
+        module.train_steps,
+        sampling_spec(config),
+        config.seed,
+        keep_means=module.needs_means,
+        keep_final=module.needs_final,
+        weigh=module.log_prob_weights if config.schedule.gradients == "generation" else None,
+    )
 
 
 def _recording(config: DictConfig, world: World, session: Session) -> TrajectoryFiles | None:

@@ -1,0 +1,42 @@
+"""RL steps in this process: what they give is what a run gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import digenrl
+from digenrl import config as configuration
+from tests.strategy.processes import TINY
+from tests.strategy.reference import reference
+
+
+@pytest.mark.heavy
+def test_two_steps_equal_the_reference_loop() -> None:
+    loop, expected = digenrl.rl_loop(*TINY), reference(configuration.load(TINY).config)
+    for _ in range(2):
+        made = loop.generate()
+        metrics = loop.train(made)
+    loop.close()
+    assert metrics["reward"] == pytest.approx(float(torch.stack([t.rewards["judge_a"].mean() for t in made]).mean()))
+    for name, parameter in loop.policy.trained_parameters().items():
+        assert torch.allclose(parameter, expected.weights[name], rtol=0, atol=1e-7), name
+
+
+@pytest.mark.heavy
+def test_what_is_missing_is_said_and_what_is_changed_counts() -> None:
+    loop = digenrl.rl_loop(*TINY)
+    made = loop.generate()
+    with pytest.raises(ValueError, match="groups \\[0\\] of RL step 0 are not complete"):
+        loop.train(made[1:])
+    constant = [replace(each, rewards={name: torch.ones_like(r) for name, r in each.rewards.items()}) for each in made]
+    metrics = loop.train(constant)
+    assert (metrics["zero_variance_share"], metrics["grad_norm"]) == (1.0, 0.0)
+    loop.close()
+
+
+def test_a_schedule_has_no_place_in_it() -> None:
+    with pytest.raises(ValueError, match="schedule=full: the loop is one rank"):
+        digenrl.rl_loop("experiment=digits_flowgrpo", "schedule=full")
