@@ -331,7 +331,7 @@ def without_effect(config: Any) -> Iterator[str]:
         yield idle("handoff = true", "colocated ranks hand nothing over")
     elif schedule.handoff and schedule.claims == "split":
         yield idle("handoff = true", "with schedule.claims=split no rank takes over another's tasks")
-    elif schedule.handoff and rollouts == 1 and not schedule.tag:
+    elif schedule.handoff and rollouts == config.parallel.rollout_context and not schedule.tag:
         yield idle("handoff = true", "only one rank generates")
     if schedule.gradients == "generation":
         taken = "gradients are taken step by step, where a sample is generated"

@@ -581,6 +581,7 @@ RESUMABLE: tuple[str, ...] = (
     "network",
     "limits",
     "parallel.shard_group",
+    "parallel.rollout_context",
     "record",
     "schedule.gap",
     "schedule.claims",
