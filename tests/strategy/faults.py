@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms.base import PolicyModule
+from digenrl.models.policy import Policy
 from digenrl.rewards.protocol import RewardUnavailable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
@@ -36,6 +37,7 @@ from reward_models.digit_judge import DigitJudge
 POINTS: dict[str, tuple[Any, str]] = {
     "claim": (Claims, "take"),
     "denoise": (RolloutEngine, "advance"),
+    "forward": (Policy, "velocity"),
     "decode": (RolloutEngine, "decode"),
     "evaluate": (RolloutEngine, "evaluate"),
     "save": (checkpoint_storage, "save_weights"),

@@ -47,7 +47,8 @@ before the first step, seconds."""
 def passport(composed: Composed) -> dict[str, Any]:
     """What a rollout that joins must show: the same code and the same configuration; {} where none can join."""
     config = composed.config
-    if not config.allocation.rollouts or config.schedule.claims == "split":
+    fixed = config.schedule.claims == "split" or config.parallel.rollout_context > 1
+    if not config.allocation.rollouts or fixed:
         return {}
     return {"code": code_version(), "configuration": identity(config)}
 
@@ -124,6 +125,8 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
     most = most_rollouts(config.allocation.rollouts)
     more = f" (up to {most}, as there are places)" if most > rollouts else ""
     ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}{more}"
+    if (together := config.parallel.rollout_context) > 1:
+        ranks += f" in groups of {together}"
     lines = [
         f"run       {run_dir}",
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
@@ -218,6 +221,7 @@ def _plan(
             max_lost=_max_lost(settings),
             patience_s=settings.allocation.patience_s,
             fewest=1 if isinstance(span := settings.allocation.rollouts, int) else span.min,
+            rollout_context=settings.parallel.rollout_context,
             passport=passport(composed),
             handshake=Handshake(**settings.handshake),
             limits=Limits(**settings.limits),
@@ -324,7 +328,20 @@ def join(
     end, grace = partial(_end_alone, attempt), partial(_stop_grace, composed.config)
     network, shown, lost = _network(composed), passport(composed), _max_lost(composed.config)
     return attach(
-        place, numbers, trainers, prepare, rank_main, handshake, limits, network, end, grace, signals, shown, lost
+        place,
+        numbers,
+        trainers,
+        prepare,
+        rank_main,
+        handshake,
+        limits,
+        network,
+        end,
+        grace,
+        signals,
+        shown,
+        lost,
+        composed.config.parallel.rollout_context,
     )
 
 

@@ -118,7 +118,7 @@ def start_heartbeat(session: Session, world: World) -> None:
                     time.sleep(BEAT_EVERY_S)
                 elif (caught := signal.sigtimedwait(obeyed(), pause)) is not None:
                     asks = caught.si_signo in leaves
-                    control.set(f"ask/{rank}" if asks else "signal", str(caught.si_signo))
+                    control.set(f"ask/{world.group_of(rank)[0]}" if asks else "signal", str(caught.si_signo))
                     pause = _ANSWER_S if asks else BEAT_EVERY_S
         except StoreLost:  # whoever waits for it says so
             return

@@ -111,6 +111,8 @@ class Policy(nn.Module, ABC):
             transformer, [b for b in self.wrap_units() if b in trained], parse_recompute(gradient_checkpointing)
         )
         self._in_reference = False
+        self.before_velocity: Callable[[Tensor, Tensor, dict[str, Tensor]], None] | None = None
+        """Called with the arguments of each `velocity`: other ranks may have to compute it too."""
         self._embeddings: OrderedDict[Wording, Condition] = OrderedDict()
         self.store: PromptStore | None = None
         self._said: set[str] = set()
@@ -121,12 +123,14 @@ class Policy(nn.Module, ABC):
         be built; raises ValueError."""
 
     @classmethod
-    def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
-        """Refuse a model config whose forwards `ranks` trainers cannot compute together; raises ValueError."""
+    def check_context(cls, settings: Mapping[str, Any], ranks: int, key: str) -> None:
+        """Refuse a model config whose forwards `ranks` ranks, as `key` says, cannot compute together; raises
+        ValueError."""
         if ranks > 1 and not cls.context_plan:
             raise ValueError(
-                f"parallel.context = {ranks}: the tokens of {cls.family} are not divided among trainers, those of wan "
-                "and hunyuan_video can be; set parallel.context=1, or parallel.sharding=fsdp to save memory."
+                f"{key} = {ranks}: the tokens of {cls.family} are not divided among ranks, those of wan and "
+                f"hunyuan_video can be; set {key}=1 (trainers save memory with parallel.sharding=fsdp, rollouts with "
+                "sampling.task_size=1)."
             )
 
     @classmethod
@@ -204,6 +208,8 @@ class Policy(nn.Module, ABC):
         Both branches of classifier-free guidance share one forward of 2B rows, the unconditional rows first; both
         carry gradient unless `detach_unconditional`.
         """
+        if self.before_velocity is not None:
+            self.before_velocity(latents, sigmas, condition)
         latents = latents.to(self.dtype)
         sigmas = sigmas.to(wide(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}

@@ -18,7 +18,7 @@ FEW_RANKS = 64
 
 @dataclass(frozen=True)
 class Rank:
-    """One GPU and what it costs there to do one unit of each kind of work."""
+    """One GPU, or several that generate together, and what it costs there to do one unit of each kind of work."""
 
     rank: int
     """Launch rank; trainers come first."""
@@ -37,6 +37,7 @@ class Rank:
     """Forward and backward of one (task, trained step), inside a block of K steps. Trainers only."""
     adopt_seconds: float = 0.0
     """Taking over a published version. Rollout ranks only."""
+    gpus: int = 1
 
     def at(self, speed: float, number: int) -> Rank:
         """Rank `number`, like this one but so many times as fast."""

@@ -174,7 +174,7 @@ class Evaluations:
 
     def _without_maker(self, pieces: Sequence[int]) -> list[int]:
         """Those of `pieces` for which no rollout is there, or that were lost with as many as may be."""
-        if not self._control.survivors(self._world.rollout_ranks):
+        if not self._control.survivors(self._world.leaders):
             return list(pieces)
         if not (lost := self._control.lost_ranks()):
             return []

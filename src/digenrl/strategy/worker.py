@@ -81,7 +81,7 @@ class TaskRunner:
         """Measured seconds of one denoising step on this rank; 0 before the first."""
         self._task_seconds = task_seconds
         self._unshipped: deque[Future[None]] = deque()
-        self._withdrawn = False
+        self._withdrawn = world.follows
         self._tell(Work())
 
     # ---- claims
@@ -143,7 +143,8 @@ class TaskRunner:
         roles = self.policy.roles
         if not roles.split:
             return range(tasks)
-        return queue_part(tasks, self._world.rank - roles.generators.start, len(roles.generators))
+        own = (self._world.rank - roles.generators.start) // roles.generators.step
+        return queue_part(tasks, own, len(roles.generators))
 
     def announce(self, version: int, task: Task | None = None, share: float = 0.0, idle: int = 0) -> None:
         """Tell the others what this rank does now: the last `share` of `task`, or nothing; `idle` as in `Work`."""
@@ -315,6 +316,11 @@ class RolloutWorker:
         self._idle_since: float | None = None
         self._idle = ExitStack()
         """The stage of the wait in progress."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights in use; -1 = none yet."""
+        return self._version
 
     def run(self) -> None:
         """Work until a trainer says that the run is done, or until this rank shall leave."""

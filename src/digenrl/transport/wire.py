@@ -51,6 +51,8 @@ class Kind(IntEnum):
     """A rank that joined asks for the weights in use."""
     EVALUATION = 5
     """A piece of an evaluation: samples and scores."""
+    FORWARD = 6
+    """What the ranks of a group compute together next; without tensors: nothing more."""
 
 
 class WireError(ConnectionError):
