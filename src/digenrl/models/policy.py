@@ -22,6 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from digenrl.models import checkpointing
+from digenrl.models.graphs import Graphs
 from digenrl.models.lora import CastLinear, LoraSpec, inject_lora, wide
 from digenrl.models.prompt_store import Condition, PromptStore, Wording
 from digenrl.recompute import parse_recompute
@@ -111,6 +112,8 @@ class Policy(nn.Module, ABC):
             transformer, [b for b in self.wrap_units() if b in trained], parse_recompute(gradient_checkpointing)
         )
         self._in_reference = False
+        self.graphs: Graphs | None = None
+        """Of forwards without gradient; None: they run as they are."""
         self._embeddings: OrderedDict[Wording, Condition] = OrderedDict()
         self.store: PromptStore | None = None
         self._said: set[str] = set()
@@ -198,12 +201,19 @@ class Policy(nn.Module, ABC):
         return next(self.transformer.parameters()).device
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Guided velocity eps - x0, differentiable.
+        """Guided velocity eps - x0, differentiable; without gradients by a graph, where the policy has `graphs`.
 
         latents [B, *L], sigmas [B] (one noise level per row), condition with leading dimension B -> [B, *L] fp32.
         Both branches of classifier-free guidance share one forward of 2B rows, the unconditional rows first; both
         carry gradient unless `detach_unconditional`.
         """
+        if self.graphs is None or not self.graphs.serve(latents):
+            return self._velocity(latents, sigmas, condition)
+        adapter_off = any(layer._disable_adapters for layer in self._adapted[:1])
+        facts = self.guidance_scale, self.cfg_scale, self._in_reference, adapter_off
+        return self.graphs(self._velocity, facts, latents, sigmas, condition)
+
+    def _velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         latents = latents.to(self.dtype)
         sigmas = sigmas.to(wide(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}

@@ -144,8 +144,14 @@ def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     Args:
         encoders: text encoders stay on the GPU, and are counted elsewhere.
     """
-    encoding = 0 if encoders else text_encoder_bytes(work)
-    return int(FRAGMENTATION * max(int(work.forward_bytes(rows * work.passes)), decode_bytes(work), encoding))
+    forward, encoding = int(work.forward_bytes(rows * work.passes)), 0 if encoders else text_encoder_bytes(work)
+    kept = _recorded_bytes(work, rows)
+    return int(FRAGMENTATION * max(forward, kept + decode_bytes(work), kept + encoding))
+
+
+def _recorded_bytes(work: Workload, rows: int) -> int:
+    """What CUDA graphs keep: the largest forward without gradients, of `rows` samples."""
+    return int(work.forward_bytes(rows * work.passes)) if work.engine.endswith("_graphs") else 0
 
 
 def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Memory:
@@ -199,6 +205,8 @@ def trainer_memory(
     stays = encoders and makes > 0
     # Nobody generates during a micro-batch: its activations have made room by then.
     aside = generating_bytes(work, makes, encoders) - kept if makes else 0
+    recorded = max(makes, task_size * tsp_batch if work.reference else 0) if shards == 1 else 0
+    moment += _recorded_bytes(work, recorded)
     # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are scattered.
     gathered = 2 * (4 + 4 if full else 2) * block if shards > 1 else 0
     return Memory(

@@ -420,7 +420,9 @@ class RolloutWorker:
             timeout = 0.0
             if message.kind is Kind.WEIGHTS:
                 version = self._arrivals.add(message)
-                if version is not None and (message.meta["sender"] == 0 or self._wanted(version)):
+                if version is not None and version.number < 0:
+                    self._examiner.hold(version)
+                elif version is not None and (message.meta["sender"] == 0 or self._wanted(version)):
                     self._weights.append(version)
             elif message.kind is Kind.STATE:
                 self._suspended.append(Suspended.of(message, self._rank))
@@ -448,7 +450,9 @@ class RolloutWorker:
         self._link.send(self._source, Message(Kind.ASK, {"rank": self._rank, "version": int(newest)}, {}))
 
     def _serve(self) -> None:
-        """Send the weights in use to those that wait for them."""
+        """Send the version in use to those that wait for it; not while a piece of an evaluation has others in use."""
+        if self._examiner.away:
+            return
         served = [(rank, version) for rank, version in self._asked if version <= self._version]
         for rank, _ in served:
             with self._spans.span("send", quiet=True, version=self._version):
