@@ -13,8 +13,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from digenrl.simulate.memory import GIB
 
@@ -89,32 +87,6 @@ def seconds(call: Callable[[], Any], device: torch.device, most: int = 7) -> flo
         wait(device)
         taken.append(time.perf_counter() - began)
     return median(taken)
-
-
-class Graphed:
-    """`call(*tensors)` as a CUDA graph: captured once, replayed with new values in the same places.
-
-    Raises:
-        RuntimeError: the call waits for the processor (a copy from unpinned memory, `.item()`).
-    """
-
-    def __init__(self, call: Callable[..., Tensor], device: torch.device, *inputs: Any) -> None:
-        self._inputs = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):  # what is made once (handles, autotuning) must not be captured
-            for _ in range(3):
-                call(*self._inputs)
-        torch.cuda.current_stream(device).wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._output = call(*self._inputs)
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        """The call's value for `inputs`, shaped as those of the capture."""
-        tree_map(lambda place, new: place.copy_(new) if isinstance(place, Tensor) else None, self._inputs, inputs)
-        self._graph.replay()
-        return self._output.clone()
 
 
 def matmul_tflops(device: torch.device, side: int) -> float:

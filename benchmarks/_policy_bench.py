@@ -27,6 +27,7 @@ from digenrl.data import PromptData
 from digenrl.diffusion import denoise
 from digenrl.diffusion.steps import StepPlan
 from digenrl.models import tiny_builds
+from digenrl.models.graphs import Graphs
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.preflight import workload
@@ -172,15 +173,7 @@ class Bench:
     @contextmanager
     def engine(self, unit: Unit) -> Iterator[None]:
         """Inside, the policy's forward without gradients is a replayed graph, where the unit's engine says so."""
-        if unit.engine not in CAPTURED:
-            yield
-            return
-        sigmas = self.grid[:1].to(self.device).expand(unit.samples)
-        condition = denoise.expand_condition(self.condition, unit.samples)
-        latents = self.start(unit.samples).latents
-        with torch.no_grad():
-            graph = _device.Graphed(self.policy.velocity, self.device, latents, sigmas, condition)
-        with mock.patch.object(self.policy, "velocity", graph):
+        with mock.patch.object(self.policy, "graphs", Graphs() if unit.engine in CAPTURED else None):
             yield
 
 

@@ -191,9 +191,10 @@ def test_what_is_always_there_is_counted() -> None:
     whole, unwatched = memory(), memory("~callbacks.evaluation")
     jpeg = memory("reward=jpeg")
     assert unwatched["trainer"] < whole["trainer"]
-    assert unwatched["rollout"] == whole["rollout"], "the moving average is evaluated by trainers"
-    plain = ("algorithm.ema=null", "callbacks.evaluation.samples_per_prompt=64")
-    assert memory(*plain, "allocation.evaluation=trainers")["rollout"] == whole["rollout"] < memory(*plain)["rollout"]
+    apart = "allocation.evaluation=trainers"
+    assert unwatched["rollout"] == memory(apart)["rollout"]
+    many = "callbacks.evaluation.samples_per_prompt=64"
+    assert memory(many, apart)["rollout"] == unwatched["rollout"] < memory(many)["rollout"]
     assert whole["rollout"] - jpeg["rollout"] == pytest.approx(4 * 0.99e9 / 2**30)
     alone = memory("data.prompt_store=null")
     costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100"))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl.config import Composed, config_directory, instantiate
@@ -283,6 +282,7 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     tree["allocation"]["trainers"] = trainers
     if most_rollouts(tree["allocation"]["rollouts"]) != rollouts:  # auto; {min, max} stays
         tree["allocation"]["rollouts"] = rollouts
+    tree["network"]["publication"] = publication(config, rollouts)
     evaluators(config, rollouts)
     notes = composed.notes
     if wrong := relation_problems(tree):
@@ -361,28 +361,29 @@ def without_effect(config: Any) -> Iterator[str]:
         yield idle("async_steps = 1", "schedule.stale_fraction=0 lets no group use older weights")
 
 
+def publication(config: Any, rollouts: int) -> str:
+    """`network.publication`, where it is auto: a broadcast between GPUs, of a number of ranks that is fixed."""
+    if (asked := config.network.publication) != AUTO:
+        return str(asked)
+    fixed = rollouts > 0 and not isinstance(config.allocation.rollouts, DictConfig) and config.launch != "ray"
+    gpus = not config.hardware.emulate and all(pool.gpu != "cpu" for pool in config.hardware.pools.values())
+    if not (fixed and gpus and config.trainer.get("accelerator") != "cpu"):
+        return "stream"
+    from torch.distributed import is_nccl_available
+
+    return "broadcast" if is_nccl_available() else "stream"
+
+
 def trainers_must_evaluate(config: Any, rollouts: int) -> str | None:
     """Why trainers evaluate by themselves, as settled or for the configuration as it is; None: rollouts do. Rollouts
-    hold the trained weights in the dtype that every forward casts them to, so that samples are the same."""
-    algorithm, target = config.algorithm, str(config.algorithm["_target_"])
+    hold weights in the dtype that every forward casts them to, so that samples are the same."""
     if config.allocation.evaluation == "trainers":
         return "allocation.evaluation=trainers says so"
     if config.replay is not None or rollouts == 0:
         return "no rank only generates"
     if len(_evaluations(config)) > 1:
         return f"there are {len(_evaluations(config))} evaluations among the callbacks, and rollouts make one"
-    if algorithm.get("ema") is not None:
-        return "the moving average (algorithm.ema) is evaluated, which rollouts do not hold"
-    if algorithm.get("old_policy") is not None or (not target.startswith("digenrl.") and _samples_apart(target)):
-        return f"rollouts sample with other weights than those that {target.rpartition('.')[2]} trains"
     return None
-
-
-def _samples_apart(target: str) -> bool:
-    """Whether a user's algorithm has rollouts use other weights than the trained ones."""
-    from digenrl.algorithms.base import PolicyModule
-
-    return getattr(get_object(target), "rollout_parameters", None) is not PolicyModule.rollout_parameters
 
 
 def _evaluations(config: Any) -> list[Any]:
@@ -615,7 +616,7 @@ def workload(composed: Composed) -> Workload:
         rewards=tuple(config.reward.get("rewards", {})),
         heldout=tuple(config.reward.get("heldout") or {}),
         evaluated=max((min(n, sampling.eval.batch or n) for n in drawn), default=0),
-        engine="compiled" if model.get("compile") else "eager",
+        engine=_ENGINES[model.get("compile", False)],
         fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
@@ -623,6 +624,10 @@ def workload(composed: Composed) -> Workload:
     able = bool(drawn) and trainers_must_evaluate(config, 1 if most == AUTO else most) is None
     asked = config.allocation.evaluation == "rollouts"
     return replace(work, rollouts_evaluate=able and (asked or _has_room(config, work)))
+
+
+_ENGINES = {False: "eager", True: "compiled", "graphs": "compiled_graphs"}
+"""`model.compile` -> engine of `simulate.gpus`."""
 
 
 def _has_room(config: Any, work: Workload) -> bool:

@@ -30,6 +30,7 @@ from digenrl.diffusion import denoise
 from digenrl.strategy.shard import mesh_of, shard
 from digenrl.transport.weights import adopt, publish
 from digenrl.types import TrainBatch
+from tests.models.test_graphs import assert_graphs_follow
 from tests.models.tiny_policies import make, randomise_lora
 
 DEVICE = _device.find()
@@ -61,6 +62,13 @@ def test_compiled_and_captured_sampling_is_replayed_within_the_bound(engine: str
         plain = made.advance(state).latents
         with made.engine(unit):
             torch.testing.assert_close(made.advance(state).latents, plain, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3", "wan"])
+def test_recorded_forwards_follow_weights_guidance_and_adapter(family: str) -> None:
+    policy = make(family, dtype="bfloat16", guidance_scale=3.0, compile="graphs")
+    randomise_lora(policy)
+    assert_graphs_follow(policy.to(DEVICE), policy.graphs)
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "hunyuan_video"])

@@ -29,6 +29,7 @@ from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule.claims import Claims
 from digenrl.strategy import checkpoint_storage, gradients
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.transport.broadcast import BroadcastLink
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import SocketLink
 from digenrl.types import Prompt
@@ -44,6 +45,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "reward": (RewardSuite, "score"),
     "scorer": (DigitJudge, "__call__"),
     "send": (SocketLink, "send"),
+    "broadcast": (BroadcastLink, "_taken"),
     "receive": (SocketLink, "receive"),
     "accumulate": (PolicyModule, "training_step"),
     "reduce": (gradients, "average"),

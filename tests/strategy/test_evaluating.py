@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from digenrl import config as configuration
 from digenrl import run
@@ -22,6 +24,7 @@ EVALUATION = (
     "callbacks.evaluation.max_prompts=5",
     "callbacks.evaluation.every=1",
 )
+AVERAGE = ("+algorithm/ema=default", "algorithm.ema.every=1", "algorithm.optimizer.lr=0.03")
 ASYNC = ("schedule.async_steps=1", "schedule.gap=1", "schedule.stale_fraction=0.5")
 ROLLOUTS, TRAINERS = "allocation.evaluation=rollouts", "allocation.evaluation=trainers"
 
@@ -83,12 +86,34 @@ def test_rollouts_evaluate_what_trainers_would(tmp_path: Path) -> None:
     assert all(np.array_equal(array, pictures["trainers"][name]) for name, array in pictures["rollouts"].items())
 
 
+@pytest.mark.processes
+def test_rollouts_evaluate_the_average_that_trainers_keep(tmp_path: Path) -> None:
+    """It is published to them; afterwards they go on with what they had. Without an average the numbers are others."""
+    fast = ("max_rl_steps=2", "algorithm.optimizer.lr=0.03", "callbacks.evaluation.max_prompts=2")
+    jobs = [
+        Job("rollouts", loaded(*fast, *AVERAGE[:2]), draws_nothing),
+        Job("trainers", loaded(*fast, *AVERAGE[:2], TRAINERS)),
+        Job("without", loaded(*fast), draws_nothing),
+    ]
+    lines: dict[str, Numbers] = {}
+    pictures: dict[str, dict[str, Any]] = {}
+    weights: dict[str, dict[str, Tensor]] = {}
+    for job, cluster in run_series(tmp_path, 1, 1, jobs):
+        weights[job.name] = completed(cluster).weights
+        lines[job.name], pictures[job.name] = numbers(cluster.metrics()), samples(cluster.run_dir)
+        published = [row["version"] for row in cluster.spans("publish") if row.get("evaluated")]
+        assert published == ([1, 2] if job.name == "rollouts" else []), job.name
+    assert lines["rollouts"] == lines["trainers"]
+    assert all(np.array_equal(array, pictures["trainers"][name]) for name, array in pictures["rollouts"].items())
+    assert not np.array_equal(*(pictures[name]["eval-2.npz/media"] for name in ("rollouts", "without")))
+    for name, value in weights["without"].items():
+        assert torch.equal(weights["rollouts"][name], value), "rollouts went on with other weights"
+
+
 @pytest.mark.parametrize(
     ("experiment", "words", "rollouts", "cause"),
     [
         ("digits_flowgrpo", (), 0, "no rank only generates"),
-        ("digits_flowgrpo", ("+algorithm/ema=default",), 1, "the moving average"),
-        ("digits_nft", (), 1, "other weights than those that NFT trains"),
         ("digits_flowgrpo", ("+callbacks.more=${callbacks.evaluation}",), 1, "there are 2 evaluations"),
     ],
 )
@@ -126,6 +151,10 @@ def ended(train: Train) -> Train:
         ("allocation.trainers=2", "allocation.rollouts=1", "schedule=gap_tsp_tag"),
         ("allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp"),
         ("allocation.trainers=2", "allocation.rollouts=1", "algorithm.updates_per_batch=2"),
+        ("allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp", *AVERAGE),
+        ("allocation.trainers=1", "allocation.rollouts=2", *ASYNC, *AVERAGE, "network.publication=broadcast"),
+        ("experiment=digits_nft", "allocation.trainers=1", "allocation.rollouts=2"),
+        ("experiment=digits_nft", "allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp", *AVERAGE),
     ],
 )
 def test_the_same_numbers_in_every_schedule(running: Any, words: tuple[str, ...]) -> None:
@@ -136,7 +165,7 @@ def test_the_same_numbers_in_every_schedule(running: Any, words: tuple[str, ...]
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("schedule", [(), ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("schedule", [(), ASYNC, AVERAGE], ids=["sync", "async", "average"])
 def test_a_rollout_that_dies_in_the_middle_changes_no_number(running: Any, schedule: tuple[str, ...]) -> None:
     """Of two, one dies at its second piece, and the other makes the rest."""
     words = ("allocation.trainers=1", "allocation.rollouts=2", *schedule)
@@ -149,7 +178,11 @@ def test_a_rollout_that_dies_in_the_middle_changes_no_number(running: Any, sched
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("words", [("schedule=gap_tsp_tag",), ("parallel.sharding=fsdp",)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "words",
+    [("schedule=gap_tsp_tag",), ("parallel.sharding=fsdp",), ("schedule=gap_tsp_tag", *AVERAGE)],
+    ids=["ddp", "fsdp", "average"],
+)
 def test_trainers_make_the_pieces_that_no_rollout_is_left_for(running: Any, words: tuple[str, ...]) -> None:
     """The only rollout dies at its fourth piece of the second evaluation; trainers end that."""
     words = ("allocation.trainers=2", "allocation.rollouts=1", "allocation.patience_s=5", *words)

@@ -46,10 +46,12 @@ def test_a_group_makes_the_samples_of_one_rollout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("average", ["", "+algorithm.ema={_target_: digenrl.algorithms.copies.Ema, decay: 0.5}"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_groups_lend_hand_over_and_evaluate_as_four_rollouts(tmp_path: Path, family: str) -> None:
-    """One step old weights, lending trainers, tasks that change hands at every chance, evaluation at every step."""
-    words = ("schedule=full", "data.prompts_per_batch=2", "sampling.task_size=1", *EVALUATED)
+def test_two_groups_lend_hand_over_and_evaluate_as_four_rollouts(tmp_path: Path, family: str, average: str) -> None:
+    """One step old weights, lending trainers, tasks that change hands at every chance, evaluation at every step, also
+    of a moving average, which followers need for it alone."""
+    words = ("schedule=full", "data.prompts_per_batch=2", "sampling.task_size=1", *EVALUATED, *filter(None, [average]))
     found: dict[int, Record] = {}
     drawn: dict[int, list[dict[str, Any]]] = {}
     jobs = [Job(str(together), configured(family, together, *words)) for together in (1, 2)]

@@ -23,7 +23,7 @@ from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.strategy.gradients import assert_equal_digests
 from digenrl.transport import link as sockets
 from digenrl.transport.link import SocketLink
-from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, attest, buckets, publish, table
+from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, attest, buckets, exchanged, publish, table
 from digenrl.transport.wire import Kind, Message, decode, encode
 from tests.models.tiny_policies import make, randomise_lora
 from tests.namespaces import bytes_sent, inside, two_machines
@@ -87,6 +87,17 @@ def test_a_version_arrives_bit_for_bit_with_its_seal_and_not_before() -> None:
         assert (own[name].shape, own[name].dtype) == (value.shape, value.dtype)
         assert torch.equal(own[name], value)
         assert torch.equal(version.tensors[name], value)
+
+
+def test_an_exchange_gives_both_versions_back_bit_for_bit() -> None:
+    own, other = weights(0.1), weights(0.2)
+    _, messages = published(other)
+    arrived = delivered(Arrivals(own), messages)[-1]
+    assert arrived is not None
+    for _ in range(2):
+        with exchanged(own, arrived):
+            assert all(torch.equal(own[name], value) for name, value in other.items())
+        assert all(torch.equal(own[name], value) for name, value in weights(0.1).items())
 
 
 def test_the_copy_is_complete_when_publish_returns() -> None:

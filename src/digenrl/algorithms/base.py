@@ -112,6 +112,12 @@ class PolicyModule(pl.LightningModule):
         """Inside, the policy holds the moving average if there is one (evaluation)."""
         return nullcontext() if self.ema is None else self.ema.copy.swapped(self.policy.trained_parameters())
 
+    def evaluated_parameters(self) -> dict[str, Tensor]:
+        """The weights inside `averaged`, by the names of `policy.trained_parameters()`: themselves where there is no
+        average."""
+        average = {} if self.ema is None else self.ema.copy.tensors
+        return {name: average.get(name, own) for name, own in self.policy.trained_parameters().items()}
+
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """[P, G] bool: samples whose cells can have a gradient. rewards as in `TrainBatch`; rows of groups that are not
         complete mean nothing."""

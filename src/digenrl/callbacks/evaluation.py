@@ -205,8 +205,7 @@ class Evaluation(pl.Callback):
             self._open = rl_step
             return
         with _span(trainer, rl_step):
-            with getattr(pl_module, "averaged", nullcontext)():  # the moving average, where there is one
-                pictures = self._sampled(trainer, range(len(self.prompts)))
+            pictures = self._sampled(trainer, range(len(self.prompts)))
             if not trainer.is_global_zero:
                 return
             numbers = self.measure(_engine(trainer), pictures)
@@ -235,7 +234,8 @@ class Evaluation(pl.Callback):
         """The pieces, made by all trainers together, on every one of them."""
         consent = getattr(trainer.strategy, "consent", None)
         begin = (lambda: None) if consent is None else consent.begin
-        local = self.sample(_engine(trainer), trainer.global_rank, trainer.world_size, begin, pieces)
+        with getattr(trainer.lightning_module, "averaged", nullcontext)():  # the moving average, where there is one
+            local = self.sample(_engine(trainer), trainer.global_rank, trainer.world_size, begin, pieces)
         begin()
         return self._gather(trainer, local, pieces)
 

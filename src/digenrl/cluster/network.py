@@ -24,6 +24,8 @@ class Network:
     """None: the loopback one where all ranks are on this machine, else that of the route to the scheduler's address."""
     ports: Sequence[int] | None = None
     """First and last one; None: any that is free."""
+    publication: str = "stream"
+    """How weights travel to the rollouts that a run begins with: stream, or broadcast."""
 
     def check(self, listeners: int) -> None:
         """Refuse what this machine does not have; `listeners`: stores and ranks that will listen on it.

@@ -316,6 +316,21 @@ def _split_claims(get: _View) -> Iterator[str]:
         )
 
 
+def _publication(get: _View) -> Iterator[str]:
+    if get("network.publication") != "broadcast":
+        return
+    rollouts, launch = get("allocation.rollouts"), get("launch")
+    wrong = "network.publication = broadcast with {}: {}; set {}, or network.publication=stream.".format
+    if isinstance(rollouts, Mapping):
+        why = "a broadcast has the members that it began with, and others are to join"
+        yield wrong(f"allocation.rollouts = {dict(rollouts)}", why, "allocation.rollouts to a number")
+    elif rollouts == 0:
+        yield wrong("allocation.rollouts = 0", "every rank trains, nobody is sent weights", "allocation.rollouts to 1")
+    if launch == "ray":
+        why = "Ray replaces a rollout that dies, and who joins is no member of a broadcast"
+        yield wrong("launch = ray", why, "launch=local")
+
+
 def _recomputation(get: _View) -> Iterator[str]:
     kept, trainers = get("model.gradient_checkpointing"), get("allocation.trainers")
     if isinstance(kept, list) and isinstance(trainers, int) and len(kept) != trainers:
@@ -370,6 +385,7 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _context,
     _rollout_context,
     _split_claims,
+    _publication,
     _recomputation,
     _rank_counts,
     _ray_pools,

@@ -117,8 +117,7 @@ class Allocation(Closed):
     )
     evaluation: Literal["auto", "trainers", "rollouts"] = Field(
         description="ranks that draw and score the evaluation's samples, which are the same; rollouts: while trainers "
-        "go on; auto: rollouts where they hold the evaluated weights (no moving average, no sampling policy of their "
-        "own) and have the memory, else trainers"
+        "go on, with a moving average too; auto: rollouts where they have the memory, else trainers"
     )
     max_lost_rollouts: AtLeast0 | Auto = Field(
         description="rollout ranks that may die while the run goes on; auto: all; 0: none, and none may leave"
@@ -174,6 +173,11 @@ class Network(Closed):
     )
     ports: Ports | None = Field(
         description="of the control store and of every rank's link, on each machine: ranks + 1; null: any free ones"
+    )
+    publication: Literal["auto", "stream", "broadcast"] = Field(
+        description="how weights travel to rollouts; broadcast: torch.distributed's (NCCL, gloo on processors), to the "
+        "rollouts that the run begins with, until one is lost; others get streams; auto: broadcast where every rank "
+        "has a GPU and their number is fixed"
     )
 
 
@@ -412,6 +416,10 @@ class Model(Open):
         ABSENT,
         description="which blocks are computed again in the backward pass, or wait on the host for it; auto: what the "
         "GPU's memory asks for, without the host",
+    )
+    compile: bool | Literal["graphs"] = Field(
+        ABSENT,
+        description="compile the repeated blocks; graphs: and record forwards without gradient as CUDA graphs (GPUs)",
     )
     lora: Lora | None = Field(ABSENT)
 

@@ -22,6 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from digenrl.models import checkpointing
+from digenrl.models.graphs import Graphs
 from digenrl.models.lora import CastLinear, LoraSpec, inject_lora, wide
 from digenrl.models.prompt_store import Condition, PromptStore, Wording
 from digenrl.recompute import parse_recompute
@@ -113,6 +114,8 @@ class Policy(nn.Module, ABC):
         self._in_reference = False
         self.before_velocity: Callable[[Tensor, Tensor, dict[str, Tensor]], None] | None = None
         """Called with the arguments of each `velocity`: other ranks may have to compute it too."""
+        self.graphs: Graphs | None = None
+        """Of forwards without gradient; None: they run as they are."""
         self._embeddings: OrderedDict[Wording, Condition] = OrderedDict()
         self.store: PromptStore | None = None
         self._said: set[str] = set()
@@ -202,7 +205,7 @@ class Policy(nn.Module, ABC):
         return next(self.transformer.parameters()).device
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Guided velocity eps - x0, differentiable.
+        """Guided velocity eps - x0, differentiable; without gradients by a graph, where the policy has `graphs`.
 
         latents [B, *L], sigmas [B] (one noise level per row), condition with leading dimension B -> [B, *L] fp32.
         Both branches of classifier-free guidance share one forward of 2B rows, the unconditional rows first; both
@@ -210,6 +213,13 @@ class Policy(nn.Module, ABC):
         """
         if self.before_velocity is not None:
             self.before_velocity(latents, sigmas, condition)
+        if self.graphs is None or not self.graphs.serve(latents):
+            return self._velocity(latents, sigmas, condition)
+        adapter_off = any(layer._disable_adapters for layer in self._adapted[:1])
+        facts = self.guidance_scale, self.cfg_scale, self._in_reference, adapter_off
+        return self.graphs(self._velocity, facts, latents, sigmas, condition)
+
+    def _velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         latents = latents.to(self.dtype)
         sigmas = sigmas.to(wide(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}

@@ -46,7 +46,7 @@ from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read
 from digenrl.strategy.checkpoint_storage import PREFIX
 from digenrl.strategy.consent import Consent
 from digenrl.strategy.context import Context
-from digenrl.strategy.evaluating import Evaluations, Examiner
+from digenrl.strategy.evaluating import Evaluations, Examiner, number_of_evaluated
 from digenrl.strategy.following import Follower, leading
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
@@ -56,6 +56,7 @@ from digenrl.strategy.replay import Recording, Replay
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stream import FragmentStream, Inbox, Source
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
+from digenrl.transport.broadcast import EVERYONE, Audience, BroadcastLink
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
 from digenrl.transport.weights import attest, publish, take_part
@@ -176,7 +177,12 @@ class DisaggregatedStrategy(DDPStrategy):
         limits, progress = session.limits, session.progress
         store = StoreClient(*session.store)
         self.control = Control(store, world.rank, limits.start_s)
-        self.link = SocketLink(
+        kind: Callable[..., SocketLink] = SocketLink
+        audience = [0, *world.rollout_ranks]
+        if session.network.publication == "broadcast" and world.rank in audience:
+            tell = partial(append_event, session.run_dir)
+            kind = partial(BroadcastLink, Audience(audience, store, self.root_device, self._members, tell))
+        self.link: SocketLink = kind(
             self.control,
             world.rank,
             session.host,
@@ -245,7 +251,15 @@ class DisaggregatedStrategy(DDPStrategy):
         )
         self.consent = Consent(self.control, world, self._sharded, self._droppable)
         self.evaluations = Evaluations(
-            self._evaluated, world, self.control, self.consent, self.spans, self.ledger, self.inbox.receive, self._agree
+            self._evaluated,
+            world,
+            self.control,
+            self.consent,
+            self.spans,
+            self.ledger,
+            self.inbox.receive,
+            self._agree,
+            self._publish_evaluated,
         )
         self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.consent)
         self._source: Source = self._lending
@@ -295,6 +309,7 @@ class DisaggregatedStrategy(DDPStrategy):
             device = self.root_device.type
             mesh = shard.mesh_of(self.sharding, self.world.trainers, self._shard_group, device)
             shard.shard(self.engine.policy, shard.bounded(mesh, self._timeout))
+            self.engine.policy.graphs = None  # which would not gather
             self.engine.policy.fill(self.root_device)
         super().model_to_device()
         ranks = self.spec.context if self.world.is_trainer else self.world.role_size
@@ -434,6 +449,21 @@ class DisaggregatedStrategy(DDPStrategy):
             self.shares.fix(version)
         self.version = version
 
+    def _publish_evaluated(self, version: int) -> str:
+        """Send rollouts the weights that the evaluation of `version` is of; their digest, "" where they hold them."""
+        source, held = self.learner.evaluated_parameters(), self.learner.rollout_parameters()
+        if all(source[name] is held[name] for name in source):
+            return ""
+        with self.spans.span("publish", version=version, evaluated=True) as facts:
+            if self.is_global_zero:
+                like, number = self.engine.policy.generating_parameters(), number_of_evaluated(version)
+                made = publish(number, source, self.link, self._routes(version), lambda digest: None, like)
+                facts["digest"] = made.digest
+                return made.digest
+            if self.sharding != "ddp":
+                take_part(source)
+        return ""
+
     def _agree_on_digest(self, version: int, replicas: int, digest: str) -> None:
         with self._turn_of_others():
             gradients.assert_equal_digests(digest, replicas, version)
@@ -445,9 +475,15 @@ class DisaggregatedStrategy(DDPStrategy):
         publish(self.version, self.current, self.link, {rank: ()}, agree=lambda digest: None)
 
     def _routes(self, version: int) -> dict[int, list[int]]:
-        """Rollout rank that gets `version` from here -> ranks of its node to which it passes it on. The weights that a
-        run begins with are not sent, so nobody waits for the addresses of rollouts that are still loading."""
-        ranks = self.control.survivors(self.world.rollout_ranks)
+        """Who gets `version` from here -> ranks of its node to which it passes it on. A broadcast's audience is one,
+        who joined gets a stream."""
+        if isinstance(self.link, BroadcastLink):
+            return {rank: [] for rank in (EVERYONE, *self.control.survivors(()))}
+        return self._streams(version, self.control.survivors(self.world.rollout_ranks))
+
+    def _streams(self, version: int, ranks: Sequence[int]) -> dict[int, list[int]]:
+        """The weights that a run begins with are not sent, so nobody waits for the addresses of rollouts that are still
+        loading."""
         if self.session.watched or version == 0:
             return {rank: [] for rank in ranks}
         routes: dict[int, list[int]] = {}
@@ -459,6 +495,11 @@ class DisaggregatedStrategy(DDPStrategy):
             else:
                 first[host], routes[rank] = rank, []
         return routes
+
+    def _members(self, version: int) -> dict[int, list[int]]:
+        """`_streams` to those of the broadcast's audience that are there."""
+        ranks = self.control.survivors(self.world.rollout_ranks)
+        return self._streams(version, [rank for rank in ranks if rank < self.world.size])
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Publish the version that training starts from (and, for an exact asynchronous resume, the one before)."""
@@ -522,7 +563,7 @@ class DisaggregatedStrategy(DDPStrategy):
             leave, examiner = self.session.leave, Examiner(self._evaluated, self.engine, self.control, self.world.rank)
             worker = RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave, examiner)
             followers = self.world.group_of(self.world.rank)[1:]
-            with leading(model, self.link, followers, lambda: worker.version):
+            with leading(model, self.link, followers, lambda: worker.version_in_use):
                 return worker.run()
 
     # ---- checkpoints: each trainer what it holds

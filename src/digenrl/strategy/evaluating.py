@@ -8,15 +8,20 @@ A piece depends on the weights and its number alone (`digenrl.rollout.evaluation
 it, or whether two do. That of a rank that is lost is taken by another; what no rollout is left for, or what was lost
 with two of them, the trainers make: all of them meet before the update, and still hold V.
 
+Where V's evaluation is of other weights than V's, of a moving average or of those that an algorithm trains but does not
+sample with, they are published too, as version -1 - V. A rollout has them in use while it makes a piece; meanwhile
+their memory keeps V.
+
 On the control store:
-    evaluation               "version pieces" of the one that is open
+    evaluation               "version pieces digest" of the one that is open; no digest: it is of V's own weights
     evaluation/v{V}          the counter: one atomic add takes the next piece
     evaluation/v{V}/{piece}  "rank attempt": who makes it, changed by compare-and-set; "" as soon as trainer 0 has it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
@@ -26,11 +31,17 @@ from digenrl.rollout.evaluation import Canaries, FixedSamples, Piece
 from digenrl.schedule.claims import MAX_ATTEMPTS
 from digenrl.strategy.consent import Consent
 from digenrl.strategy.step_ledger import StepLedger
+from digenrl.transport.weights import Version, exchanged
 from digenrl.transport.wire import Kind, Message
 
 _OPEN = "evaluation"
 _POLL_S = 0.2
 """Longest wait for a message before trainer 0 looks at everything again."""
+
+
+def number_of_evaluated(version: int) -> int:
+    """Under which the weights are published that the evaluation of `version` is of, where they are not its own."""
+    return -1 - version
 
 
 def _counter(version: int) -> str:
@@ -53,14 +64,27 @@ class Examiner:
         self._canaries = Canaries()
         self._looked = -1
         """Version at whose evaluation they were last scored."""
+        self._weights: Version | None = None
+        """That were published for an evaluation."""
+        self._wanted = ""
+        """Digest of those that the open evaluation is of; "": of the version's own."""
+        self.away = False
+        """The engine has weights of an evaluation in use, not the version's own."""
+
+    def hold(self, weights: Version) -> None:
+        """Keep weights that were published for an evaluation, instead of those of the one before."""
+        self._weights = weights
 
     def take(self, version: int) -> int | None:
         """A piece of the evaluation of `version` for this rank; None where there is none."""
         if self._drawn is None or not (opened := self._control.get(_OPEN)):
             return None
-        number, count = (int(word) for word in opened.split())
-        if number != version:
+        number, pieces, *wanted = opened.split()
+        if int(number) != version:
             return None
+        self._wanted, count = "".join(wanted), int(pieces)
+        if self._wanted and (self._weights is None or self._weights.digest != self._wanted):
+            return None  # on their way; none come to who joined meanwhile
         while self._control.add(_counter(version), 0) < count:
             piece = self._control.add(_counter(version), 1) - 1
             if piece < count and self._own(version, piece, "0 0", 1):
@@ -84,10 +108,25 @@ class Examiner:
     def make(self, version: int, number: int, before_step: Callable[[], None]) -> Message:
         """A piece, as it travels."""
         assert self._drawn is not None, "a piece was taken"
-        pictures = self._drawn.draw(self._engine, [number], before_step)
+        with self._in_use():
+            pictures = self._drawn.draw(self._engine, [number], before_step)
         looked = {} if self._looked == version else self._canaries.look(pictures, self._engine)
         self._looked = version
         return Message(Kind.EVALUATION, {"version": version, "piece": number}, Piece(pictures, looked).tensors())
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Inside, the engine has the weights that the open evaluation is of."""
+        if not self._wanted:
+            yield
+            return
+        assert self._weights is not None, "a piece was taken"
+        self.away = True
+        try:
+            with exchanged(self._engine.policy.trained_parameters(), self._weights):
+                yield
+        finally:
+            self.away = False
 
 
 class Evaluations:
@@ -97,6 +136,8 @@ class Evaluations:
         drawn: what rollouts draw; None: they draw nothing, and trainers evaluate by themselves.
         receive: takes one message if there is one within so many seconds.
         agree: trainer 0's number, on every trainer.
+        publish: send rollouts the weights that a version's evaluation is of, where they hold others; their digest, ""
+            where they hold them. All trainers call it.
     """
 
     def __init__(
@@ -109,10 +150,14 @@ class Evaluations:
         ledger: StepLedger,
         receive: Callable[[float], bool],
         agree: Callable[[int], int],
+        publish: Callable[[int], str],
     ) -> None:
         self._drawn, self._world, self._control, self._consent = drawn, world, control, consent
         self._spans, self._ledger, self._receive, self._agree = spans, ledger, receive, agree
+        self._publish = publish
         self._version = -1
+        self._makers: list[int] | None = None
+        """Rollouts that were sent the weights that the open evaluation is of; None: all have them."""
         self._arrived: dict[int, Piece] = {}
 
     @property
@@ -124,10 +169,13 @@ class Evaluations:
         """Let rollouts evaluate `version`, which is published."""
         assert self._drawn is not None
         self._version, self._arrived = version, {}
+        there = self._control.survivors(self._world.rollout_ranks)
+        digest = self._publish(version)
+        self._makers = there if digest else None
         if self._world.rank == 0:
             for key in self._keys():
                 self._control.set(key, "0 0")
-            self._control.set(_OPEN, f"{version} {len(self._drawn.prompts)}")
+            self._control.set(_OPEN, f"{version} {len(self._drawn.prompts)} {digest}")
 
     def add(self, message: Message) -> None:
         """Take a piece."""
@@ -174,7 +222,8 @@ class Evaluations:
 
     def _without_maker(self, pieces: Sequence[int]) -> list[int]:
         """Those of `pieces` for which no rollout is there, or that were lost with as many as may be."""
-        if not self._control.survivors(self._world.leaders):
+        there = self._control.survivors(self._world.leaders)
+        if not (there if self._makers is None else set(there).intersection(self._makers)):
             return list(pieces)
         if not (lost := self._control.lost_ranks()):
             return []

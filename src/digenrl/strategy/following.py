@@ -5,13 +5,14 @@
 
 A follower keeps nothing of a task, so that what may happen to one (hand-off, scouts, evaluation) is the leader's alone.
 Weights come to every rank of a group as they come to all rollouts. A forward names the version that it needs, and a
-follower adopts that first: a group computes with one version.
+follower adopts that first, or has it in use for as long as an evaluation of other weights lasts: a group computes with
+one version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from digenrl.cluster.control import Control
 from digenrl.diffusion.denoise import expand_condition
 from digenrl.models.policy import Policy
 from digenrl.record.span_log import SpanLog
+from digenrl.strategy.evaluating import number_of_evaluated
 from digenrl.transport.link import Link
-from digenrl.transport.weights import Arrivals, Version, adopt
+from digenrl.transport.weights import Arrivals, Version, adopt, exchanged
 from digenrl.transport.wire import Kind, Message
 
 _OWN = ("latents", "sigmas")
@@ -34,7 +36,7 @@ def leading(policy: Policy, link: Link, followers: Sequence[int], version: Calla
     """Inside, `followers` compute every forward of `policy` too; afterwards they are done.
 
     Args:
-        version: of the weights in use.
+        version: of the weights in use (`number_of_evaluated` of those that an evaluation is of).
     """
 
     def tell(latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> None:
@@ -57,7 +59,11 @@ class Follower:
         self._parameters = policy.trained_parameters()
         self._arrivals = Arrivals(self._parameters)
         self._weights: dict[int, Version] = {}
-        self._version = -1
+        self._version: int | None = None
+        """In use."""
+        self._adopted: int | None = None
+        self._examined = ExitStack()
+        """Ends the use of an evaluation's weights."""
 
     @torch.no_grad()
     def run(self) -> None:
@@ -79,7 +85,11 @@ class Follower:
         """What the leader tells next, as soon as the weights that it needs are here."""
         told: Message | None = None
         with self._spans.span("wait", quiet=True, cause="straggler"):
-            while told is None or told.meta.get("version", self._version) not in (self._version, *self._weights):
+            while told is None or told.meta.get("version", self._version) not in (
+                self._version,
+                self._adopted,
+                *self._weights,
+            ):
                 self._control.check()
                 message = self._link.receive(_POLL_S)
                 if message is not None and message.kind is Kind.FORWARD:
@@ -92,8 +102,13 @@ class Follower:
         """Take a version into use."""
         if version == self._version:
             return
-        weights, self._version = self._weights.pop(version), version
-        with self._spans.span("adopt", version=version, digest=weights.digest):
-            adopt(self._parameters, weights)
-        for old in [number for number in self._weights if number < version]:
-            del self._weights[old]
+        self._examined.close()
+        self._version = version
+        if version < 0:
+            self._examined.enter_context(exchanged(self._parameters, self._weights[version]))
+        elif version != self._adopted:
+            weights, self._adopted = self._weights.pop(version), version
+            with self._spans.span("adopt", version=version, digest=weights.digest):
+                adopt(self._parameters, weights)
+            for old in [number for number in self._weights if max(number, number_of_evaluated(number)) < version]:
+                del self._weights[old]

@@ -18,6 +18,9 @@ class Learner(Protocol):
     def rollout_parameters(self) -> dict[str, Tensor]:
         """The weights that rollouts must use, by the names of `policy.trained_parameters()`."""
 
+    def evaluated_parameters(self) -> dict[str, Tensor]:
+        """Likewise, the weights that evaluations are of: those of `averaged`."""
+
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """[P, G] bool: samples whose cells can have a gradient."""
 

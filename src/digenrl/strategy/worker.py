@@ -29,7 +29,7 @@ from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
-from digenrl.strategy.evaluating import Examiner
+from digenrl.strategy.evaluating import Examiner, number_of_evaluated
 from digenrl.transport.cells import Placement, pack, shipped_positions
 from digenrl.transport.handoff import Suspended, pack_state
 from digenrl.transport.link import Link
@@ -318,9 +318,9 @@ class RolloutWorker:
         """The stage of the wait in progress."""
 
     @property
-    def version(self) -> int:
-        """Of the weights in use; -1 = none yet."""
-        return self._version
+    def version_in_use(self) -> int:
+        """Of the weights in use, those of an evaluation counted in (`number_of_evaluated`); -1 = none yet."""
+        return number_of_evaluated(self._version) if self._examiner.away else self._version
 
     def run(self) -> None:
         """Work until a trainer says that the run is done, or until this rank shall leave."""
@@ -426,7 +426,9 @@ class RolloutWorker:
             timeout = 0.0
             if message.kind is Kind.WEIGHTS:
                 version = self._arrivals.add(message)
-                if version is not None and (message.meta["sender"] == 0 or self._wanted(version)):
+                if version is not None and version.number < 0:
+                    self._examiner.hold(version)
+                elif version is not None and (message.meta["sender"] == 0 or self._wanted(version)):
                     self._weights.append(version)
             elif message.kind is Kind.STATE:
                 self._suspended.append(Suspended.of(message, self._rank))
@@ -454,7 +456,9 @@ class RolloutWorker:
         self._link.send(self._source, Message(Kind.ASK, {"rank": self._rank, "version": int(newest)}, {}))
 
     def _serve(self) -> None:
-        """Send the weights in use to those that wait for them."""
+        """Send the version in use to those that wait for it; not while a piece of an evaluation has others in use."""
+        if self._examiner.away:
+            return
         served = [(rank, version) for rank, version in self._asked if version <= self._version]
         for rank, _ in served:
             with self._spans.span("send", quiet=True, version=self._version):

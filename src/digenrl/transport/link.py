@@ -196,9 +196,7 @@ class SocketLink:
 
         try:
             while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
-                message = decode(read, MAX_MESSAGE_BYTES)
-                self._pass_on(message)
-                self._inbox.put(message)
+                self._deliver(decode(read, MAX_MESSAGE_BYTES))
         except (OSError, EOFError, WireError, Aborted) as error:
             # A dead peer is the launcher's to judge; a broken message is ours.
             if isinstance(error, WireError) and not self._closing.is_set():
@@ -208,6 +206,10 @@ class SocketLink:
         if not (self._watched or self._closing.is_set() or self._finished() or self._goes_on_without(peer)):
             cause = f"rank {peer} ended before the run did: its connection to rank {self._rank} closed."
             self._inbox.put(ConnectionError(cause))
+
+    def _deliver(self, message: Message) -> None:
+        self._pass_on(message)
+        self._inbox.put(message)
 
     def _pass_on(self, message: Message) -> None:
         """Send a message on to the other ranks of this node: it crosses the network once."""

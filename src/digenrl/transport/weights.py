@@ -16,7 +16,8 @@ shapes and dtypes (`table`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -242,6 +243,29 @@ def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
             parameter.data = value
         else:
             parameter.copy_(value, non_blocking=True)  # from pinned memory, copies queue up behind each other
+
+
+@contextmanager
+def exchanged(parameters: Mapping[str, Tensor], version: Version) -> Iterator[None]:
+    """Inside, `parameters` have this version's values, and its memory keeps theirs: there is no third copy."""
+    held = dict(version.tensors)
+    _exchange(parameters, held)
+    try:
+        yield
+    finally:
+        _exchange(parameters, held)
+
+
+@torch.no_grad()
+def _exchange(parameters: Mapping[str, Tensor], held: dict[str, Tensor]) -> None:
+    for name, value in held.items():
+        parameter = parameters[name]
+        if parameter.device == value.device:
+            held[name], parameter.data = parameter.data, value
+        else:
+            own = parameter.clone()
+            parameter.copy_(value)
+            value.copy_(own)
 
 
 def _combined(digests: Sequence[str]) -> str:

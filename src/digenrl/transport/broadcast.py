@@ -1,0 +1,330 @@
+"""Weights by broadcasts of torch.distributed, from trainer 0 to the rollouts that a run began with; behind `Link`.
+
+    trainer 0, thread `broadcast`                          rollout, thread `broadcast`
+    announce (socket), broadcast the bytes  ------------>  take part, digest, inbox
+    after a version's last message: reduce  <----------->  proof that everybody has all of it
+
+The group (NCCL, or gloo on processors) is formed when all are there, before the first bytes. It does not outlive a
+member. Who finds it broken, because one is lost or a piece stands still for `limits.silent_s`, says so on the control
+store; all leave it, and the version in progress, from its first message on, and all later ones travel as streams. What
+somebody has already is not taken twice. Whoever joins is no member, and gets streams.
+
+On the control store:
+    broadcast/group    the prefix of torch's own keys
+    broadcast/ended    why there is no group any more
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from digenrl.cluster.control import Aborted
+from digenrl.cluster.store import StoreLost
+from digenrl.transport.link import RELAY, SocketLink
+from digenrl.transport.wire import Kind, Message, tensor_bytes
+
+EVERYONE = -1
+"""As a peer: all rollouts of the audience."""
+_SHARED = "broadcast"
+"""Key of a message's meta: bytes that a broadcast brings; null: the message brings them itself."""
+_FORM = "form"
+"""In place of the bytes: the group is formed now."""
+_ENDED = "broadcast/ended"
+_PIECE_BYTES = 64 << 20
+"""Of a message, that a GPU holds at once."""
+_LOOK_S = 0.1
+"""Between two looks at the control store."""
+
+
+class _Over(RuntimeError):
+    """The group cannot go on."""
+
+
+@dataclass(frozen=True)
+class Audience:
+    """Trainer 0 and the rollouts that a run began with."""
+
+    ranks: Sequence[int]
+    """Launch ranks; the first one sends."""
+    store: dist.Store
+    """Over which the group is formed."""
+    device: torch.device
+    """Of this rank: CUDA has NCCL."""
+    routes: Callable[[int], Mapping[int, Sequence[int]]]
+    """Version -> rank that gets its streams from here -> ranks to which it passes them on."""
+    tell: Callable[[str, Mapping[str, Any]], None]
+    """Kind, facts: into the run's events."""
+
+
+class BroadcastLink(SocketLink):
+    """A link of a member of `audience`; arguments as of `SocketLink`. What trainer 0 sends to `EVERYONE` arrives in
+    order, by whatever way."""
+
+    def __init__(self, audience: Audience, *args: Any, **kwargs: Any) -> None:
+        self._audience = audience
+        self._turns: queue.Queue[Message | None] = queue.Queue()
+        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+        self._ended = False
+        self._kept: list[Message] = []
+        """Trainer 0: of the version that is not known to be everywhere."""
+        self._passed: tuple[int, float] = (0, -1.0)
+        """Rollout: version and bucket of the last message that it has."""
+        self._stream: torch.cuda.Stream | None = None
+        super().__init__(*args, **kwargs)
+        self._sends = self._rank == audience.ranks[0]
+        if self._sends:
+            self._turns.maxsize = self._depth
+        self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
+        self._thread.start()
+
+    def send(self, peer: int, message: Message) -> None:
+        if peer != EVERYONE:
+            return super().send(peer, message)
+        while True:
+            try:
+                return self._turns.put(message, timeout=0.5)
+            except queue.Full:
+                self._control.check()
+
+    def drain(self, seconds: float = math.inf) -> None:
+        deadline = time.monotonic() + seconds
+        if self._sends:
+            with suppress(queue.Full):
+                self._turns.put(None, timeout=min(seconds, self._limits.leave_s))
+            while self._thread.is_alive() and time.monotonic() < deadline and not self._aborted():
+                self._thread.join(timeout=0.05)
+        super().drain(deadline - time.monotonic())
+
+    def close(self) -> None:
+        super().close()
+        with suppress(queue.Full):
+            self._turns.put_nowait(None)
+        self._leave()
+
+    def _deliver(self, message: Message) -> None:
+        if _SHARED not in message.meta:
+            return super()._deliver(message)
+        self._pass_on(message)
+        return self._turns.put(message)
+
+    def _run(self) -> None:
+        try:
+            if self._audience.device.type == "cuda":
+                torch.cuda.set_device(self._audience.device)
+                self._stream = torch.cuda.Stream()
+            with self._own_stream():
+                while (message := self._turns.get()) is not None:
+                    (self._give if self._sends else self._take)(message)
+        except (Aborted, StoreLost):  # the others hear of it by themselves
+            return
+        except BaseException as error:  # raised again by `receive`, in the thread that can act on it
+            self._inbox.put(error)
+
+    def _own_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    # ---- trainer 0
+
+    def _give(self, message: Message) -> None:
+        last = "digest" in message.meta
+        self._kept.append(message)
+        try:
+            shared = self._together(message) and self._share(message)
+            again = [] if shared else [message]
+        except _Over as cause:
+            self._end(str(cause))
+            again = self._kept
+        for each in again:
+            for rank, further in self._audience.routes(int(each.meta["version"])).items():
+                relay = {RELAY: list(further)} if further else {}
+                super().send(rank, replace(each, meta={**each.meta, _SHARED: None, **relay}))
+        self._kept = [] if last else self._kept
+
+    def _together(self, message: Message) -> bool:
+        """Whether there is a group; it is formed before the first bytes, when everybody is there. Raises _Over."""
+        if self._ended:
+            return False
+        self._look()
+        if self._group is None and message.tensors:
+            ranks = list(self._audience.ranks)
+            if None not in self._control.get_all([f"address/{rank}" for rank in ranks]):
+                self._announce({_SHARED: _FORM})
+                self._form()
+                by = "gloo" if self._stream is None else "nccl"
+                self._audience.tell("publication", {"by": f"{by} broadcast", "ranks": ranks})
+        return self._group is not None
+
+    def _share(self, message: Message) -> bool:
+        """Bring a bucket, or the end of a version, to the members; False: it is neither. Raises _Over."""
+        if not message.tensors:
+            self._announce({**message.meta, _SHARED: 0})
+            self._agree()
+            return True
+        if message.tensors.keys() != {"data"} or "bucket" not in message.meta:
+            return False
+        data = message.tensors["data"]
+        self._announce({**message.meta, _SHARED: len(data)})
+        with self._stage("send"):
+            for piece in data.split(_PIECE_BYTES):
+                self._broadcast(piece if self._stream is None else piece.to(self._audience.device, non_blocking=True))
+        return True
+
+    def _announce(self, meta: Mapping[str, Any]) -> None:
+        for rank in self._audience.ranks[1:]:
+            super().send(rank, Message(Kind.WEIGHTS, meta))
+
+    def _end(self, cause: str) -> None:
+        """Send streams from now on; said once."""
+        deadline = time.monotonic() + self._limits.verdict_s
+        while not (lost := self._lost()) and time.monotonic() < deadline:  # who broke it, where it was a death
+            if self._closing.is_set() or self._finished():  # the rollouts have left
+                break
+            time.sleep(0.05)
+        cause = lost or cause
+        self._control.compare_set(_ENDED, "", cause)
+        if not self._finished():
+            said = f"weights are no longer broadcast, because {cause}: they travel as streams from here on"
+            self._audience.tell("warning", {"message": f"network.publication: {said}"})
+        self._leave()
+
+    # ---- rollouts
+
+    def _take(self, message: Message) -> None:
+        shared = message.meta[_SHARED]
+        try:
+            if shared is None:
+                self._pass(message)
+            elif shared == _FORM:
+                self._form()
+            elif self._group is not None:
+                self._pass(self._taken(message) if "bucket" in message.meta else message)
+                if "digest" in message.meta:
+                    self._agree()
+        except _Over as cause:  # what was announced comes again, as streams
+            self._control.compare_set(_ENDED, "", f"rank {self._rank}: {cause}")
+            self._leave()
+
+    def _taken(self, message: Message) -> Message:
+        """The message with its bytes. Raises _Over."""
+        cuda, hasher = self._stream is not None, xxhash.xxh3_64()
+        data = torch.empty(message.meta[_SHARED], dtype=torch.uint8, pin_memory=cuda)
+        for piece in data.split(_PIECE_BYTES):
+            staged = torch.empty_like(piece, device=self._audience.device) if cuda else piece
+            self._broadcast(staged)
+            if cuda:
+                piece.copy_(staged)
+            hasher.update(tensor_bytes(piece))
+        return replace(message, tensors={"data": data}, digest=hasher.hexdigest())
+
+    def _pass(self, message: Message) -> None:
+        """Deliver a message that this rank does not have yet."""
+        place = int(message.meta["version"]), float(message.meta.get("bucket", math.inf))
+        if place[0] != self._passed[0] or place[1] > self._passed[1]:
+            self._passed = place
+            meta = {key: value for key, value in message.meta.items() if key not in (_SHARED, RELAY)}
+            self._inbox.put(replace(message, meta=meta))
+
+    # ---- the group
+
+    def _form(self) -> None:
+        """Raises _Over: somebody is lost, or does not come in time."""
+        made: Future[Any] = Future()
+        threading.Thread(target=self._make, args=(made,), name="broadcast-group", daemon=True).start()
+        self._watch(made.done, "join_s")
+        if (error := made.exception()) is not None:
+            raise _Over(_short(error))
+        self._group = made.result()
+        self._agree("join_s")  # NCCL connects now
+
+    def _make(self, made: Future[Any]) -> None:
+        """In a thread that may be left behind: nothing interrupts torch while it waits for the others."""
+        audience = self._audience
+        seat = audience.ranks.index(self._rank), len(audience.ranks)
+        store = dist.PrefixStore("broadcast/group", audience.store)
+        try:
+            if self._stream is None:
+                made.set_result(dist.ProcessGroupGloo(store, *seat, timedelta(seconds=self._limits.join_s)))
+            else:  # longer than this link waits: its watchdog would end the whole process
+                torch.cuda.set_device(audience.device)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=self._limits.collective_s)
+                made.set_result(dist.ProcessGroupNCCL(store, *seat, options))
+        except Exception as error:
+            made.set_exception(error)
+
+    def _broadcast(self, data: Tensor) -> None:
+        if data.numel():
+            self._complete(lambda group: group.broadcast(data, root=0), "silent_s")
+
+    def _agree(self, limit: str = "silent_s") -> None:
+        """Ends on a rank when every member has begun it. Raises _Over."""
+        one = torch.ones(1, device=self._audience.device)
+        self._complete(lambda group: group.allreduce(one), limit)
+
+    def _complete(self, begin: Callable[[Any], Any], limit: str) -> None:
+        if (group := self._group) is None:  # closed meanwhile
+            raise _Over("this rank leaves")
+        try:
+            work = begin(group)
+            self._watch(work.is_completed, limit)
+            work.wait()
+        except (_Over, Aborted, StoreLost):
+            raise
+        except RuntimeError as error:
+            raise _Over(_short(error)) from error
+
+    def _watch(self, done: Callable[[], bool], limit: str) -> None:
+        """Wait until `done`, so many seconds at most. Raises _Over: nobody can wait any more."""
+        seconds = getattr(self._limits, limit)
+        began = looked = time.monotonic()
+        pause = 0.0001
+        while not done():
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
+                self._control.check()
+                self._look()
+            if now - began > seconds:
+                raise _Over(f"nothing has come through for {seconds:.0f} s (limits.{limit})")
+            time.sleep(pause)
+            pause = min(0.002, 2 * pause)
+
+    def _look(self) -> None:
+        if self._closing.is_set():
+            raise _Over("this rank leaves")
+        if (cause := self._control.get(_ENDED)) or (cause := self._lost()):
+            raise _Over(cause)
+
+    def _lost(self) -> str:
+        """Which members are gone, in words; "": none."""
+        gone = sorted(self._control.lost_ranks().intersection(self._audience.ranks))
+        return f"rank {', '.join(map(str, gone))} is gone" if gone else ""
+
+    def _leave(self) -> None:
+        """Be a member no more. torch ends what is in progress when it likes: not in this thread."""
+        group, self._group, self._ended = self._group, None, True
+        if group is not None:
+            threading.Thread(target=_drop, args=(group,), name="broadcast-end", daemon=True).start()
+
+
+def _drop(group: Any) -> None:
+    with suppress(RuntimeError):
+        group.abort()
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
