@@ -16,6 +16,7 @@ from digenrl.cluster.restarts import Restarts
 from tests.conftest import ROOT
 from tests.training import SMALL, Train, commands, fault, state_of
 
+KEPT = ("env", "RUN=outputs/kept/run", str(ROOT / "scripts" / "keep.sh"))
 AGAIN = (*SMALL, "allocation.max_restarts=2", "allocation.restart_pause_s=0.1")
 
 
@@ -109,8 +110,7 @@ def test_a_killed_launcher_is_begun_again_by_keep_sh_and_costs_time_alone(runnin
     same = (*AGAIN, "schedule=gap", "callbacks.checkpoint.every=2", "max_rl_steps=6")
     calm = running(*same, fork=True)
     assert calm.finish() == 0, calm.stderr
-    script = ("env", "RUN=outputs/kept/run", str(ROOT / "scripts" / "keep.sh"))
-    kept = running(*same, wrapper=script)
+    kept = running(*same, wrapper=KEPT)
     kept.wait_for_step(3)
     (launcher,) = psutil.Process(kept.pid).children()
     ranks = launcher.children()
@@ -124,3 +124,13 @@ def test_a_killed_launcher_is_begun_again_by_keep_sh_and_costs_time_alone(runnin
     assert "the launcher (process" in kept.stderr
     assert all(state_of(process.pid) == "gone" for process in ranks)
     assert (kept.summary["status"], kept.summary["rl_steps"]) == ("completed", 6)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_keep_sh_passes_a_stop_on_and_ends_with_it(running: Any) -> None:
+    kept = running(*SMALL, "max_rl_steps=1000", wrapper=KEPT)
+    kept.wait_for_step(1)
+    os.kill(kept.pid, signal.SIGTERM)
+    assert kept.finish() == 128 + signal.SIGTERM, kept.stderr
+    assert (kept.summary["status"], kept.summary["cause"]) == ("stopped", "signal SIGTERM")

@@ -42,7 +42,7 @@ class Network:
 
     def is_thin(self, peer: int, seen: float) -> bool:
         """Whether a line that was seen to carry `seen` MB/s (inf: nobody knows) is thin, or said to be."""
-        said = self.lines[min(peer, len(self.lines) - 1)] if self.lines else math.inf
+        said = self.lines[min(peer, len(self.lines) - 1)] if self.lines and peer >= 0 else math.inf
         return min(said, seen) < self.thin_mb_s
 
     def packs(self, thin: bool) -> bool:

@@ -259,7 +259,7 @@ class Arrivals:
         return self._complete(Version(number, digest, tensors), sender)
 
     def _complete(self, version: Version, sender: int) -> Version:
-        if sender == 0:
+        if sender == 0 and version.number >= 0:
             self._newest = version
         return version
 
