@@ -82,17 +82,27 @@ class Cable:
 
     def slow(self, seconds: float) -> None:
         """4 Mbit/s with 50 ms and 2 % loss each way, for so long."""
-        both = ([], ["ip", "netns", "exec", self.namespace])
-        for prefix in both:
-            add = [*prefix, "tc", "qdisc", "add", "dev", self.interface, "root"]
-            try:
-                _run([*add, "netem", "delay", "50ms", "loss", "2%", "rate", "4mbit"])
-            except NotHere as error:
-                self.lossy = str(error)
-                _run([*add, "tbf", "rate", "4mbit", "burst", "16kb", "latency", "200ms"])
+        try:
+            self._shape("netem delay 50ms loss 2% rate 4mbit")
+        except NotHere as error:
+            self.lossy = str(error)
+            self.thin(4)
         time.sleep(seconds)
-        for prefix in both:
-            _run([*prefix, "tc", "qdisc", "del", "dev", self.interface, "root"])
+        self._shape("")
+
+    def thin(self, mbit: int) -> None:
+        """So many Mbit/s each way from now on (the kernel's token bucket filter).
+
+        Raises:
+            NotHere: the kernel has none.
+        """
+        self._shape(f"tbf rate {mbit}mbit burst 128kb latency 200ms")
+
+    def _shape(self, discipline: str) -> None:
+        """What queues at both ends; "": as before."""
+        for prefix in ([], ["ip", "netns", "exec", self.namespace]):
+            what = ["replace" if discipline else "del", "dev", self.interface, "root"]
+            _run([*prefix, "tc", "qdisc", *what, *discipline.split()])
 
 
 @contextmanager
@@ -131,8 +141,8 @@ def _run(command: list[str]) -> None:
         raise NotHere(f"{' '.join(command)}: {made.stderr.strip()}")
 
 
-def bytes_sent(namespace: str, interface: str) -> int:
-    """By this interface of a namespace, since it was made."""
-    command = ["ip", "-n", namespace, "-s", "-j", "link", "show", interface]
+def bytes_sent(namespace: str | None, interface: str) -> int:
+    """By this interface of a namespace (None: this machine's), since it was made."""
+    command = ["ip", *(["-n", namespace] if namespace else []), "-s", "-j", "link", "show", interface]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])

@@ -1,15 +1,18 @@
 """A long run of a toy task, watched: what its processes hold, and what its directory takes, must not grow with steps.
 
-    make soak ARGS="steps=10000"        (python -m tests.soak steps=10000)
+    make soak ARGS="steps=10000"        (python -m tests.soak steps=10000 minutes=600)
 
-The last line of standard output is the path of a JSON file: `grown` (what is more than it may be), all `figures`
-beside their bounds, and `samples` of memory, open files and bytes over the RL steps.
+After so many minutes the run is stopped, and judged by the steps that it has made. The last line of standard output is
+the path of a JSON file: `grown` (what is more than it may be), all `figures` beside their bounds, and `samples` of
+memory, open files and bytes over the RL steps.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -59,23 +62,28 @@ def _last_line(path: Path) -> bytes:
         return file.read().rpartition(b"\n")[0].splitlines()[-1]
 
 
-def soak(root: Path, steps: int) -> dict[str, Any]:
-    """Run so many RL steps, and say what grew."""
+def soak(root: Path, steps: int, minutes: float = math.inf) -> dict[str, Any]:
+    """Run so many RL steps (or as many as there is time for), and say what grew."""
     started = commands(root)
     train = next(started)(
         *WORDS, *RUN, f"callbacks.checkpoint.every={max(10, steps // 40)}", f"max_rl_steps={steps}", fork=True
     )
     samples: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 60.0 * minutes
     try:
         while train.poll() is None:
             time.sleep(EVERY_S)
+            if time.monotonic() > deadline:
+                deadline = math.inf
+                os.kill(train.pid, signal.SIGTERM)
             if (sample := look(train)) is not None:
                 samples.append(sample)
-        assert train.poll() == 0, train.stderr
+        assert train.poll() in (0, 128 + signal.SIGTERM), train.stderr
+        steps = train.summary["rl_steps"]
         ends = {row["kind"]: row["time"] for row in train.rows("events.jsonl")}
         size = (train.run_dir / "metrics.jsonl").stat().st_size
         found = {
-            "steps": train.summary["rl_steps"],
+            "steps": steps,
             "report_mib": (train.run_dir / "report.html").stat().st_size / 2**20,
             "report_s": (train.run_dir / "report.html").stat().st_mtime - ends["stop"],
             "row_bytes": size / steps,
@@ -111,13 +119,15 @@ def figures(samples: Sequence[dict[str, Any]], steps: int, found: dict[str, Any]
 
 def main(words: Sequence[str]) -> int:
     """Exit code: 0 when nothing grew."""
-    settings = {"steps": 10_000} | {key: int(value) for key, value in (word.split("=") for word in words)}
+    settings = {"steps": 10_000, "minutes": 600} | {
+        key: int(value) for key, value in (word.split("=") for word in words)
+    }
     with tempfile.TemporaryDirectory() as directory:
-        found = soak(Path(directory), settings["steps"])
+        found = soak(Path(directory), settings["steps"], settings["minutes"])
     OUTPUT.mkdir(parents=True, exist_ok=True)
     path = OUTPUT / f"steps-{settings['steps']}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
-    print(*(found["grown"] or [f"{settings['steps']} RL steps, nothing grew"]), sep="\n", file=sys.stderr)
+    print(*(found["grown"] or [f"{found['steps']} RL steps, nothing grew"]), sep="\n", file=sys.stderr)
     print(os.fspath(path.absolute()))
     return int(bool(found["grown"]))
 

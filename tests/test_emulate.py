@@ -17,7 +17,7 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.launcher import Launch, launch
 from digenrl.emulate import durations
-from digenrl.preflight import candidate_of, expected_seconds, workload
+from digenrl.preflight import candidate_of, costing_of, expected_seconds, workload
 from digenrl.schedule.policy import replay
 from digenrl.simulate.candidate import Costing
 from digenrl.simulate.hardware import parse_hardware
@@ -80,4 +80,31 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
         f"16 emulated ranks on {os.cpu_count()} cores: step {measured:.2f} s, predicted {predicted:.2f} s, "
         f"{wall:.1f} s in all"
     )
+    assert predicted / 1.1 < measured < NOISE * predicted
+
+
+@pytest.mark.slow
+def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    line = "+hardware.links={wan:{between:[a,c],gb_s:0.01}}"
+    roles = ("hardware.pools.c.role=trainer", "hardware.pools.a.role=rollout")
+    words = [word for word in WORDS if not word.startswith(("hardware=", "allocation."))]
+    composed = configuration.load(
+        (*words, "hardware=testbed_ac", line, *roles, "allocation.trainers=1", "allocation.rollouts=2")
+    )
+    config = composed.config
+    costing = costing_of(composed)
+    candidate = candidate_of(config, 1, 2, costing.work.trained_steps)
+    cluster = costing.cluster(candidate)
+    sleeps = durations(composed, 1, 2)
+    assert sleeps[0].send == sleeps[0].fetch == 0.0
+    assert sleeps[1].send == pytest.approx(SCALE * 2 * cluster.rollouts[0].send_seconds)
+    assert sleeps[2].fetch == pytest.approx(SCALE * cluster.rollouts[1].fetch_seconds)
+    launched = Launch(partial(run.fit, config, None, sleeps, expected_seconds(composed, 1, 2)), 1, 2, tmp_path)
+    outcome = launch(launched)
+    assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    measured = median(row["step_s"] for row in rows if row["kind"] == "step")
+    predicted = SCALE * simulate(costing.spec(candidate), cluster).step_s
+    print(f"3 emulated ranks, 2 behind a line: step {measured:.2f} s, predicted {predicted:.2f} s")
     assert predicted / 1.1 < measured < NOISE * predicted

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from digenrl.cluster.restarts import Restarts
+from tests.conftest import ROOT
 from tests.training import SMALL, Train, commands, fault, state_of
 
+KEPT = ("env", "RUN=outputs/kept/run", str(ROOT / "scripts" / "keep.sh"))
 AGAIN = (*SMALL, "allocation.max_restarts=2", "allocation.restart_pause_s=0.1")
 
 
@@ -98,3 +101,36 @@ def test_how_often_a_run_begins_again() -> None:
     poison.refuse("first", 0, 7)
     assert poison.refuse("second", 5, 7) == "second; RL step 8 is poison: the run has died in it before (first)"
     assert poison.causes(7) == ["first", "second"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_killed_launcher_is_begun_again_by_keep_sh_and_costs_time_alone(running: Any, tmp_path: Path) -> None:
+    """Nothing of the killed one is left when the next begins."""
+    same = (*AGAIN, "schedule=gap", "callbacks.checkpoint.every=2", "max_rl_steps=6")
+    calm = running(*same, fork=True)
+    assert calm.finish() == 0, calm.stderr
+    kept = running(*same, wrapper=KEPT)
+    kept.wait_for_step(3)
+    (launcher,) = psutil.Process(kept.pid).children()
+    ranks = launcher.children()
+    launcher.kill()
+    killed = time.time()
+    assert kept.finish() == 0, kept.stderr
+    assert weights(kept) == weights(calm)
+    again = [row["time"] - killed for row in events(kept, "publish") if row["time"] > killed]
+    assert again[1] < 60, "from the kill to the end of the first further step"
+    assert "the command was killed: it begins again from" in kept.stderr
+    assert "the launcher (process" in kept.stderr
+    assert all(state_of(process.pid) == "gone" for process in ranks)
+    assert (kept.summary["status"], kept.summary["rl_steps"]) == ("completed", 6)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_keep_sh_passes_a_stop_on_and_ends_with_it(running: Any) -> None:
+    kept = running(*SMALL, "max_rl_steps=1000", wrapper=KEPT)
+    kept.wait_for_step(1)
+    os.kill(kept.pid, signal.SIGTERM)
+    assert kept.finish() == 128 + signal.SIGTERM, kept.stderr
+    assert (kept.summary["status"], kept.summary["cause"]) == ("stopped", "signal SIGTERM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,7 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
     costing = replace(planned, work=replace(planned.work, replays=True))
     candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
     ranks = costing.cluster(candidate).ranks
+    beside = Counter(rank.pool for rank in ranks if rank.send_seconds)
     return tuple(
         Durations(
             task_size=candidate.spec.task_size,
@@ -38,6 +40,8 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
             step=rank.step_seconds,
             decode=rank.decode_seconds + rank.score_seconds,
             cell=rank.cell_seconds,
+            fetch=rank.fetch_seconds,
+            send=rank.send_seconds * beside[rank.pool],
         ).scaled(config.hardware.time_scale)
         for rank in (ranks[candidate.seat(number)] for number in range(trainers + rollouts))
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from digenrl.cluster.network import Network
 from digenrl.config import Composed, config_directory, instantiate
 from digenrl.config.compose import merge_words
 from digenrl.config.relations import most_rollouts, relation_problems
@@ -572,7 +573,12 @@ def _parts(use: Memory) -> str:
 def costing_of(composed: Composed) -> Costing:
     """The experiment on its hardware profile; raises ValueError for a model without counted sizes."""
     work, folder = workload(composed), config_directory() / "hardware" / "measured"
-    return Costing(work, with_measured(parse_hardware(composed.config.hardware), work, folder))
+    network, profile = Network(**composed.config.network), parse_hardware(composed.config.hardware)
+    lines = {}
+    for pools, line in profile.lines.items():
+        thin = line.gb_s * 1e3 < network.thin_mb_s
+        lines[pools] = replace(line, told=network.tells_changes(1, thin), packed=network.packs(thin))
+    return Costing(work, with_measured(replace(profile, lines=lines), work, folder))
 
 
 def workload(composed: Composed) -> Workload:

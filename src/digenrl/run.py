@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.callbacks.guarded import Guarded
+from digenrl.cluster.network import Network
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData, prompt_of
 from digenrl.emulate import REWARD
@@ -43,7 +44,7 @@ from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule import ScheduleSpec, group_tasks, micro_batches_per_update
 from digenrl.schedule.shares import relative
-from digenrl.simulate.hardware import assign, parse_hardware
+from digenrl.simulate.hardware import assign, lines_of, parse_hardware
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.strategy.replay import step_bytes
@@ -136,7 +137,7 @@ def build(
     limit_events(keep / 4)
     strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(
         world,
-        session,
+        replace(session, network=_network(config, world, session, emulated)),
         spec,
         engine,
         data.sampler,
@@ -180,6 +181,13 @@ def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutE
         keep_final=module.needs_final,
         weigh=module.log_prob_weights if config.schedule.gradients == "generation" else None,
     )
+
+
+def _network(config: DictConfig, world: World, session: Session, emulated: Durations | None) -> Network:
+    """The session's, with the lines of the hardware profile, and how long emulated ones take."""
+    lines = lines_of(config.hardware, world.trainers, world.rollouts, world.rank)
+    fetch_s, send_s = (0.0, 0.0) if emulated is None else (emulated.fetch, emulated.send)
+    return replace(session.network, lines=lines, fetch_s=fetch_s, send_s=send_s)
 
 
 def _recording(config: DictConfig, world: World, session: Session) -> TrajectoryFiles | None:

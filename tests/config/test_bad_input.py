@@ -126,6 +126,21 @@ VALUES: dict[str, Case] = {
     "restarts below none": (["allocation.max_restarts=-1"], ["allocation.max_restarts = -1", "whole number >= 0"]),
     "unknown launcher": (["launch=slurm"], ["launch = slurm", "local | ray"]),
     "resources of no pool": (["ray.resources={spot:{GPU:1}}"], ["ray.resources.spot", "no pool", "pools are local"]),
+    "a line to no pool": (
+        ["+hardware.links={wan:{between:[local,far],gb_s:1.0}}"],
+        ["hardware.links.wan.between = ['local', 'far']", "two pools", "its pools are local"],
+    ),
+    "a line to one pool": (
+        ["+hardware.links={wan:{between:[local],gb_s:1.0}}"],
+        ["hardware.links.wan.between = ['local']", "[pool, pool]"],
+    ),
+    "a line without a speed": (
+        ["+hardware.links={wan:{between:[local,far]}}"],
+        ["hardware.links.wan.gb_s: missing", "number > 0"],
+    ),
+    "delta in words": (["network.delta=never"], ["network.delta = never", "true or false or auto"]),
+    "no whole version": (["network.whole_every=0"], ["network.whole_every = 0", ">= 1"]),
+    "nothing is thin": (["network.thin_mb_s=0"], ["network.thin_mb_s = 0", "number > 0"]),
     "no time scale": (["hardware.time_scale=0"], ["hardware.time_scale = 0", "number > 0"]),
     "negative share": (["schedule.shares=[1,-1]"], ["schedule.shares", "holds -1", "too small"]),
     "name that leads elsewhere": (["experiment_name=../../x"], ["experiment_name = ../../x", "not of that form"]),

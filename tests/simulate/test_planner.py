@@ -21,7 +21,7 @@ from digenrl.recompute import Recompute
 from digenrl.simulate import planner
 from digenrl.simulate.bound import solve_bound
 from digenrl.simulate.candidate import Costing
-from digenrl.simulate.hardware import Hardware, Pool, assign
+from digenrl.simulate.hardware import Hardware, Line, Pool, assign
 from digenrl.simulate.outcome import evaluate
 from digenrl.simulate.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
 from digenrl.simulate.planner import Plan, PlanError, fitted, lean_run, make_plan, task_sizes
@@ -54,6 +54,19 @@ def test_what_is_not_computed_twice_is_planned_beside_the_rest() -> None:
     assert lean.bound_s <= lean.step_s < 0.8 * costing.bound().seconds  # three passes with replay, two without
     other = Costing(replace(large, lean=False), costing.hardware)
     assert lean_run(Plan(other, other.bound(), (), 0)) is None
+
+
+def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
+    line = Line(0.0125, 0.02, told=True, packed=True)
+    work = replace(FLUX, lean=True, updates=1)
+    plan = make_plan(
+        Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): line})), asynchronous=False
+    )
+    for outcome in plan.outcomes:
+        trainers = {pool for pool, role in plan.costing.placed(outcome.candidate) if role == "trainer"}
+        assert len(trainers) == 1
+        assert outcome.candidate.rollouts
+    assert lean_run(plan) is None
 
 
 SMALL = ("experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8")

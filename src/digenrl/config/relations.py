@@ -367,6 +367,20 @@ def _ray_pools(get: _View) -> Iterator[str]:
         yield f"ray.resources.{name}: is no pool of the hardware profile; its pools are {', '.join(pools)}."
 
 
+def _links(get: _View) -> Iterator[str]:
+    pools, seen = sorted(get("hardware.pools")), dict[frozenset[str], str]()
+    for name, entry in get("hardware.links").items():
+        pair = frozenset(entry["between"])
+        if len(pair) < 2 or not pair <= set(pools):
+            yield (
+                f"hardware.links.{name}.between = {list(entry['between'])}: does not name two pools of the hardware "
+                f"profile; its pools are {', '.join(pools)}."
+            )
+        elif pair in seen:
+            yield f"hardware.links.{name}: joins the pools of hardware.links.{seen[pair]}; leave one of them."
+        seen[pair] = name
+
+
 _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _task_size,
     _updates_within,
@@ -389,4 +403,5 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _recomputation,
     _rank_counts,
     _ray_pools,
+    _links,
 )

@@ -179,6 +179,17 @@ class Network(Closed):
         "rollouts that the run begins with, until one is lost; others get streams; auto: broadcast where every rank "
         "has a GPU and their number is fixed"
     )
+    delta: bool | Auto = Field(
+        description="rollouts get what has changed since the version that they hold (exclusive or, digest-checked); "
+        "auto: over thin lines"
+    )
+    whole_every: AtLeast1 = Field(description="every so-many-th version travels whole all the same; 1: each does")
+    compress: bool | Auto = Field(
+        description="trajectories, weights and tasks handed over are packed without loss (zlib); auto: over thin lines"
+    )
+    thin_mb_s: Positive = Field(
+        description="MB/s; a line that carries less is thin: as hardware.links says, or as it was seen to carry"
+    )
 
 
 class Parallel(Closed):
@@ -459,6 +470,16 @@ class Pool(Closed):
     efficiency: Efficiency | None = Field(ABSENT, description="what its GPUs reach, if not what their kind does")
 
 
+class Line(Closed):
+    """hardware.links.NAME.*"""
+
+    between: Annotated[list[Text], Field(min_length=2, max_length=2), WithJsonSchema({"phrase": "[pool, pool]"})] = (
+        Field(description="two pools by name")
+    )
+    gb_s: Positive = Field(description="GB/s from one to the other, per direction, shared by all their GPUs")
+    latency_s: Amount = Field(0.0, description="seconds that a message takes to the other end beside that")
+
+
 class Hardware(Closed):
     """hardware.*"""
 
@@ -466,6 +487,11 @@ class Hardware(Closed):
     emulate: bool = Field(description="sleep as long as the cost model says, in place of the networks")
     time_scale: Positive = Field(description="of emulated durations")
     pools: dict[str, Pool] = Field(min_length=1, description="pools of equal GPUs by name")
+    links: dict[str, Line] = Field(
+        ABSENT,
+        description="lines between pools in different places, by names of yours; trainers stand in one place; pools "
+        "without an entry: the slower one's inter_gb_s",
+    )
     efficiency: Efficiency | None = Field(ABSENT, description="of every pool")
     seconds: Seconds | None = Field(ABSENT, description="measured seconds per unit; they replace computed ones")
     exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny builds, by model class or updates")

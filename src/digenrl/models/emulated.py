@@ -32,11 +32,15 @@ class Durations:
     """Decode (and scoring on the GPU) of a task."""
     cell: float
     """Forward and backward of one trained step of a task."""
+    fetch: float = 0.0
+    """What a version takes to this rank's place, over a line of `hardware.links`."""
+    send: float = 0.0
+    """What a task takes from there, when all ranks of its pool send at once."""
 
     def scaled(self, factor: float) -> Durations:
         """All durations times `hardware.time_scale`."""
-        seconds = {name: getattr(self, name) * factor for name in ("encode", "step", "decode", "cell")}
-        return replace(self, **seconds)
+        names = ("encode", "step", "decode", "cell", "fetch", "send")
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
 
 
 class _Sleep(torch.autograd.Function):

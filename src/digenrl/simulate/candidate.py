@@ -293,7 +293,8 @@ class Costing:
             rows = spec.task_size * spec.tsp_batch * self.blocks_at_once(candidate, pool) * self.work.passes
             each = offloaded_bytes(self.work, rows, self.recompute(candidate, pool), spec.context)
             table[name] = min(pool.per_node, names.count(name)) * each / GIB
-        table[names[0]] += published_bytes(self.work, spec.async_steps) / GIB
+        told = any(line.told for line in self.hardware.lines.values())
+        table[names[0]] += published_bytes(self.work, spec.async_steps, told) / GIB
         return table
 
     def trainer_misfits(self, candidate: Candidate) -> list[str]:
@@ -325,8 +326,9 @@ class Costing:
     def cluster(self, candidate: Candidate) -> Cluster:
         """Durations of the candidate, for the engine."""
         costs, work, b = self.costs, self.work, candidate.spec.task_size
-        kinds = self.kinds(candidate)
+        kinds, placed = self.kinds(candidate), self.placed(candidate)
         pools = {name: self.hardware.pool(name) for name, _ in kinds}
+        home, others = placed[0][0], self.other_nodes(placed)
         trainer_pools = [pools[name] for name, role in kinds if role == "trainer"]
         shards = self.shards(candidate)
         likes, exposed = {}, 0.0
@@ -353,7 +355,11 @@ class Costing:
                 costs.adopt_seconds(),
                 together,
             )
-        placed, everyone = self.placed(candidate), list(pools.values())
+            if role == "rollout" and (line := self.hardware.line(home, name)) is not None:
+                fetch, send = costs.fetch_seconds(line, others[name]), costs.send_seconds(line, b)
+                likes[name, role] = replace(likes[name, role], fetch_seconds=fetch, send_seconds=send)
+        everyone = list(pools.values())
+        near = sum(count for name, count in others.items() if self.hardware.line(home, name) is None)
         seats = placed[: candidate.trainers] + placed[candidate.trainers :: candidate.rollout_context]
         steps = self._together([likes[seat].step_seconds for seat in seats], candidate.trainers, shards)
         ranks = tuple(
@@ -367,7 +373,7 @@ class Costing:
             reduce_seconds=costs.reduce_seconds(trainer_pools, candidate.trainers // shards, shards),
             optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),
             snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
-            publish_seconds=costs.publish_seconds(everyone, self.other_nodes(placed)) if candidate.rollouts else 0.0,
+            publish_seconds=costs.publish_seconds(everyone, near) if candidate.rollouts else 0.0,
             deliver_seconds=costs.deliver_seconds(everyone, b),
             move_seconds=costs.move_seconds(everyone, b),
             switch_seconds=costs.switch_seconds(),
@@ -376,11 +382,11 @@ class Costing:
             static_claims=candidate.static_claims,
         )
 
-    def other_nodes(self, placed: Sequence[tuple[str, str]]) -> int:
-        """Nodes with rollouts besides that of trainer 0."""
+    def other_nodes(self, placed: Sequence[tuple[str, str]]) -> Counter[str]:
+        """Pool -> nodes with rollouts besides that of trainer 0."""
         places = nodes(self.hardware, (name for name, _ in placed))
         rollouts = {node for node, (_, role) in zip(places, placed, strict=True) if role == "rollout"}
-        return len(rollouts - {places[0]})
+        return Counter(name for name, _ in rollouts - {places[0]})
 
     @staticmethod
     def _together(steps: list[float], trainers: int, shards: int) -> list[float]:

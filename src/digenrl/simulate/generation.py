@@ -25,6 +25,8 @@ class Handed:
     claim: Claim
     remaining: int
     """Denoising steps still to do."""
+    seconds: float
+    """On its way."""
 
 
 @dataclass(eq=False)
@@ -137,7 +139,7 @@ class Generation:
             handed = worker.waiting.popleft()
             claim = worker.claims.confirm(handed.task.version, handed.claim.position, handed.claim.attempt)
             if claim is not None:
-                self._start(worker, handed.task, claim, handed.remaining, now, moved=True)
+                self._start(worker, handed.task, claim, handed.remaining, now, handed.seconds)
                 return None
         cause = "weights"
         for version in versions:
@@ -154,7 +156,7 @@ class Generation:
                 return None
         return cause
 
-    def _start(self, worker: Worker, task: Task, claim: Claim, remaining: int, now: float, moved: bool = False) -> None:
+    def _start(self, worker: Worker, task: Task, claim: Claim, remaining: int, now: float, moved: float = 0.0) -> None:
         self.end_idle(worker, now)
         rank, factor = worker.rank, self._factor(worker.rank.rank)
         begin = now
@@ -162,10 +164,10 @@ class Generation:
             begin += rank.adopt_seconds
             self._span(rank.rank, "adopt", now, begin, task.step, {"version": task.version})
             worker.held = task.version
-        if moved:
+        if remaining < self.spec.denoise_steps:
             self.moves += 1
-            self._span(rank.rank, "send", begin, begin + self.cluster.move_seconds, task.step, {"task": task.index})
-            begin += self.cluster.move_seconds
+            self._span(rank.rank, "send", begin, begin + moved, task.step, {"task": task.index})
+            begin += moved
         if (task.step, task.group) not in worker.encoded:
             worker.encoded.add((task.step, task.group))
             self._span(rank.rank, "encode", begin, begin + rank.encode_seconds * factor, task.step, {})
@@ -218,7 +220,8 @@ class Generation:
             worker.waiting.pop()
             if worker.claims.give(version, last.claim, receiver):
                 other = self.workers[receiver]
-                other.waiting.append(Handed(last.task, self._moved(last.claim, receiver), last.remaining))
+                seconds = self._way(worker, other)
+                other.waiting.append(Handed(last.task, self._moved(last.claim, receiver), last.remaining, seconds))
                 self.offer(other, (), now)
 
     def _give(self, worker: Worker, receiver: int) -> bool:
@@ -228,8 +231,14 @@ class Generation:
         if not worker.claims.give(worker.task.version, worker.claim, receiver):
             return False
         other = self.workers[receiver]
-        other.waiting.append(Handed(worker.task, self._moved(worker.claim, receiver), worker.remaining))
+        claim, seconds = self._moved(worker.claim, receiver), self._way(worker, other)
+        other.waiting.append(Handed(worker.task, claim, worker.remaining, seconds))
         return True
+
+    def _way(self, giver: Worker, receiver: Worker) -> float:
+        """Seconds of a suspended task on its way; over a line between places as long as a finished one."""
+        one, other = giver.rank, receiver.rank
+        return self.cluster.move_seconds + (one.pool != other.pool) * max(one.send_seconds, other.send_seconds)
 
     @staticmethod
     def _moved(claim: Claim, receiver: int) -> Claim:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,12 +42,31 @@ class Pool:
 
 
 @dataclass(frozen=True)
+class Line:
+    """Between two pools that stand in different places."""
+
+    gb_s: float
+    """Per direction, shared by all their GPUs."""
+    latency_s: float = 0.0
+    told: bool = False
+    """Versions go over it as changes (`network.delta`) ..."""
+    packed: bool = False
+    """... and all else packed (`network.compress`)."""
+
+    def seconds(self, size: float) -> float:
+        """Of a message of so many bytes."""
+        return size / (self.gb_s * 1e9) + self.latency_s
+
+
+@dataclass(frozen=True)
 class Hardware:
     """All pools, and durations measured by `make profile` where there are any."""
 
     pools: tuple[Pool, ...]
     seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """stage (encode, generate, decode, score: per prompt or sample; train: per cell) -> pool -> measured seconds."""
+    lines: Mapping[frozenset[str], Line] = field(default_factory=dict)
+    """Names of two pools -> what joins them, where they stand in different places."""
 
     @property
     def gpus(self) -> int:
@@ -55,6 +74,22 @@ class Hardware:
 
     def pool(self, name: str) -> Pool:
         return next(pool for pool in self.pools if pool.name == name)
+
+    def line(self, one: str, other: str) -> Line | None:
+        """What joins two pools beside the network links of their nodes; None: they stand in one place."""
+        return self.lines.get(frozenset((one, other)))
+
+    @property
+    def places(self) -> list[list[Pool]]:
+        """Pools that stand together: between which there is no line."""
+        found: list[list[Pool]] = []
+        for pool in self.pools:
+            apart = [any(frozenset((pool.name, other.name)) in self.lines for other in place) for place in found]
+            if all(apart):
+                found.append([pool])
+            else:
+                found[apart.index(False)].append(pool)
+        return found
 
 
 def parse_hardware(node: Mapping[str, Any]) -> Hardware:
@@ -66,7 +101,24 @@ def parse_hardware(node: Mapping[str, Any]) -> Hardware:
         efficiency = kind_of(given["gpu"]).efficiency.but(shares) if shares else None
         pools.append(Pool(str(name), efficiency=efficiency, **{"per_node": min(given["count"], 8), **given}))
     seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
-    return Hardware(tuple(pools), seconds)
+    lines = {frozenset(entry["between"]): Line(entry["gb_s"], entry.get("latency_s", 0.0)) for entry in _links(node)}
+    return Hardware(tuple(pools), seconds, lines)
+
+
+def _links(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list((node.get("links") or {}).values())
+
+
+def lines_of(node: Mapping[str, Any], trainers: int, rollouts: int, rank: int) -> tuple[float, ...]:
+    """MB/s of the line between `rank` (one that joined stands where the last rollout does) and each rank, as the
+    `hardware` node says; inf where it says nothing."""
+    if not _links(node):
+        return ()
+    hardware = parse_hardware(node)
+    pools = [pool for pool, _ in assign(hardware, trainers, rollouts)]
+    own = pools[min(rank, len(pools) - 1)]
+    lines = [hardware.line(own, pool) for pool in pools]
+    return tuple(math.inf if line is None else line.gb_s * 1e3 for line in lines)
 
 
 def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:
@@ -98,14 +150,16 @@ def nodes(hardware: Hardware, pools: Iterable[str]) -> list[tuple[str, int]]:
 def assign(hardware: Hardware, trainers: int, rollouts: int, together: int = 1) -> tuple[tuple[str, str], ...]:
     """(pool, role) of every rank, trainers first.
 
-    Trainers come from pools of role trainer, then from auto pools in their order; rollouts from pools of role rollout,
-    then from auto pools in reverse order. So one order of pools and two numbers describe every placement.
+    Trainers come from pools of role trainer, then from auto pools in their order, all in the first place that has room
+    for them; rollouts from pools of role rollout, then from auto pools in reverse order, wherever they stand. So one
+    order of pools and two numbers describe every placement.
 
     Args:
         together: neighbouring rollouts that share the tokens of a forward, on one node.
 
     Raises:
-        ValueError: a role has fewer GPUs than asked for, or rollouts do not divide into groups on one node.
+        ValueError: a role has fewer GPUs than asked for, trainers would stand in two places, or rollouts do not divide
+            into groups on one node.
     """
     left = {pool.name: pool.count for pool in hardware.pools}
     ranks: list[tuple[str, str]] = []
@@ -116,6 +170,8 @@ def assign(hardware: Hardware, trainers: int, rollouts: int, together: int = 1) 
         own = [p for p in hardware.pools if p.role == role] + [p for p in order if p.role == "auto"]
         if rollouts == 0:
             own = list(hardware.pools)
+        if role == "trainer":
+            own = _together(hardware, own, number)
         missing = number
         for pool in own:
             taken = min(missing, left[pool.name])
@@ -141,3 +197,24 @@ def assign(hardware: Hardware, trainers: int, rollouts: int, together: int = 1) 
                 f"nodes of {hardware.pool(places[first][0]).per_node} GPUs."
             )
     return tuple(ranks)
+
+
+def _together(hardware: Hardware, pools: Sequence[Pool], trainers: int) -> list[Pool]:
+    """Those of `pools` in the first place, in their order, that has room for all trainers.
+
+    Raises:
+        ValueError: there are several, and none has.
+    """
+    found = ([pool for pool in pools if pool in place] for place in hardware.places)
+    places = sorted(filter(None, found), key=lambda place: pools.index(place[0]))
+    rooms = [sum(pool.count for pool in place) for place in places]
+    if len(places) > 1 and max(rooms) < trainers <= sum(rooms):
+        said = ", ".join(
+            f"{'+'.join(pool.name for pool in place)}: {n}" for place, n in zip(places, rooms, strict=True)
+        )
+        raise ValueError(
+            f"allocation.trainers = {trainers}: trainers exchange gradients in every update and stand in one place, "
+            f"but hardware.links joins places with fewer GPUs for them ({said}); lower it to {max(rooms)} or change a "
+            "pool's role."
+        )
+    return next((place for place, room in zip(places, rooms, strict=True) if room >= trainers), list(pools))

@@ -126,10 +126,10 @@ def version_bytes(work: Workload) -> int:
     return 2 * work.trained_parameters
 
 
-def published_bytes(work: Workload, async_steps: int) -> int:
+def published_bytes(work: Workload, async_steps: int, told: bool = False) -> int:
     """Bytes of published versions in trainer 0's host memory: the newest, for who joins. With asynchrony also the one
-    before, for who resumes, and one more while the next is made."""
-    return (1 + 2 * async_steps) * version_bytes(work)
+    before, for who resumes, and one more while the next is made; so where changes are `told`."""
+    return (1 + max(2 * async_steps, told)) * version_bytes(work)
 
 
 def sent_bytes(work: Workload, other_nodes: int) -> int:

@@ -158,7 +158,8 @@ class Outcome:
             return size * (units[stage][rank.pool] or 0.0)
 
         free = dict.fromkeys(("publish_seconds", "snapshot_seconds", "deliver_seconds", "move_seconds"), 0.0)
-        cluster = replace(cluster, ranks=ranks(lambda rank: {"adopt_seconds": 0.0}), **free)  # type: ignore[arg-type]
+        own = dict.fromkeys(("adopt_seconds", "fetch_seconds", "send_seconds"), 0.0)
+        cluster = replace(cluster, ranks=ranks(lambda rank: own), **free)  # type: ignore[arg-type]
         yield "publication, transfers, CPU scorers", cluster
         alone = ranks(lambda rank: {"step_seconds": costs.step_seconds(pools[rank.pool], size) / rank.gpus})
         cluster = replace(cluster, ranks=alone, micro_batch_seconds=0.0, reduce_seconds=0.0)

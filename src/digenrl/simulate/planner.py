@@ -197,7 +197,7 @@ def lean_run(plan: Plan) -> Outcome | None:
     """The plan's experiment on all GPUs with schedule.gradients=generation; None where the algorithm does not allow
     that, it is what the plan has, or no rank has room."""
     work, gpus = plan.costing.work, plan.costing.hardware.gpus
-    if not (work.lean and work.replays and work.updates == 1):
+    if not (work.lean and work.replays and work.updates == 1) or len(plan.costing.hardware.places) > 1:
         return None
     costing = Costing(replace(work, replays=False, trained_samples=None), plan.costing.hardware)
     way = fitted(costing, costing.candidate(gpus, 0, gap=0))
@@ -278,7 +278,7 @@ def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
 
 
 def _colocated(costing: Costing) -> Iterator[Candidate]:
-    if any(pool.role == "rollout" for pool in costing.hardware.pools):
+    if any(pool.role == "rollout" for pool in costing.hardware.pools) or len(costing.hardware.places) > 1:
         return
     gpus, sizes = costing.hardware.gpus, task_sizes(costing)
     for size in sizes:

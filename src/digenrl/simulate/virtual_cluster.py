@@ -38,6 +38,11 @@ class Rank:
     adopt_seconds: float = 0.0
     """Taking over a published version. Rollout ranks only."""
     gpus: int = 1
+    """That it consists of: rollouts that generate one task together."""
+    fetch_seconds: float = 0.0
+    """What a version takes longer to this rank's place than to the trainers'."""
+    send_seconds: float = 0.0
+    """Of a finished task on the line from this rank's place to the trainers', which takes one task after the other."""
 
     def at(self, speed: float, number: int) -> Rank:
         """Rank `number`, like this one but so many times as fast."""
@@ -115,7 +120,8 @@ def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSp
     for run, number in zip(runs, numbers, strict=True):
         trains = run[0].role == "trainer"  # equal parts ask for trainers of one speed
         speed = len(cluster.trainers) / training if trains and not spec.shares else len(run) / (number * width)
-        ranks += [run[0].at(speed, len(ranks) + extra) for extra in range(number)]
+        first = replace(run[0], send_seconds=width * run[0].send_seconds)
+        ranks += [first.at(speed, len(ranks) + extra) for extra in range(number)]
         shares += [spec.shares[run[0].rank] * speed] * number if trains and spec.shares else []
     smaller = replace(spec, group_size=spec.group_size // width, shares=tuple(shares))
     return smaller, replace(cluster, ranks=tuple(ranks))

@@ -177,8 +177,10 @@ class _VirtualRun:
                 self.policy.expected("train", rank, self._per_cell(rank, groups, self.fragment_seconds(groups)[rank]))
         self.version = 0
         """Of the trainers = RL step in progress."""
-        self.visible = 0
-        """Newest version that rollout ranks can adopt."""
+        self.visible = dict.fromkeys([rank.fetch_seconds for rank in cluster.ranks], 0)
+        """Newest version that rollouts can adopt, by the seconds that it takes to their place."""
+        self._lines = dict.fromkeys([rank.pool for rank in cluster.ranks], 0.0)
+        """Pool -> when the line from there has nothing more to carry."""
         self.updates_done, self.arrived = 0, 0
         self.done_tasks: dict[tuple[int, int], int] = {}
         self.completed: dict[int, list[int]] = {}
@@ -272,7 +274,8 @@ class _VirtualRun:
         """Versions that a rank may generate with, the oldest first: a lost task may need the one before the newest."""
         if worker.rank.role == "trainer":
             return (self.version,)
-        return range(max(0, self.visible - self.spec.async_steps), self.visible + 1)
+        visible = self.visible[worker.rank.fetch_seconds]
+        return range(max(0, visible - self.spec.async_steps), visible + 1)
 
     def _next_task(self, worker: Worker) -> None:
         """A rollout rank is free."""
@@ -313,7 +316,10 @@ class _VirtualRun:
         task = self.gen.finish(worker, self.now)
         part = task.first_sample // self.spec.task_size
         self.ledger.issue(task.step, task.group, task.samples, part)
-        self._post(self.now + self.cluster.deliver_seconds, "deliver", (task.step, task.group))
+        sent = max(self.now, self._lines[worker.rank.pool]) + worker.rank.send_seconds
+        if worker.rank.send_seconds:
+            self._lines[worker.rank.pool] = sent
+        self._post(sent + self.cluster.deliver_seconds, "deliver", (task.step, task.group))
         self._free(worker)
         self._wake("tail")
 
@@ -352,10 +358,11 @@ class _VirtualRun:
         self.gen.notice(self.gen.workers[rank])
         self._wake()
 
-    def _on_visible(self, version: int) -> None:
-        self.visible = max(self.visible, version)
+    def _on_visible(self, payload: tuple[int, float]) -> None:
+        version, seconds = payload
+        self.visible[seconds] = max(self.visible[seconds], version)
         for worker in self.gen.generators:
-            if worker.rank.role == "rollout":
+            if worker.rank.role == "rollout" and worker.rank.fetch_seconds == seconds:
                 self._next_task(worker)
 
     # ---- training
@@ -512,6 +519,7 @@ class _VirtualRun:
             self.gen.store.version = self.version
             for rank in self.cluster.trainers:
                 self.gen.workers[rank.rank].held = self.version
-            self._post(self.now + self.cluster.publish_seconds, "visible", self.version)
+            for seconds in self.visible:
+                self._post(self.now + self.cluster.publish_seconds + seconds, "visible", (self.version, seconds))
         else:
             self._begin_update()

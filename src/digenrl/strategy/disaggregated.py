@@ -59,7 +59,7 @@ from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.broadcast import EVERYONE, Audience, BroadcastLink
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
-from digenrl.transport.weights import attest, publish, take_part
+from digenrl.transport.weights import Version, attest, publish, take_part
 from digenrl.types import StepGivenUp
 
 if TYPE_CHECKING:
@@ -128,7 +128,10 @@ class DisaggregatedStrategy(DDPStrategy):
         self.saving: Writing | None = None
         """The checkpoint that is being written."""
         self.current: dict[str, Tensor] = {}
-        """Weights of `version`, on trainer 0: for the same, and for who joins while no rollout holds them."""
+        """Weights of `version`, on trainer 0: for the same, for who joins while no rollout holds them, and to tell what
+        the next one changes."""
+        self._sent: dict[int, int] = {}
+        """Rollout rank -> version that trainer 0 has sent to it last."""
         self._first_step = 0
         self._agreed = 0
         """Decisions that sharded trainers have taken together."""
@@ -431,11 +434,18 @@ class DisaggregatedStrategy(DDPStrategy):
             agree = partial(self._agree_on_digest, version, replicas)
             if self.is_global_zero:
                 note_version(self.control, version)
-                if not self.spec.async_steps:
-                    self.current = {}  # two copies at once would be one too many
-                made = publish(version, source, self.link, self._routes(version), agree, like, there=version == 0)
-                facts["digest"] = made.digest
-                self.previous, self.current = self.current or None, dict(made.tensors)
+                routes = self._routes(version)
+                holders, base = self._holders(version, routes), Version(self.version, "", self.current)
+                kept = self.current if self.spec.async_steps else {}
+                if not holders:  # two copies at once would be one too many
+                    self.current, base = {}, Version(self.version, "", {})
+                made = publish(
+                    version, source, self.link, routes, agree, like, version == 0, base=base, holders=holders
+                )
+                facts |= {"digest": made.digest, "changes_to": len(holders)}
+                self.previous, self.current = kept or None, dict(made.tensors)
+                for rank, further in routes.items():
+                    self._sent |= dict.fromkeys((rank, *further), version)
                 append_event(self.session.run_dir, "publish", {"version": version, "digest": made.digest})
                 self.runner.claims.forget(version)
             elif replicas == 1:
@@ -459,6 +469,7 @@ class DisaggregatedStrategy(DDPStrategy):
                 like, number = self.engine.policy.generating_parameters(), number_of_evaluated(version)
                 made = publish(number, source, self.link, self._routes(version), lambda digest: None, like)
                 facts["digest"] = made.digest
+                self._sent.clear()  # the next version may come while a rollout has these in use: it travels whole
                 return made.digest
             if self.sharding != "ddp":
                 take_part(source)
@@ -473,6 +484,18 @@ class DisaggregatedStrategy(DDPStrategy):
     def _serve(self, rank: int) -> None:
         """Send the present version to `rank`, which joined, and asked for it because no rollout holds it."""
         publish(self.version, self.current, self.link, {rank: ()}, agree=lambda digest: None)
+        self._sent[rank] = self.version
+
+    def _holders(self, version: int, routes: Mapping[int, Sequence[int]]) -> set[int]:
+        """Of the ranks that get `version` from here, those that get its changes: they, and who gets it from them, had
+        the version before from here last."""
+        network, before = self.session.network, version - 1
+        return {
+            rank
+            for rank, further in routes.items()
+            if rank != EVERYONE and self.current and network.tells_changes(version, self.link.is_thin(rank))
+            if self.version == before and all(self._sent.get(each) == before for each in (rank, *further))
+        }
 
     def _routes(self, version: int) -> dict[int, list[int]]:
         """Who gets `version` from here -> ranks of its node to which it passes it on. A broadcast's audience is one,

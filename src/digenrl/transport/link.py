@@ -2,10 +2,11 @@
 
     caller's thread             thread link-to-PEER          thread link-reader          caller's thread
     send -> encode -> outbox -> (waits for the address,  ->  decode -> inbox         ->  receive
-                    (bounded)   connects, writes)
+                    (bounded)   connects, packs, writes)
 
 `send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted. `receive` waits at most its
-timeout. A reader waits for bytes, and ends when the peer closes the connection.
+timeout. A reader waits for bytes, and ends when the peer closes the connection. What goes over a thin line is packed
+(`network.compress`): the hardware profile says which lines are thin, or what they were seen to carry.
 
 Why sockets and not gloo: an expired gloo wait closes the pair, a posted receive cannot be polled, and building a pair
 can deadlock two ranks that send to each other. A socket reports a dead peer at once. Collectives stay with
@@ -22,7 +23,7 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -34,15 +35,21 @@ from digenrl.cluster.handshake import Gate, Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.network import ANYWHERE, Network
 from digenrl.cluster.store import StoreLost
-from digenrl.transport.wire import Buffers, Message, WireError, decode, encode
+from digenrl.transport.wire import Buffers, Kind, Message, WireError, decode, encode, packed
 
 RELAY = "relay"
 """Key of a message's meta: ranks to which the receiver's link passes it on, whatever the receiver does meanwhile."""
+PACK = "pack"
+"""... and whether its tensors are packed on every line."""
 _BUFFER = 4 << 20
+_BURSTS, _FULL = 4, 2
+"""How many messages without a pause tell what a line carries, of more than so many times the kernel's buffer."""
 _VECTOR = 1024
 """Buffers that one system call takes (IOV_MAX of Linux)."""
 MAX_MESSAGE_BYTES = 64 << 30
 _DEFAULT = Limits()
+_Queued = tuple[Buffers, bool, float]
+"""An encoded message, whether it is packed on every line, and the seconds that an emulated line takes for it."""
 
 
 class Link(Protocol):
@@ -67,7 +74,7 @@ class SocketLink:
     """`Link` over TCP with one sender thread per peer and one reader thread per inbound connection.
 
     Args:
-        network: in whose range of ports it listens, on `host`.
+        network: in whose range of ports it listens, on `host`; which lines are thin, and what is packed.
         watched: a launcher judges every death. Otherwise a connection that ends before the run does is an error.
         limits: how long `close` waits for what is still queued, and how long the launcher may take to judge a death.
         stage: entered with "send" while a message is written.
@@ -88,7 +95,9 @@ class SocketLink:
         self._control, self._rank, self._handshake, self._depth = control, rank, handshake, queue_depth
         self._watched, self._limits, self._stage = watched, limits, stage
         self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
-        self._outboxes: dict[int, tuple[queue.Queue[Buffers | None], threading.Thread]] = {}
+        self._outboxes: dict[int, tuple[queue.Queue[_Queued | None], threading.Thread]] = {}
+        self._network, self._seen = network, defaultdict[int, deque[float]](lambda: deque(maxlen=_BURSTS))
+        """Peer -> MB/s that its connection carried of late."""
         self._opening, self._closing = threading.Lock(), threading.Event()
         listener = network.listen(host)
         self._gate = Gate(listener, handshake, _purpose(rank), self._reader)
@@ -100,11 +109,12 @@ class SocketLink:
         if peer == self._rank:
             self._inbox.put(message)
             return
-        buffers = encode(message)  # here, so that a bad message fails in its author's stack
+        seconds = self._network.send_s if message.kind in (Kind.CELLS, Kind.STATE) else 0.0
+        queued = (encode(message), bool(message.meta.get(PACK)), seconds)  # here: a bad one fails in its author's stack
         outbox, thread = self.open(peer)
         while True:
             try:
-                return outbox.put(buffers, timeout=0.5)
+                return outbox.put(queued, timeout=0.5)
             except queue.Full:
                 self._control.check()
                 if not thread.is_alive():
@@ -112,12 +122,16 @@ class SocketLink:
                         return None
                     raise ConnectionError(f"rank {self._rank} can no longer send to rank {peer}.") from None
 
-    def open(self, peer: int) -> tuple[queue.Queue[Buffers | None], threading.Thread]:
+    def is_thin(self, peer: int) -> bool:
+        """Whether the line to `peer` is a thin one."""
+        return self._network.is_thin(peer, max(self._seen[peer], default=math.inf))
+
+    def open(self, peer: int) -> tuple[queue.Queue[_Queued | None], threading.Thread]:
         """Connect to `peer`, which from then on sees this rank's end; returns its queue and the thread that empties
         it."""
         with self._opening:  # the scorer's thread sends too
             if peer not in self._outboxes:
-                box: queue.Queue[Buffers | None] = queue.Queue(self._depth)
+                box: queue.Queue[_Queued | None] = queue.Queue(self._depth)
                 thread = threading.Thread(target=self._sender, args=(peer, box), name=f"link-to-{peer}", daemon=True)
                 thread.start()
                 self._outboxes[peer] = (box, thread)
@@ -162,15 +176,26 @@ class SocketLink:
             return True
         return False
 
-    def _sender(self, peer: int, outbox: queue.Queue[Buffers | None]) -> None:
+    def _sender(self, peer: int, outbox: queue.Queue[_Queued | None]) -> None:
         try:
             address = self._control.wait_for(f"address/{peer}", f"address of rank {peer}", peer)
             host, port = address.rsplit(":", 1)
             with self._handshake.connect(host, int(port), _purpose(peer), self._rank) as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-                while (buffers := outbox.get()) is not None:
+                room, burst, began = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF), 0, 0.0
+                while (queued := outbox.get()) is not None:
+                    began = began if burst else time.monotonic()
                     with self._stage("send"):
+                        buffers, always, seconds = queued
+                        time.sleep(seconds)
+                        if always or self._network.packs(self.is_thin(peer)):
+                            buffers = packed(buffers)
                         _write(sock, buffers)
+                    burst += sum(map(len, buffers))
+                    if outbox.empty():
+                        if burst > _FULL * room:  # what the buffer holds is not over the line yet
+                            self._seen[peer].append((burst - room) / (time.monotonic() - began) / 1e6)
+                        burst = 0
         except PeerLost:
             return
         except (OSError, Aborted) as error:
@@ -196,7 +221,10 @@ class SocketLink:
 
         try:
             while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
-                self._deliver(decode(read, MAX_MESSAGE_BYTES))
+                message = decode(read, MAX_MESSAGE_BYTES)
+                if message.kind is Kind.WEIGHTS and not message.tensors:  # its end
+                    time.sleep(self._network.fetch_s)
+                self._deliver(message)
         except (OSError, EOFError, WireError, Aborted) as error:
             # A dead peer is the launcher's to judge; a broken message is ours.
             if isinstance(error, WireError) and not self._closing.is_set():
@@ -214,7 +242,7 @@ class SocketLink:
     def _pass_on(self, message: Message) -> None:
         """Send a message on to the other ranks of this node: it crosses the network once."""
         further = message.meta.get(RELAY, ())
-        onward = replace(message, meta={key: value for key, value in message.meta.items() if key != RELAY})
+        onward = replace(message, meta={key: it for key, it in message.meta.items() if key not in (RELAY, PACK)})
         for peer in further:
             self.send(int(peer), onward)
 
