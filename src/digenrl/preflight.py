@@ -363,12 +363,12 @@ def without_effect(config: Any) -> Iterator[str]:
 
 
 def publication(config: Any, rollouts: int) -> str:
-    """`network.publication`, where it is auto: a broadcast between GPUs, of a number of ranks that is fixed."""
+    """`network.publication`, where it is auto: a broadcast between GPUs in one place, of a fixed number of ranks."""
     if (asked := config.network.publication) != AUTO:
         return str(asked)
     fixed = rollouts > 0 and not isinstance(config.allocation.rollouts, DictConfig) and config.launch != "ray"
     gpus = not config.hardware.emulate and all(pool.gpu != "cpu" for pool in config.hardware.pools.values())
-    if not (fixed and gpus and config.trainer.get("accelerator") != "cpu"):
+    if config.hardware.get("links") or not (fixed and gpus and config.trainer.get("accelerator") != "cpu"):
         return "stream"
     from torch.distributed import is_nccl_available
 
