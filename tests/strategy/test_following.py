@@ -12,9 +12,11 @@ from omegaconf import DictConfig
 from digenrl import config as configuration
 from tests.strategy.processes import FP64, SGD, Job, Record, completed, run_cluster, run_series
 from tests.strategy.test_context import FAMILIES, FEW, assert_equal
-from tests.strategy.test_losses import inject, lost
+from tests.strategy.test_losses import CAUSES, inject, lost
+from tests.training import commands, fault
 
 pytestmark = pytest.mark.processes
+running = pytest.fixture(commands)
 
 SMALL = ("hardware=cpu_tiny", "logger=none", "reward=video_quality", "max_rl_steps=2")
 ALONE = ("~callbacks.evaluation",)
@@ -77,7 +79,7 @@ def test_a_group_goes_with_any_of_its_ranks(tmp_path: Path, rank: int, action: s
     cluster = run_cluster(tmp_path / "together", 1, 4, configured("wan", 2, *words), before=before)
     assert_equal(completed(cluster), wanted, 1)
     (event,) = lost(cluster)
-    assert event["rank"] in (1, 2)
+    assert f"rank {rank} (rollout) {CAUSES[action]}" in str(event["cause"])
     assert len(event["reissued"]) == 1  # type: ignore[arg-type]
     assert {row["rank"] for row in cluster.spans("decode")} <= {1, 3}
 
@@ -91,3 +93,14 @@ def test_a_follower_that_is_asked_to_go_takes_its_group_along(tmp_path: Path) ->
     completed(cluster)
     (event,) = [row for row in cluster.events() if row["kind"] == "left"]
     assert (event["rank"], event["reissued"], lost(cluster)) == (1, [], [])
+
+
+@pytest.mark.slow
+def test_a_train_command_goes_on_without_a_group(running: Any) -> None:
+    words = (*SMALL, *FEW, *FAMILIES["wan"], *ALONE, "allocation.rollouts=4", "parallel.rollout_context=2")
+    train = running(*words, *fault("forward", 4, "kill", call=3), tiny=(), fork=True)
+    assert train.finish() == 0, train.stderr
+    assert "1 trainer + 4 rollouts in groups of 2" in train.stderr
+    (lost,) = train.summary["lost"]
+    assert "rank 4 (rollout) was killed by signal 9" in lost
+    assert train.summary["rl_steps"] == 2

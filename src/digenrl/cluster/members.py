@@ -141,8 +141,10 @@ class Members:
         left = rank in self._granted and self._control.get(f"left/{rank}") is not None
         for each in (rank,) if left else group:
             self._server.shut_out(each)
-        said, claims = self._control.get(f"cause/{rank}"), Claims(StoredClaims(self._control), rank=-1)
+        told = dict(zip(group, self._control.get_all([f"cause/{each}" for each in group]), strict=True))
+        said, claims = told.pop(rank), Claims(StoredClaims(self._control), rank=-1)
         cause = f"left: {self._granted[rank]}" if left else said or cause
+        cause += "".join(f"; {self.name(other)} {its}" for other, its in told.items() if its is not None)
         self._last_cause, self._hopeless = f"{self.name(rank)} {cause}", said is not None
         self.last_one_left = left
         if not left and self._losses == self._terms.max_lost:

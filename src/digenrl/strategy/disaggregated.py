@@ -587,7 +587,9 @@ class DisaggregatedStrategy(DDPStrategy):
             worker = RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave, examiner)
             followers = self.world.group_of(self.world.rank)[1:]
             with leading(model, self.link, followers, lambda: worker.version_in_use):
-                return worker.run()
+                worker.run()
+        if leave.is_set():
+            self.link.drain()  # what this rank has given away is on its way when it says that it has left
 
     # ---- checkpoints: each trainer what it holds
 

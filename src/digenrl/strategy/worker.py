@@ -346,7 +346,6 @@ class RolloutWorker:
             if receiver is not None:
                 self._runner.pass_on(suspended, receiver)
         self._runner.settle(wait=True)
-        self._link.drain()
 
     def _recalled(self) -> bool:
         """Whether an older version came back: a task of its queue lost its owner when nobody held it any more."""
