@@ -207,7 +207,6 @@ def test_who_is_suspended_or_killed_at_the_first_broadcast_holds_nobody_up(runni
     [
         (("network.publication=multicast",), "= multicast: is none of the choices; allowed: auto . stream . broadcast"),
         (("allocation.rollouts={min: 1, max: 2}",), "broadcast with allocation.rollouts = .* others are to join; set"),
-        (("allocation.rollouts=0",), "broadcast with allocation.rollouts = 0: every rank trains"),
         (("launch=ray",), "broadcast with launch = ray: .* set launch=local, or network.publication=stream"),
     ],
 )

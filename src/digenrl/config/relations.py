@@ -324,8 +324,6 @@ def _publication(get: _View) -> Iterator[str]:
     if isinstance(rollouts, Mapping):
         why = "a broadcast has the members that it began with, and others are to join"
         yield wrong(f"allocation.rollouts = {dict(rollouts)}", why, "allocation.rollouts to a number")
-    elif rollouts == 0:
-        yield wrong("allocation.rollouts = 0", "every rank trains, nobody is sent weights", "allocation.rollouts to 1")
     if launch == "ray":
         why = "Ray replaces a rollout that dies, and who joins is no member of a broadcast"
         yield wrong("launch = ray", why, "launch=local")

@@ -180,21 +180,7 @@ class DisaggregatedStrategy(DDPStrategy):
         limits, progress = session.limits, session.progress
         store = StoreClient(*session.store)
         self.control = Control(store, world.rank, limits.start_s)
-        kind: Callable[..., SocketLink] = SocketLink
-        audience = [0, *world.rollout_ranks]
-        if session.network.publication == "broadcast" and world.rank in audience:
-            tell = partial(append_event, session.run_dir)
-            kind = partial(BroadcastLink, Audience(audience, store, self.root_device, self._members, tell))
-        self.link: SocketLink = kind(
-            self.control,
-            world.rank,
-            session.host,
-            session.handshake,
-            network=session.network,
-            watched=session.watched,
-            limits=limits,
-            stage=progress.stage,
-        )
+        self.link = self._made_link(store)
         self._state_control = Control(StoreClient(*session.store), world.rank)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show, progress, self._record_bytes)
@@ -268,6 +254,24 @@ class DisaggregatedStrategy(DDPStrategy):
         self._source: Source = self._lending
         if self._replay is not None:
             self._source = Replay(self._replay, self.inbox, hooks.cut_fragment, self._sampler, self.spans)
+
+    def _made_link(self, store: StoreClient) -> SocketLink:
+        """This rank's: with broadcasts, where it is one of their audience."""
+        session, world, audience = self.session, self.world, [0, *self.world.rollout_ranks]
+        kind: Callable[..., SocketLink] = SocketLink
+        if session.network.publication == "broadcast" and world.rollouts and world.rank in audience:
+            tell = partial(append_event, session.run_dir)
+            kind = partial(BroadcastLink, Audience(audience, store, self.root_device, self._members, tell))
+        return kind(
+            self.control,
+            world.rank,
+            session.host,
+            session.handshake,
+            network=session.network,
+            watched=session.watched,
+            limits=session.limits,
+            stage=session.progress.stage,
+        )
 
     def _new_board(self, step: int) -> StepBoard:
         return StepBoard(

@@ -75,6 +75,11 @@ class Examiner:
         """Keep weights that were published for an evaluation, instead of those of the one before."""
         self._weights = weights
 
+    def adopted(self, version: int) -> None:
+        """This rank goes on to `version`: evaluations of earlier ones are complete."""
+        if self._weights is not None and self._weights.number > number_of_evaluated(version):
+            self._weights = None
+
     def take(self, version: int) -> int | None:
         """A piece of the evaluation of `version` for this rank; None where there is none."""
         if self._drawn is None or not (opened := self._control.get(_OPEN)):

@@ -104,7 +104,7 @@ class BroadcastLink(SocketLink):
         deadline = time.monotonic() + seconds
         if self._sends:
             with suppress(queue.Full):
-                self._turns.put(None, timeout=min(seconds, self._limits.leave_s))
+                self._turns.put(None, timeout=0.5)
             while self._thread.is_alive() and time.monotonic() < deadline and not self._aborted():
                 self._thread.join(timeout=0.05)
         super().drain(deadline - time.monotonic())
