@@ -52,7 +52,7 @@ def test_sharded_trainers_pay_whole_rounds_for_each_fragment() -> None:
     costing = Costing(FLUX, Hardware((replace(SLOW, count=8),)))
     candidate = costing.candidate(3, 5, sharding="fsdp", task_size=8)
     spec, cluster = costing.spec(candidate), costing.cluster(candidate)
-    cell = cluster.trainers[0].cell_seconds + cluster.micro_batch_seconds
+    cell = cluster.trainers[0].cell_seconds + cluster.trainers[0].exposed_seconds
     # One task of five trained steps: five blocks on three ranks take two rounds; four groups an update.
     assert training_floor(spec, cluster) == pytest.approx((2 * cell, 8 * cell))
     whole = candidate.but(gap=4)

@@ -129,8 +129,10 @@ def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     text = json.loads(json.dumps(as_json(plan, None, True, Booking(10))))
     bound = solve_bound(text["pools"], text["work"], text["seconds_per_unit"]).seconds
     assert bound == pytest.approx(text["bound_step_s"])
-    steps = [row["robust_step_s"] for row in text["candidates"] if row["settled"]]
-    assert steps == sorted(steps)
+    steps = [row["robust_step_s"] for row in text["candidates"] if row["settled"] and not row["async_steps"]]
+    quickest = min(row["step_s"] for row in text["candidates"] if row["settled"] and not row["async_steps"])
+    assert text["best"]["on_policy"]["step_s"] <= 1.05 * quickest
+    assert text["best"]["on_policy"]["robust_step_s"] == steps[0]
     for row in text["candidates"]:
         assert row["efficiency"] == pytest.approx(bound / row["step_s"])
         assert row["efficiency"] <= 1.0

@@ -160,8 +160,8 @@ class Outcome:
         free = dict.fromkeys(("publish_seconds", "snapshot_seconds", "deliver_seconds", "move_seconds"), 0.0)
         cluster = replace(cluster, ranks=ranks(lambda rank: {"adopt_seconds": 0.0}), **free)  # type: ignore[arg-type]
         yield "publication, transfers, CPU scorers", cluster
-        alone = ranks(lambda rank: {"step_seconds": costs.step_seconds(pools[rank.pool], size)})
-        cluster = replace(cluster, ranks=alone, micro_batch_seconds=0.0, reduce_seconds=0.0)
+        alone = ranks(lambda rank: {"step_seconds": costs.step_seconds(pools[rank.pool], size), "exposed_seconds": 0.0})
+        cluster = replace(cluster, ranks=alone, reduce_seconds=0.0)
         yield "communication", cluster
         cluster = replace(cluster, optimizer_seconds=0.0, switch_seconds=0.0)
         yield "optimizer, switches", cluster

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Outcomes, best first (by the robust step; what does not settle last), and the best of each kind."""
+    """Outcomes, best first, and the best of each kind."""
 
     costing: Costing
     bound: Bound
@@ -132,8 +132,19 @@ def make_plan(
             on_policy = min(on_policy, best[0].step_s)
     if not seen:
         raise PlanError(_why_nothing(costing))
-    ranked = tuple(sorted(finalists.values(), key=lambda outcome: (not outcome.settled, outcome.robust_s)))
-    return Plan(costing, bound, ranked, len(seen))
+    return Plan(costing, bound, tuple(_ranked(finalists.values())), len(seen))
+
+
+def _ranked(outcomes: Collection[Outcome]) -> list[Outcome]:
+    """The steady ones first, by the robust step, and before those that are much slower than others when nothing
+    disturbs them. Asynchronous runs may be left out afterwards, so on-policy ones are compared with their like."""
+    settled = [outcome for outcome in outcomes if outcome.settled]
+
+    def slow(outcome: Outcome) -> bool:
+        alike = (o.step_s for o in settled if o.candidate.spec.async_steps <= outcome.candidate.spec.async_steps)
+        return outcome.step_s > RIVAL * min(alike, default=math.inf)
+
+    return sorted(outcomes, key=lambda outcome: (not outcome.settled, slow(outcome), outcome.robust_s))
 
 
 def _replicated(candidate: Candidate) -> bool:
