@@ -30,6 +30,7 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
     planned = costing_of(composed)  # a cell is its forward and backward, whoever runs them
     costing = replace(planned, work=replace(planned.work, replays=True))
     candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
+    ranks = costing.cluster(candidate).ranks
     return tuple(
         Durations(
             task_size=candidate.spec.task_size,
@@ -38,5 +39,5 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
             decode=rank.decode_seconds + rank.score_seconds,
             cell=rank.cell_seconds,
         ).scaled(config.hardware.time_scale)
-        for rank in costing.cluster(candidate).ranks
+        for rank in (ranks[candidate.seat(number)] for number in range(trainers + rollouts))
     )

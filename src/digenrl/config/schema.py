@@ -191,6 +191,10 @@ class Parallel(Closed):
         description="neighbouring trainers that share the tokens of each trained forward (Ulysses), where a sample is "
         "too long for one GPU; divides the trainers of a node and the attention heads; Wan and HunyuanVideo; 1: none"
     )
+    rollout_context: AtLeast1 = Field(
+        description="neighbouring rollouts that share the tokens of each forward, and so generate one task together "
+        "(Ulysses); divides the rollouts, in groups on one node, and the attention heads; Wan and HunyuanVideo; 1: none"
+    )
 
 
 class Patience(Closed):

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -16,7 +17,7 @@ from digenrl.schedule import ScheduleSpec
 from digenrl.simulate.bound import Bound, solve_bound
 from digenrl.simulate.costs import STAGES, Costs
 from digenrl.simulate.floor import floor_seconds
-from digenrl.simulate.hardware import Hardware, Pool, assign, shard_group
+from digenrl.simulate.hardware import Hardware, Pool, assign, nodes, shard_group
 from digenrl.simulate.memory import (
     GIB,
     USABLE,
@@ -51,11 +52,17 @@ class Candidate:
     """schedule.claims=split."""
     shard_group: int | None = None
     """Trainers of an hsdp group; None = those of a node."""
+    rollout_context: int = 1
+    """Neighbouring rollouts that share the tokens of every forward, and so run one task together."""
 
     def but(self, **changes: Any) -> Candidate:
         """A copy with other values, of its own fields or of its schedule's."""
         own = {name: changes.pop(name) for name in list(changes) if name in _OWN}
         return replace(self, **own, spec=replace(self.spec, **changes) if changes else self.spec)
+
+    def seat(self, rank: int) -> int:
+        """Which rank of its cluster a launch rank belongs to: there rollouts that generate together are one."""
+        return rank if rank < self.trainers else self.trainers + (rank - self.trainers) // self.rollout_context
 
     @property
     def name(self) -> str:
@@ -108,25 +115,25 @@ class Costing:
         return Costs(self.work, self.hardware)
 
     def placed(self, candidate: Candidate) -> tuple[tuple[str, str], ...]:
-        """(pool, role) of every rank."""
-        return self._seats(candidate.trainers, candidate.rollouts, candidate.first)
+        """(pool, role) of every rank; raises ValueError as `assign` does."""
+        return self._seats(candidate.trainers, candidate.rollouts, candidate.first, candidate.rollout_context)
 
     @_once
-    def _seats(self, trainers: int, rollouts: int, first: str | None) -> tuple[tuple[str, str], ...]:
+    def _seats(self, trainers: int, rollouts: int, first: str | None, together: int) -> tuple[tuple[str, str], ...]:
         hardware = self.hardware
         if first is not None:
             pools = sorted(hardware.pools, key=lambda pool: pool.name != first)
             hardware = replace(hardware, pools=tuple(replace(pool, role="auto") for pool in pools))
-        return assign(hardware, trainers, rollouts)
+        return assign(hardware, trainers, rollouts, together)
 
     @_once
-    def _kinds(self, trainers: int, rollouts: int, first: str | None) -> dict[tuple[str, str], int]:
+    def _kinds(self, *split: Any) -> dict[tuple[str, str], int]:
         """(pool, role) -> ranks, in the order of the ranks."""
-        return dict(Counter(self._seats(trainers, rollouts, first)))
+        return dict(Counter(self._seats(*split)))
 
     def kinds(self, candidate: Candidate) -> dict[tuple[str, str], int]:
         """(pool, role) -> ranks, in the order of the ranks."""
-        return self._kinds(candidate.trainers, candidate.rollouts, candidate.first)
+        return self._kinds(candidate.trainers, candidate.rollouts, candidate.first, candidate.rollout_context)
 
     def shards(self, candidate: Candidate) -> int:
         """Ranks that share one copy of the weights."""
@@ -140,9 +147,22 @@ class Costing:
 
     def contexts(self, candidate: Candidate) -> list[int]:
         """Values of `parallel.context` above 1 that its trainers, their nodes and the model allow."""
-        nodes = (pool.per_node for pool in self.hardware.pools)
-        common = math.gcd(candidate.trainers, self.work.tokens, HEADS.get(self.work.model, 1), *nodes)
-        return [n for n in range(2, common + 1) if common % n == 0 and not candidate.shares]
+        return [] if candidate.shares else self._sharing(candidate.trainers)
+
+    def rollout_contexts(self, candidate: Candidate) -> list[int]:
+        """Values of `parallel.rollout_context` above 1 that its rollouts, their nodes and the model allow."""
+        allowed = []
+        for together in self._sharing(candidate.rollouts) if candidate.rollouts else []:
+            with suppress(ValueError):
+                self.placed(candidate.but(rollout_context=together))
+                allowed.append(together)
+        return allowed
+
+    def _sharing(self, ranks: int) -> list[int]:
+        """Numbers above 1 that divide `ranks`, the GPUs of every node, the tokens and the attention heads."""
+        per_node = (pool.per_node for pool in self.hardware.pools)
+        common = math.gcd(ranks, self.work.tokens, HEADS.get(self.work.model, 1), *per_node)
+        return [n for n in range(2, common + 1) if common % n == 0]
 
     def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:
         """What the blocks of a trainer on `pool` keep: the candidate's choice, or the fastest that fits (if none does,
@@ -236,12 +256,13 @@ class Costing:
                 kept = self.recompute(candidate, pool)
                 table[name, role] = self._trainer_memory(kept, *self._batches(candidate, pool))
             else:
-                table[name, role] = self._rollout_memory(candidate.spec.task_size, candidate.encoders)
+                size, together = candidate.spec.task_size, candidate.rollout_context
+                table[name, role] = self._rollout_memory(size, candidate.encoders, together)
         return table
 
     @_once
-    def _rollout_memory(self, task_size: int, encoders: bool) -> Memory:
-        return rollout_memory(self.work, task_size, encoders)
+    def _rollout_memory(self, task_size: int, encoders: bool, together: int) -> Memory:
+        return rollout_memory(self.work, task_size, encoders, together)
 
     def misfits(self, candidate: Candidate) -> list[str]:
         """Why the candidate does not fit into memory, one sentence per pool and role; empty when it does."""
@@ -328,7 +349,8 @@ class Costing:
         likes = {}
         for name, role in kinds:
             pool, cell, exposed = pools[name], 0.0, 0.0
-            step = costs.step_seconds(pool, b)
+            gpus = 1 if role == "trainer" else candidate.rollout_context
+            step = costs.step_seconds(pool, b, gpus)
             if role == "trainer":
                 cell, exposed = self.pool_cell_seconds(pool, candidate), self.exposed_seconds(pool, candidate)
                 step = max(step, costs.gather_seconds(self._gathering(pool, candidate), shards))
@@ -343,12 +365,14 @@ class Costing:
                 cell,
                 exposed,
                 costs.adopt_seconds(),
+                gpus,
             )
         placed, everyone = self.placed(candidate), list(pools.values())
-        steps = self._together([likes[seat].step_seconds for seat in placed], candidate.trainers, shards)
+        seats = placed[: candidate.trainers] + placed[candidate.trainers :: candidate.rollout_context]
+        steps = self._together([likes[seat].step_seconds for seat in seats], candidate.trainers, shards)
         ranks = tuple(
             replace(likes[seat], rank=number, step_seconds=step)
-            for number, (seat, step) in enumerate(zip(placed, steps, strict=True))
+            for number, (seat, step) in enumerate(zip(seats, steps, strict=True))
         )
         return Cluster(
             ranks,
@@ -367,14 +391,10 @@ class Costing:
         )
 
     def other_nodes(self, placed: Sequence[tuple[str, str]]) -> int:
-        """Nodes with rollouts besides that of trainer 0; a pool's ranks fill its nodes in their order."""
-        seats = Counter[str]()
-        nodes = []
-        for name, _ in placed:
-            nodes.append((name, seats[name] // self.hardware.pool(name).per_node))
-            seats[name] += 1
-        rollouts = {node for node, (_, role) in zip(nodes, placed, strict=True) if role == "rollout"}
-        return len(rollouts - {nodes[0]})
+        """Nodes with rollouts besides that of trainer 0."""
+        places = nodes(self.hardware, (name for name, _ in placed))
+        rollouts = {node for node, (_, role) in zip(places, placed, strict=True) if role == "rollout"}
+        return len(rollouts - {places[0]})
 
     @staticmethod
     def _together(steps: list[float], trainers: int, shards: int) -> list[float]:
@@ -436,15 +456,16 @@ class Costing:
         the next one as soon as they are free; trainers have equally many each, and wait for the slowest."""
         costs, at_once = self.costs, min(samples, self.work.evaluated or samples)
 
-        def prompt(pool: Pool) -> float:
-            sample = self.work.steps * costs.step_seconds(pool, at_once) / at_once
+        def prompt(pool: Pool, together: int = 1) -> float:
+            sample = self.work.steps * costs.step_seconds(pool, at_once, together) / at_once
             sample += costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1)
             return samples * sample + costs.encode_seconds(pool)
 
         if not (self.work.rollouts_evaluate and candidate.rollouts):
             return math.ceil(prompts / candidate.trainers) * max(prompt(pool) for pool in self.hardware.pools)
-        names = [name for name, role in self.placed(candidate) if role == "rollout"]
-        seconds = [prompt(self.hardware.pool(name)) for name in names]
+        together = candidate.rollout_context
+        names = [name for name, _ in self.placed(candidate)[candidate.trainers :: together]]
+        seconds = [prompt(self.hardware.pool(name), together) for name in names]
         ends = [0.0] * len(names)
         for _ in range(prompts):
             soonest = min(range(len(names)), key=lambda rank: ends[rank])

@@ -68,15 +68,18 @@ class Costs:
         bytes_moved = self._engine.passes * self.work.block_bytes * float(self.work.sizes["attention_blocks"])
         return forwards * bytes_moved / (pool.hbm_tb_s * 1e12)
 
-    def step_seconds(self, pool: Pool, task_size: int) -> float:
-        """One denoising step of a task, weights on the GPU. Never less than reading them from memory once."""
+    def step_seconds(self, pool: Pool, task_size: int, context: int = 1) -> float:
+        """One denoising step of a task by `context` GPUs together, weights on each. Never less than reading them from
+        memory once."""
+        work, rows = self.work, task_size * self.work.passes
+        together = self._exchange_seconds(pool, task_size, 1.0, context) + self._tell_seconds(task_size, context)
         measured = self._measured("generate", pool)
         if measured is not None:
-            return measured * task_size / self.work.steps
-        work, rows = self.work, task_size * self.work.passes
+            return measured * task_size / work.steps / context + together
         weights = 2 * work.sizes["parameters"] / (pool.hbm_tb_s * 1e12)
         seconds = self._compute(pool, rows * work.forward_flops(), rows * work.attention_flops())
-        return max(seconds + self._traffic(pool, rows), weights, self._floor(pool, work.launches))
+        seconds = (seconds + self._traffic(pool, rows)) / context
+        return max(seconds, weights, self._floor(pool, work.launches)) + together
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
         """Conditioning of one prompt; `cached=False` adds copies of encoders that wait on the CPU, and back. Reading it
@@ -115,10 +118,12 @@ class Costs:
         """
         measured = self._measured("train", pool)
         work, rows = self.work, task_size * self.work.passes
+        selected = recompute.products + recompute.attention
+        exchange = 2 + int(work.reference) + recompute.inputs + selected  # again with gradients, and where repeated
+        exchanged = self._exchange_seconds(pool, task_size, exchange, context)
         if measured is not None:
             known = 0.0 if work.replays else self.step_seconds(pool, task_size)
-            seconds = max(0.0, measured * task_size - known) / context
-            return seconds + self._exchange_seconds(pool, task_size, recompute, context)
+            return max(0.0, measured * task_size - known) / context + exchanged
         forwards = int(work.replays) + int(work.reference)
         shares = [(mode, share) for mode, share in recompute.shares.items() if share and mode != OFFLOAD]
         repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
@@ -127,9 +132,7 @@ class Costs:
         flops = forwards * work.forward_flops() + work.backward_flops() + repeated
         seconds = rows * self._compute(pool, flops, (forwards + 2) * work.attention_flops() + again)
         seconds = (seconds + self._traffic(pool, (forwards + 2) * rows)) / pool.reaches.train
-        seconds = (seconds + rows * moved / (pool.hbm_tb_s * 1e12)) / context
-        seconds += self._exchange_seconds(pool, task_size, recompute, context)
-        selected = recompute.products + recompute.attention
+        seconds = (seconds + rows * moved / (pool.hbm_tb_s * 1e12)) / context + exchanged
         launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
         copying = 2 * offloaded_bytes(work, rows, recompute, context) / (pool.reaches.host_gb_s * 1e9)
@@ -137,15 +140,20 @@ class Costs:
 
     # ---- links
 
-    def _exchange_seconds(self, pool: Pool, task_size: int, recompute: Recompute, context: int) -> float:
-        """What `context` GPUs of a node send each other for one cell and wait for: queries, keys, values and outputs of
-        every attention, again with their gradients, and again where a block is repeated."""
+    def _exchange_seconds(self, pool: Pool, task_size: int, forwards: float, context: int) -> float:
+        """What `context` GPUs of a node send each other in so many forwards of a task and wait for: queries, keys,
+        values and outputs of every attention."""
         if context == 1:
             return 0.0
-        work, blocks = self.work, float(self.work.sizes["attention_blocks"])
-        passes = 4 * blocks * (2 + int(work.reference) + recompute.inputs + recompute.products + recompute.attention)
+        work, passes = self.work, 4 * forwards * float(self.work.sizes["attention_blocks"])
         volume = task_size * work.passes * work.block_bytes * (context - 1) / context**2
         return passes * (volume / self.bandwidth([pool], context) + COLLECTIVE_SECONDS)
+
+    def _tell_seconds(self, task_size: int, context: int) -> float:
+        """Latents (fp32) and text (taken to be as wide as the network) of a forward, from the first GPU's host memory
+        to that of each of the others."""
+        text = 2 * self.work.passes * float(self.work.sizes["hidden"] * self.work.sizes["text_tokens"])
+        return (context - 1) * (4 * task_size * self.work.latent_elements + text) / (CONNECTION_GB_S * 1e9)
 
     def bandwidth(self, pools: list[Pool], ranks: int) -> float:
         """Bytes per second of a ring over `ranks` GPUs: the node's links inside one, the slowest network link else."""

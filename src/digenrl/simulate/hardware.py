@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -84,14 +85,27 @@ def shard_group(trainers: int, per_node: int) -> int:
     return trainers if trainers <= per_node else math.gcd(trainers, per_node)
 
 
-def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str, str], ...]:
+def nodes(hardware: Hardware, pools: Iterable[str]) -> list[tuple[str, int]]:
+    """(pool, number of its node) of every rank, given their pools: a pool's ranks fill its nodes in their order."""
+    seats = Counter[str]()
+    found = []
+    for name in pools:
+        found.append((name, seats[name] // hardware.pool(name).per_node))
+        seats[name] += 1
+    return found
+
+
+def assign(hardware: Hardware, trainers: int, rollouts: int, together: int = 1) -> tuple[tuple[str, str], ...]:
     """(pool, role) of every rank, trainers first.
 
     Trainers come from pools of role trainer, then from auto pools in their order; rollouts from pools of role rollout,
     then from auto pools in reverse order. So one order of pools and two numbers describe every placement.
 
+    Args:
+        together: neighbouring rollouts that share the tokens of a forward, on one node.
+
     Raises:
-        ValueError: a role has fewer GPUs than asked for.
+        ValueError: a role has fewer GPUs than asked for, or rollouts do not divide into groups on one node.
     """
     left = {pool.name: pool.count for pool in hardware.pools}
     ranks: list[tuple[str, str]] = []
@@ -113,5 +127,17 @@ def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str,
             raise ValueError(
                 f"allocation.{role}s = {number}: the hardware profile has {number - missing} GPUs left for that role "
                 f"({pools}); lower it or change a pool's role."
+            )
+    if rollouts % together or (together > 1 and not rollouts):
+        raise ValueError(
+            f"parallel.rollout_context = {together}: must divide allocation.rollouts = {rollouts}, which must not be 0."
+        )
+    places = nodes(hardware, (name for name, _ in ranks))
+    for first in range(trainers, trainers + rollouts, together):
+        if len(set(places[first : first + together])) > 1:
+            raise ValueError(
+                f"parallel.rollout_context = {together}: ranks {first} to {first + together - 1} would be on two "
+                f"nodes; choose allocation.trainers and allocation.rollouts so that groups of {together} lie within "
+                f"nodes of {hardware.pool(places[first][0]).per_node} GPUs."
             )
     return tuple(ranks)

@@ -160,7 +160,12 @@ class Outcome:
         free = dict.fromkeys(("publish_seconds", "snapshot_seconds", "deliver_seconds", "move_seconds"), 0.0)
         cluster = replace(cluster, ranks=ranks(lambda rank: {"adopt_seconds": 0.0}), **free)  # type: ignore[arg-type]
         yield "publication, transfers, CPU scorers", cluster
-        alone = ranks(lambda rank: {"step_seconds": costs.step_seconds(pools[rank.pool], size), "exposed_seconds": 0.0})
+        alone = ranks(
+            lambda rank: {
+                "step_seconds": costs.step_seconds(pools[rank.pool], size) / rank.gpus,
+                "exposed_seconds": 0.0,
+            }
+        )
         cluster = replace(cluster, ranks=alone, reduce_seconds=0.0)
         yield "communication", cluster
         cluster = replace(cluster, optimizer_seconds=0.0, switch_seconds=0.0)
@@ -168,14 +173,14 @@ class Outcome:
 
         def kept(rank: Rank) -> dict[str, float]:
             plain = costs.cell_seconds(pools[rank.pool], size, spec.tsp_batch, Recompute())
-            return {"cell_seconds": plain if rank.role == "trainer" else 0.0}
+            return {"cell_seconds": plain / spec.context if rank.role == "trainer" else 0.0}
 
         cluster = replace(cluster, ranks=ranks(kept))
         yield "recomputation", cluster
 
         def batched(rank: Rank) -> dict[str, float]:
-            cell = best("train", rank) if rank.role == "trainer" else 0.0
-            return {"cell_seconds": cell, "step_seconds": best("generate", rank) / work.steps}
+            cell = best("train", rank) / spec.context if rank.role == "trainer" else 0.0
+            return {"cell_seconds": cell, "step_seconds": best("generate", rank) / work.steps / rank.gpus}
 
         cluster = replace(cluster, ranks=ranks(batched))
         yield "batch sizes, launches", cluster

@@ -172,6 +172,9 @@ def _fixed(costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str
     """`candidates` with the choices that are not the planner's, and steps per forward that fit with these."""
     for candidate in candidates:
         changed = candidate.but(**fixed) if fixed else candidate
+        if (together := changed.rollout_context) > 1 and changed.rollouts and "trainers" not in fixed:
+            rollouts = max(1, changed.rollouts // together) * together
+            changed = changed.but(trainers=changed.trainers + changed.rollouts - rollouts, rollouts=rollouts)
         if not _allowed(costing, changed):
             continue
         if changed != candidate and "tsp_batch" not in fixed:

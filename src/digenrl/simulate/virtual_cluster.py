@@ -18,7 +18,7 @@ FEW_RANKS = 64
 
 @dataclass(frozen=True)
 class Rank:
-    """One GPU and what it costs there to do one unit of each kind of work."""
+    """One GPU, or several that generate together, and what it costs there to do one unit of each kind of work."""
 
     rank: int
     """Launch rank; trainers come first."""
@@ -39,6 +39,7 @@ class Rank:
     """Communication of one block that computing it does not hide. Trainers only."""
     adopt_seconds: float = 0.0
     """Taking over a published version. Rollout ranks only."""
+    gpus: int = 1
 
     def at(self, speed: float, number: int) -> Rank:
         """Rank `number`, like this one but so many times as fast."""

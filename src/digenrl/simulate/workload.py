@@ -31,7 +31,7 @@ ENCODERS = {
 """Model -> (parameters, tokens, VAE)."""
 
 HEADS = {"wan21_14b": 40, "wan21_1_3b": 12, "hunyuan_video": 24}
-"""Attention heads of the models whose tokens several trainers can share (`parallel.context`)."""
+"""Attention heads of the models whose tokens several ranks can share (`parallel.context`, `rollout_context`)."""
 
 REWARD_FLOPS = {
     "pickscore": 0.38e12,
@@ -248,9 +248,9 @@ class Workload:
         `context` ranks that share the tokens of the picture; the text's are on all of them."""
         return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows, context)
 
-    def forward_bytes(self, rows: int) -> float:
-        """Peak of a forward of `rows` samples without gradients, weights in 16 bit."""
-        return max(0.0, self._fitted(self.sizes["forward_bytes"], rows))
+    def forward_bytes(self, rows: int, context: int = 1) -> float:
+        """Peak of a forward of `rows` samples without gradients, weights in 16 bit; `context` as of `kept_bytes`."""
+        return max(0.0, self._fitted(self.sizes["forward_bytes"], rows, context))
 
     def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
         tokens = self.tokens / context
