@@ -29,9 +29,10 @@ FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pi
 def test_no_simulated_step_is_shorter_than_its_floor(
     pools: tuple[Pool, ...], async_steps: int, split: Literal["groups", "samples"]
 ) -> None:
-    costing = Costing(replace(FLUX, updates_split=split), Hardware(pools))
+    nodes = tuple(replace(pool, per_node=2) for pool in pools)
+    costing = Costing(replace(FLUX, updates_split=split), Hardware(nodes))
     bound, gpus, ratios = costing.bound(), costing.hardware.gpus, []
-    choices = itertools.product((1, gpus // 2, gpus - 1, gpus), ("ddp", "fsdp"), (1, 4), (0, 1, 4), (False, True))
+    choices = itertools.product((1, gpus // 2, gpus - 1, gpus), ("ddp", "hsdp", "fsdp"), (1, 4), (0, 4), (False, True))
     for trainers, sharding, size, gap, lending in choices:
         if trainers == gpus and (lending or async_steps):
             continue

@@ -48,7 +48,8 @@ def clusters(draw: st.DrawFn, least_rollouts: int = 0) -> Cluster:
         for i in range(trainers)
     ]
     for i in range(trainers, trainers + rollouts):
-        ranks.append(Rank(i, "rollout", "r", draw(times), draw(times), draw(times), draw(times), adopt_seconds=draw(times)))
+        own = (draw(times) for _ in range(4))
+        ranks.append(Rank(i, "rollout", "r", *own, adopt_seconds=draw(times)))
     small = st.floats(0.0, 0.5)
     return Cluster(
         tuple(ranks),
@@ -243,7 +244,7 @@ def test_groups_of_sharded_trainers_wait_for_their_own_and_at_the_update() -> No
         for lockstep, together in ((False, 0), (True, 2), (True, 0))
     )
     assert nodes == pytest.approx(replicas, rel=0.02)
-    assert everyone > 1.5 * nodes
+    assert everyone > 1.3 * nodes
 
 
 def test_no_group_of_sharded_trainers_is_ahead_of_the_first() -> None:
@@ -254,8 +255,8 @@ def test_no_group_of_sharded_trainers_is_ahead_of_the_first() -> None:
     cluster = Cluster((*ranks, Rank(4, "rollout", "p", 0.001)), lockstep=True, together=2)
     spans = [span for span in simulate(spec, cluster, 1, trace=True).spans if span.stage == "train"]
     ends = {span.rank: span.end - span.start for span in spans}
-    assert ends[0] == pytest.approx(2 * 2.0 * 3)
-    assert ends[2] == pytest.approx(2 * (2.0 * 2 + 1.0))
+    assert ends[0] == pytest.approx(3 * 2.0)
+    assert ends[2] == pytest.approx(2 * 2.0 + 1.0)
 
 
 def test_jitter_of_many_micro_batches_evens_out() -> None:

@@ -304,6 +304,16 @@ class Costing:
         """One trained step of a task on the slowest trainer, with what it waits for others' weights."""
         return max(self._paid_seconds(pool, candidate) for pool in self._trainer_pools(candidate))
 
+    def least_cell_seconds(self, candidate: Candidate) -> float:
+        """What `cell_seconds` is at least, whatever its trainers keep and however many steps a forward has."""
+        spec, steps, shards = candidate.spec, self.work.trained_steps, self.shards(candidate)
+        least = []
+        for pool in self._trainer_pools(candidate):
+            gathering = self.costs.sharding_seconds(self._gathering(pool, candidate), shards) / steps
+            plain = self._cell_seconds(pool, spec.task_size, steps, Recompute(), spec.context)
+            least.append(max(plain, gathering))
+        return max(least)
+
     def _trainer_pools(self, candidate: Candidate) -> list[Pool]:
         return [self.hardware.pool(name) for name, role in self.kinds(candidate) if role == "trainer"]
 

@@ -43,7 +43,7 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
     alike = Counter(own for own in seconds if math.isfinite(own))
     low = tasks / _rate(seconds)
     high = low + max(alike)
-    while high - low > 1e-6 * high:
+    while high - low > 1e-4 * high:
         middle = (low + high) / 2
         done = sum(count * math.floor(middle / own) for own, count in alike.items())
         low, high = (low, middle) if done >= tasks else (middle, high)

@@ -7,9 +7,11 @@ around the best of each kind.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +35,12 @@ MOST_FINALISTS = 5
 """... while the quick steps of others promise more than the exact ones found."""
 ROUNDS = 4
 """The neighbourhood of the best is searched so often."""
+
+
+WIDTHS = (1, 2, 4, 8)
+"""GPUs that share the tokens of a forward, where there are more GPUs than tasks."""
+ROUNDING = 16
+"""Where a trainer has fewer blocks of an update than so many, splits that leave no odd ones are tried too."""
 
 
 class PlanError(ValueError):
@@ -75,7 +83,22 @@ def make_plan(
     Raises:
         PlanError: no candidate fits; says what is missing where.
     """
-    bound, fixed = costing.bound(), fixed or {}
+    with _collecting_only_own_garbage():
+        return _make_plan(costing, steps, fixed or {}, asynchronous)
+
+
+@contextmanager
+def _collecting_only_own_garbage() -> Iterator[None]:
+    """Inside, the collector leaves alone what was there before: with torch loaded that is most of its work."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], asynchronous: bool) -> Plan:
+    bound = costing.bound()
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
@@ -120,9 +143,11 @@ def make_plan(
             if not improved:
                 break
         replayed: list[Outcome] = []
+        finalists_of_kind = FINALISTS if not best or best[0].step_s <= RIVAL * on_policy else 1
         for outcome in _contenders(best):
             fastest_s = min((other.step_s for other in replayed), default=math.inf)
-            enough = len(replayed) == MOST_FINALISTS or (len(replayed) >= FINALISTS and outcome.step_s >= fastest_s)
+            enough = len(replayed) >= finalists_of_kind and outcome.step_s >= fastest_s
+            enough = enough or len(replayed) == MOST_FINALISTS
             if enough or outcome.step_s > RIVAL * best[0].step_s:
                 continue
             exact = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
@@ -276,16 +301,24 @@ def _unequal(costing: Costing) -> bool:
 
 def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
     """`base` held in every way that fits and that makes cells faster than the ways with fewer collectives. Trainers
-    share the tokens of a sample where it fits in no other way."""
-    fastest = math.inf
+    share the tokens of a sample where it fits in no other way, or there are too few."""
     for context in (1, *costing.contexts(base)):
+        fastest = math.inf
         for sharding in ("ddp", "hsdp", "fsdp") if base.trainers > 1 else ("ddp",):
-            candidate = fitted(costing, base.but(sharding=sharding, context=context))
+            trial = base.but(sharding=sharding, context=context)
+            if costing.least_cell_seconds(trial) >= 0.995 * fastest:
+                continue
+            candidate = fitted(costing, trial)
             if candidate is not None and (seconds := costing.cell_seconds(candidate)) < 0.995 * fastest:
                 fastest = seconds
                 yield candidate
-        if fastest < math.inf:
+        if fastest < math.inf and not _few_tasks(costing):
             return
+
+
+def _few_tasks(costing: Costing) -> bool:
+    """Whether some GPUs would have no task of their own."""
+    return costing.work.samples < costing.hardware.gpus
 
 
 def _colocated(costing: Costing) -> Iterator[Candidate]:
@@ -323,12 +356,14 @@ def _disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None 
 
 def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
     """`typical` with every task size, with lending and without. Asynchronous steps overlap, so there a fragment may
-    also be half of the batch (within one update), which splits more evenly and leaves the other half to overlap."""
+    also be half of the batch (within one update), which splits more evenly and leaves the other half to overlap. Where
+    tasks are few, they are single samples, which several rollouts may make together."""
     half = min(costing.work.spec.groups_per_update, max(1, costing.work.prompts // 2))
-    for size in task_sizes(costing):
-        for gap in {0} if costing.work.whole_batch else {1, half if typical.spec.async_steps else 1}:
-            for tag in (False, True):
-                yield typical.but(task_size=size, gap=gap, tag=tag)
+    few = _few_tasks(costing)
+    gaps = {0} if costing.work.whole_batch else {1, half if typical.spec.async_steps else 1}
+    sizes, widths = (task_sizes(costing)[:1], WIDTHS) if few else (task_sizes(costing), WIDTHS[:1])
+    for size, gap, tag, width in itertools.product(sizes, gaps, (False, True), widths):
+        yield typical.but(task_size=size, gap=gap, tag=tag, rollout_context=width)
 
 
 def _promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -353,13 +388,19 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
     if base.spec.tag:  # what lending trainers generate, rollout ranks need not
         offsets = [-0.03, 0.0, 0.03, 0.06, 0.09, 0.12]
     numbers = {min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}
+    blocks = base.spec.groups_per_update * base.spec.tasks_per_portion * base.spec.blocks_per_task
+    if blocks < ROUNDING * balance:  # full rounds, of trainers alone or of two that share tokens
+        full = {n * math.ceil(blocks / rounds) for rounds in range(1, 2 * ROUNDING) for n in (1, 2)}
+        numbers |= {number for number in full if min(numbers) <= number <= max(numbers)}
     return numbers if base.first is None else numbers | {costing.hardware.pool(base.first).count}
 
 
 def _allocations(costing: Costing, base: Candidate, numbers: set[int]) -> Iterator[Candidate]:
-    """`base` with each number of trainers, in the ways that the profile's roles and memory allow."""
-    for trainers in sorted(numbers):
-        trial = base.but(trainers=trainers, rollouts=costing.hardware.gpus - trainers)
+    """`base` with each number of trainers, in the ways that the profile's roles and memory allow. Rollouts that
+    generate together leave over what does not divide."""
+    gpus, width = costing.hardware.gpus, base.rollout_context
+    for rollouts in sorted({(gpus - trainers) // width * width for trainers in numbers}, reverse=True):
+        trial = base.but(trainers=gpus - rollouts, rollouts=rollouts)
         if not _allowed(costing, trial):
             continue
         held = list(_held(costing, trial))
@@ -402,6 +443,10 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
             yield candidate.but(shares=not candidate.shares)
         return
     nodes = candidate.trainers // 8 * 8
+    for width in WIDTHS if _few_tasks(costing) else ():
+        wider = candidate.but(rollout_context=width)
+        if width != candidate.rollout_context and _allowed(costing, wider):
+            yield wider
     for trainers in sorted({candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {nodes, nodes + 8}):
         near = candidate.but(trainers=trainers, rollouts=gpus - trainers)
         if trainers != candidate.trainers and 1 <= trainers < gpus and _allowed(costing, near):
@@ -423,11 +468,14 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _allowed(costing: Costing, candidate: Candidate) -> bool:
-    """Whether the profile's roles allow the split, and what else is chosen allows gradients while generating."""
+    """Whether the profile's roles allow the split, the model that so many rollouts share its tokens, and what else is
+    chosen allows gradients while generating."""
     spec = candidate.spec
     alone = candidate.rollouts == 0 and candidate.sharding == "ddp" and spec.context == spec.task_size == 1
     if not (spec.replays or (alone and not candidate.shares and not spec.tsp_shard)):
         return False
+    if candidate.rollout_context > 1:
+        return candidate.rollout_context in costing.rollout_contexts(candidate)
     try:
         costing.placed(candidate)
     except ValueError:

@@ -57,7 +57,7 @@ class Cluster:
 
     ranks: tuple[Rank, ...]
     lockstep: bool = False
-    """Trainers share weights or tokens: every micro-batch and every lent denoising step is a collective of neighbours."""
+    """Trainers share weights or tokens: every micro-batch and lent denoising step is a collective of neighbours."""
     together: int = 0
     """How many neighbours; 0 = all trainers. The first ones decide, and no others begin a micro-batch before them."""
     reduce_seconds: float = 0.0

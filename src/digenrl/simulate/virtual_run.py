@@ -447,20 +447,12 @@ class _VirtualRun:
         return self.cluster.lockstep and unit is not self.units[0]
 
     def _follow(self, unit: Unit, led: Led) -> None:
-        """Do what the first unit did; where no task is left, one that is thrown away."""
+        """Do what the first unit did."""
         unit.followed += 1
-        if led.fragment is not None:
+        if led.fragment is None:
+            self._generate(unit)
+        else:
             self._train(unit, led.fragment, led)
-            return
-        self._generate(unit)
-        if unit.state == "idle":
-            self._waited(unit, unit.since)
-            unit.state, unit.lent = "lend", True
-            seconds = self.spec.denoise_steps * max(self.gen.workers[rank].rank.step_seconds for rank in unit.ranks)
-            for rank in unit.ranks:
-                self._done_at.pop(rank, None)
-                self._span(rank, "lend", self.now, self.now + seconds, self.version, {"discarded": True})
-            self._post(self.now + seconds, "trained", unit)
 
     def _leads(self, unit: Unit, led: Led) -> None:
         """The others do as the first unit does."""
@@ -471,7 +463,8 @@ class _VirtualRun:
                     self._advance(other)
 
     def _generate(self, unit: Unit) -> None:
-        """Every rank of the unit takes a task, if one is left for it."""
+        """Every rank of the unit takes a task, if one is left for it. Units in lock-step that get none make one that is
+        thrown away."""
         started, since = False, unit.since
         for rank in unit.ranks:
             worker = self.gen.workers[rank]
@@ -479,7 +472,13 @@ class _VirtualRun:
                 started = True
             else:
                 self._done_at[rank] = self.now
-        if started:
+        if not started and self.cluster.lockstep:
+            seconds = self.spec.denoise_steps * max(self.gen.workers[rank].rank.step_seconds for rank in unit.ranks)
+            for rank in unit.ranks:
+                self._done_at.pop(rank)
+                self._span(rank, "lend", self.now, self.now + seconds, self.version, {"discarded": True})
+            self._post(self.now + seconds, "trained", unit)
+        if started or self.cluster.lockstep:
             self._waited(unit, since)
             unit.state, unit.lent = "lend", True
             self._leads(unit, Led(None, self.now, ()))
