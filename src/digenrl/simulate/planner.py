@@ -104,7 +104,8 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
 
     def tried(candidates: Iterable[Candidate], known: Iterable[Outcome] = ()) -> list[Outcome]:
         """Outcomes, best first, of those `known` and of the candidates that fit and might beat them, the lowest floors
-        first. Replicated and sharded trainers do not compete here: the former bear disturbances better."""
+        first. Ways to hold the model do not compete here: the fewer wait for each other, the better they bear
+        disturbances."""
         found = {outcome.candidate: outcome for outcome in known}
         fitting = [
             candidate
@@ -114,7 +115,7 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
         for candidate in sorted(fitting, key=costing.floor):
             if candidate not in seen:
                 best = sorted(outcome.step_s for outcome in found.values())[:FINALISTS]
-                alike = (o.step_s for o in found.values() if _replicated(o.candidate) == _replicated(candidate))
+                alike = (o.step_s for o in found.values() if o.candidate.sharding == candidate.sharding)
                 limits = [WORTHWHILE * min(alike, default=math.inf), RIVAL * min(best, default=math.inf)]
                 if known and not candidate.spec.async_steps:
                     limits.append(on_policy)
@@ -172,24 +173,20 @@ def _ranked(outcomes: Collection[Outcome]) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: (not outcome.settled, slow(outcome), outcome.robust_s))
 
 
-def _replicated(candidate: Candidate) -> bool:
-    return candidate.sharding == "ddp"
-
-
 def _centres(ranked: list[Outcome]) -> list[Outcome]:
     """The best of `ranked` with lending and the best without, whichever way the model is held."""
-    kinds: dict[tuple[bool, bool], list[Outcome]] = {}
+    kinds: dict[tuple[bool, str], list[Outcome]] = {}
     for outcome in ranked:
-        kinds.setdefault((outcome.candidate.spec.tag, _replicated(outcome.candidate)), []).append(outcome)
+        kinds.setdefault((outcome.candidate.spec.tag, outcome.candidate.sharding), []).append(outcome)
     return [outcome for kind in kinds.values() for outcome in kind[:NEAR]]
 
 
 def _contenders(ranked: list[Outcome]) -> list[Outcome]:
     """`ranked`, the best of each fragment size and way to hold the model first: quick simulations are off alike where
     these are alike."""
-    kinds: dict[tuple[bool, int], list[Outcome]] = {}
+    kinds: dict[tuple[str, int], list[Outcome]] = {}
     for outcome in ranked:
-        kinds.setdefault((_replicated(outcome.candidate), outcome.candidate.spec.gap), []).append(outcome)
+        kinds.setdefault((outcome.candidate.sharding, outcome.candidate.spec.gap), []).append(outcome)
     return [own[0] for own in kinds.values()] + [outcome for own in kinds.values() for outcome in own[1:]]
 
 
@@ -367,17 +364,17 @@ def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
 
 
 def _promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates of the lowest floors: from each pool first, with lending and without, of each fragment size;
-    on-policy ones, whose floors say less, also with each task size. Floors within 1% are taken for equal, and then the
+    """The candidates of the lowest floors: from each pool first, with lending and without, of each fragment size and way
+    to hold the model; on-policy ones, whose floors say less, also with each task size. Floors within 1% are taken for equal, and then the
     fewest trainers win: they lend least, which no floor charges for."""
     fitting = [candidate for candidate in dict.fromkeys(candidates) if not costing.misfits(candidate)]
     unit = 0.01 * costing.bound().seconds
     ranked = sorted(fitting, key=lambda candidate: (round(costing.floor(candidate) / unit), candidate.trainers))
-    kinds: dict[tuple[bool, str | None, int, int], list[Candidate]] = {}
+    kinds: dict[tuple[bool, str | None, int, str, int], list[Candidate]] = {}
     for candidate in ranked:
         spec = candidate.spec
         size = 0 if spec.async_steps else spec.task_size
-        kinds.setdefault((spec.tag, candidate.first, spec.gap, size), []).append(candidate)
+        kinds.setdefault((spec.tag, candidate.first, spec.gap, candidate.sharding, size), []).append(candidate)
     return [candidate for kind in kinds.values() for candidate in kind[: PROMISING[kind[0].spec.async_steps]]]
 
 
@@ -430,6 +427,9 @@ def _balance(costing: Costing, base: Candidate) -> float:
 def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates that differ in one choice."""
     gpus = costing.hardware.gpus
+    nodes = candidate.but(sharding="hsdp")
+    if candidate.sharding == "fsdp" and costing.shards(nodes) > 1 and (held := fitted(costing, nodes)) is not None:
+        yield held
     for size in task_sizes(costing):
         if size != candidate.spec.task_size:
             yield from _held(costing, candidate.but(task_size=size))
@@ -442,12 +442,12 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
         if _unequal(costing):
             yield candidate.but(shares=not candidate.shares)
         return
-    nodes = candidate.trainers // 8 * 8
+    full = candidate.trainers // 8 * 8
     for width in WIDTHS if _few_tasks(costing) else ():
         wider = candidate.but(rollout_context=width)
         if width != candidate.rollout_context and _allowed(costing, wider):
             yield wider
-    for trainers in sorted({candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {nodes, nodes + 8}):
+    for trainers in sorted({candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {full, full + 8}):
         near = candidate.but(trainers=trainers, rollouts=gpus - trainers)
         if trainers != candidate.trainers and 1 <= trainers < gpus and _allowed(costing, near):
             yield from _held(costing, near)
