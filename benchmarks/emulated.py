@@ -104,6 +104,7 @@ def emulated_cluster(costing: Costing, candidate: Candidate, time_scale: float, 
             decode_seconds=rank.decode_seconds * time_scale,
             score_seconds=rank.score_seconds * time_scale + overheads.task,
             cell_seconds=rank.cell_seconds * time_scale,
+            exposed_seconds=overheads.micro_batch if rank.role == "trainer" else 0.0,
             adopt_seconds=0.0,
         )
         for rank in cluster.ranks
@@ -111,7 +112,6 @@ def emulated_cluster(costing: Costing, candidate: Candidate, time_scale: float, 
     return replace(
         cluster,
         ranks=ranks,
-        micro_batch_seconds=overheads.micro_batch,
         reduce_seconds=overheads.update,
         optimizer_seconds=0.0,
         snapshot_seconds=overheads.publish,

@@ -29,9 +29,10 @@ FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pi
 def test_no_simulated_step_is_shorter_than_its_floor(
     pools: tuple[Pool, ...], async_steps: int, split: Literal["groups", "samples"]
 ) -> None:
-    costing = Costing(replace(FLUX, updates_split=split), Hardware(pools))
+    nodes = tuple(replace(pool, per_node=2) for pool in pools)
+    costing = Costing(replace(FLUX, updates_split=split), Hardware(nodes))
     bound, gpus, ratios = costing.bound(), costing.hardware.gpus, []
-    choices = itertools.product((1, gpus // 2, gpus - 1, gpus), ("ddp", "fsdp"), (1, 4), (0, 1, 4), (False, True))
+    choices = itertools.product((1, gpus // 2, gpus - 1, gpus), ("ddp", "hsdp", "fsdp"), (1, 4), (0, 4), (False, True))
     for trainers, sharding, size, gap, lending in choices:
         if trainers == gpus and (lending or async_steps):
             continue
@@ -52,7 +53,7 @@ def test_sharded_trainers_pay_whole_rounds_for_each_fragment() -> None:
     costing = Costing(FLUX, Hardware((replace(SLOW, count=8),)))
     candidate = costing.candidate(3, 5, sharding="fsdp", task_size=8)
     spec, cluster = costing.spec(candidate), costing.cluster(candidate)
-    cell = cluster.trainers[0].cell_seconds + cluster.micro_batch_seconds
+    cell = cluster.trainers[0].cell_seconds + cluster.trainers[0].exposed_seconds
     # One task of five trained steps: five blocks on three ranks take two rounds; four groups an update.
     assert training_floor(spec, cluster) == pytest.approx((2 * cell, 8 * cell))
     whole = candidate.but(gap=4)

@@ -41,19 +41,20 @@ def specs(draw: st.DrawFn, async_steps: int | None = None) -> ScheduleSpec:
 
 @st.composite
 def clusters(draw: st.DrawFn, least_rollouts: int = 0) -> Cluster:
-    times = st.floats(0.01, 3.0)
+    times, exposed = st.floats(0.01, 3.0), st.floats(0.0, 0.5)
     trainers, rollouts = draw(st.integers(1, 3)), draw(st.integers(least_rollouts, 4))
     ranks = [
-        Rank(i, "trainer", "t", draw(times), draw(times), draw(times), draw(times), draw(times))
+        Rank(i, "trainer", "t", draw(times), draw(times), draw(times), draw(times), draw(times), draw(exposed))
         for i in range(trainers)
     ]
     for i in range(trainers, trainers + rollouts):
-        ranks.append(Rank(i, "rollout", "r", draw(times), draw(times), draw(times), draw(times), 0.0, draw(times)))
+        own = (draw(times) for _ in range(4))
+        ranks.append(Rank(i, "rollout", "r", *own, adopt_seconds=draw(times)))
     small = st.floats(0.0, 0.5)
     return Cluster(
         tuple(ranks),
         lockstep=draw(st.booleans()),
-        micro_batch_seconds=draw(small),
+        together=draw(st.integers(0, trainers)),
         reduce_seconds=draw(small),
         publish_seconds=draw(small),
         deliver_seconds=draw(small),
@@ -171,7 +172,8 @@ def test_lockstep_pays_the_slowest_rank_and_communication() -> None:
     ranks = (Rank(0, "trainer", "p", 1.0, cell_seconds=1.0), Rank(1, "trainer", "p", 1.0, cell_seconds=3.0))
     rollout = Rank(2, "rollout", "p", 0.001)
     free = simulate(spec, Cluster((*ranks, rollout), lockstep=True), 1).step_s
-    paid = simulate(spec, Cluster((*ranks, rollout), lockstep=True, micro_batch_seconds=0.5), 1).step_s
+    exposed = (replace(rank, exposed_seconds=0.5) for rank in ranks)
+    paid = simulate(spec, Cluster((*exposed, rollout), lockstep=True), 1).step_s
     micro = 32 * 6 // 2
     assert free == pytest.approx(3.0 * micro, rel=0.01)
     assert paid - free == pytest.approx(0.5 * micro, rel=1e-6)
@@ -205,8 +207,8 @@ def test_two_windows_that_agree_by_chance_are_no_steady_step() -> None:
     """Two rollouts that take turns with a slow beat: windows of five steps agree at 9.6, and the mean is 9.85."""
     ranks = (
         Rank(0, "trainer", "t", 1.0, 1.0, 1.0, 1.0, 1.0),
-        Rank(1, "rollout", "r", 1.0, 0.5, 1.25, 0.5, 0.0, 1.0),
-        Rank(2, "rollout", "r", 1.0, 1.0, 1.0, 1.5, 0.0, 2.0),
+        Rank(1, "rollout", "r", 1.0, 0.5, 1.25, 0.5, adopt_seconds=1.0),
+        Rank(2, "rollout", "r", 1.0, 1.0, 1.0, 1.5, adopt_seconds=2.0),
     )
     spec = ScheduleSpec(1, 3, 1, 3, 1, gap=0, async_steps=1, stale_fraction=0.3)
     found, long = steady(spec, Cluster(ranks)), steady(spec, Cluster(ranks), steps=160)
@@ -229,3 +231,39 @@ def test_waves_of_equal_ranks_take_as_long_as_the_ranks() -> None:
     smaller, fewer = waves(spec, cluster, 8)
     assert len(fewer.ranks) == 8 < len(cluster.ranks)
     assert steady(smaller, fewer).step_s == pytest.approx(steady(spec, cluster).step_s, rel=0.01)
+
+
+def test_groups_of_sharded_trainers_wait_for_their_own_and_at_the_update() -> None:
+    """Two nodes, one three times as fast: with shares both train as long as replicas would; in lock-step of all of them
+    the fast ones' second and third block of a micro-batch would hold everybody."""
+    spec = ScheduleSpec(**BASE, tsp_shard=True, shares=(3.0, 3.0, 1.0, 1.0))
+    ranks = [Rank(i, "trainer", "p", 1.0, cell_seconds=1.0 if i < 2 else 3.0) for i in range(4)]
+    cluster = Cluster((*ranks, Rank(4, "rollout", "p", 0.001)))
+    replicas, nodes, everyone = (
+        simulate(spec, replace(cluster, lockstep=lockstep, together=together), 1).step_s
+        for lockstep, together in ((False, 0), (True, 2), (True, 0))
+    )
+    assert nodes == pytest.approx(replicas, rel=0.02)
+    assert everyone > 1.3 * nodes
+
+
+def test_no_group_of_sharded_trainers_is_ahead_of_the_first() -> None:
+    """Trainer 0 begins every micro-batch: of equal parts the fast node has done two of three when the slow one ends."""
+    spec = ScheduleSpec(**{**BASE, "prompts": 1, "trained_steps": 3}, tsp_shard=True)
+    cells = (2.0, 2.0, 1.0, 1.0)
+    ranks = [Rank(i, "trainer", "p", 1.0, cell_seconds=cell) for i, cell in enumerate(cells)]
+    cluster = Cluster((*ranks, Rank(4, "rollout", "p", 0.001)), lockstep=True, together=2)
+    spans = [span for span in simulate(spec, cluster, 1, trace=True).spans if span.stage == "train"]
+    ends = {span.rank: span.end - span.start for span in spans}
+    assert ends[0] == pytest.approx(3 * 2.0)
+    assert ends[2] == pytest.approx(2 * 2.0 + 1.0)
+
+
+def test_jitter_of_many_micro_batches_evens_out() -> None:
+    """Of 8 replicas with one factor each for a whole update the slowest is 7% behind; each micro-batch has its own."""
+    spec = ScheduleSpec(**{**BASE, "group_size": 32, "task_size": 1}, tsp_shard=True)
+    cluster = even(8, 0)
+    calm = steady(spec, cluster, steps=8).step_s
+    assert 1.0 < steady(spec, cluster, 8, disturbance=Disturbance(jitter=0.05)).step_s / calm < 1.05
+    held = replace(cluster, lockstep=True)
+    assert steady(spec, held, 8, disturbance=Disturbance(jitter=0.05)).step_s / calm > 1.06

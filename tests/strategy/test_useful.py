@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from digenrl.schedule import group_tasks
+from digenrl.schedule import group_tasks, place
 from digenrl.transport.cells import StepBoard
 from tests.strategy.processes import FP64, Cluster, completed, configured, relative, run_cluster
 from tests.strategy.test_equality import LIGHT
@@ -91,3 +92,16 @@ def test_a_step_that_teaches_nothing_changes_what_a_gradient_of_zero_changes(tmp
     record = completed(cluster)
     assert cells(cluster)["trained"] == 0
     assert all(not gradient.any() for gradients in record.gradients for gradient in gradients.values())
+
+
+@pytest.mark.parametrize(("neighbours", "blocks"), [(2, [1, 0]), (0, [1, 1])])
+def test_padding_keeps_neighbours_in_step_and_all_where_gradients_are_reduced(
+    neighbours: int, blocks: list[int]
+) -> None:
+    """Rank 2 of two pairs has one block of six, the first pair two each."""
+    spec = replace(SPEC, tsp_shard=True, shares=(3.0, 3.0, 1.0, 1.0))
+    board = StepBoard(spec, lambda f: place(spec, 4, f), 2, 0, {"r": 1.0}, lockstep=True, neighbours=neighbours)
+    for task in group_tasks(spec, 0, 0):
+        board.add(part(task))
+    assert [len(batch.blocks) for batch in board.batches((0,))] == blocks
+    assert [len(batch.blocks) for batch in board.batches((0,), last=True)] == [1, 1]

@@ -237,7 +237,7 @@ class Claims:
 
     def returned(self, version: int, tasks: int) -> int:
         """How many tasks of a queue came back, or were opened, and wait for an owner; `tasks` as of `left`."""
-        return sum(1 for _ in self._waiting(version, tasks))
+        return sum(1 for _ in self._waiting(version, tasks)) if any(self._store.offered(version)) else 0
 
     def forget(self, version: int) -> None:
         """Remove what is kept of the queue that can no longer matter once `version` is published."""

@@ -302,15 +302,32 @@ class Costing:
         return [reason for reason in self.misfits(candidate) if reason.startswith("trainer")]
 
     def cell_seconds(self, candidate: Candidate) -> float:
-        """One trained step of a task on the slowest trainer."""
-        pools = [name for name, role in self.kinds(candidate) if role == "trainer"]
-        return max(self.pool_cell_seconds(self.hardware.pool(name), candidate) for name in pools)
+        """One trained step of a task on the slowest trainer, with what it waits for others' weights."""
+        return max(self._paid_seconds(pool, candidate) for pool in self._trainer_pools(candidate))
+
+    def least_cell_seconds(self, candidate: Candidate) -> float:
+        """What `cell_seconds` is at least, whatever its trainers keep and however many steps a forward has."""
+        spec, steps, shards = candidate.spec, self.work.trained_steps, self.shards(candidate)
+        least = []
+        for pool in self._trainer_pools(candidate):
+            gathering = self.costs.sharding_seconds(self._gathering(pool, candidate), shards) / steps
+            plain = self._cell_seconds(pool, spec.task_size, steps, Recompute(), spec.context)
+            least.append(max(plain, gathering))
+        return max(least)
+
+    def _trainer_pools(self, candidate: Candidate) -> list[Pool]:
+        return [self.hardware.pool(name) for name, role in self.kinds(candidate) if role == "trainer"]
+
+    def _paid_seconds(self, pool: Pool, candidate: Candidate) -> float:
+        """`pool_cell_seconds` and a cell's part of `exposed_seconds`."""
+        exposed = self.exposed_seconds(pool, candidate) / candidate.spec.tsp_batch
+        return self.pool_cell_seconds(pool, candidate) + exposed
 
     def spec(self, candidate: Candidate) -> ScheduleSpec:
         """The schedule that train would build from the candidate's overrides."""
         if not candidate.shares or candidate.sharding == "fsdp":  # there every forward is one of all trainers
             return candidate.spec
-        speeds = {pool.name: 1.0 / self.pool_cell_seconds(pool, candidate) for pool in self.hardware.pools}
+        speeds = {pool.name: 1.0 / self._paid_seconds(pool, candidate) for pool in self._trainer_pools(candidate)}
         shares = tuple(speeds[pool] for pool, role in self.placed(candidate) if role == "trainer")
         return replace(candidate.spec, shares=shares)
 
@@ -318,6 +335,15 @@ class Costing:
         """One trained step of a task on a trainer of `pool`."""
         choice, spec = self.recompute(candidate, pool), candidate.spec
         return self._cell_seconds(pool, spec.task_size, spec.tsp_batch, choice, spec.context)
+
+    def _gathering(self, pool: Pool, candidate: Candidate) -> list[Pool]:
+        """Pools of the trainers that share weights with one of `pool`: a group of hsdp stays within a node."""
+        return [pool] if candidate.sharding == "hsdp" else self._trainer_pools(candidate)
+
+    def exposed_seconds(self, pool: Pool, candidate: Candidate) -> float:
+        """Of one block on a trainer of `pool`: what gathering weights takes longer than computing."""
+        gathering = self.costs.sharding_seconds(self._gathering(pool, candidate), self.shards(candidate))
+        return max(0.0, gathering - self.pool_cell_seconds(pool, candidate) * candidate.spec.tsp_batch)
 
     @_once
     def _cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int) -> float:
@@ -329,20 +355,17 @@ class Costing:
         kinds, placed = self.kinds(candidate), self.placed(candidate)
         pools = {name: self.hardware.pool(name) for name, _ in kinds}
         home, others = placed[0][0], self.other_nodes(placed)
-        trainer_pools = [pools[name] for name, role in kinds if role == "trainer"]
+        trainer_pools = self._trainer_pools(candidate)
         shards = self.shards(candidate)
-        likes, exposed = {}, 0.0
+        together = math.lcm(shards, candidate.spec.context)
+        likes = {}
         for name, role in kinds:
-            pool, cell = pools[name], 0.0
-            together = 1 if role == "trainer" else candidate.rollout_context
-            step = costs.step_seconds(pool, b, together)
+            pool, cell, exposed = pools[name], 0.0, 0.0
+            gpus = 1 if role == "trainer" else candidate.rollout_context
+            step = costs.step_seconds(pool, b, gpus)
             if role == "trainer":
-                cell = self.pool_cell_seconds(pool, candidate)
-                group = [pool] if candidate.sharding == "hsdp" else trainer_pools
-                if shards > 1:
-                    step = max(step, costs.gather_seconds(group, shards))
-                    hidden = cell * candidate.spec.tsp_batch
-                    exposed = max(exposed, costs.sharding_seconds(group, shards) - hidden)
+                cell, exposed = self.pool_cell_seconds(pool, candidate), self.exposed_seconds(pool, candidate)
+                step = max(step, costs.gather_seconds(self._gathering(pool, candidate), shards))
             likes[name, role] = Rank(
                 0,
                 role,
@@ -352,8 +375,9 @@ class Costing:
                 costs.decode_seconds(pool, b, cached=candidate.encoders),
                 costs.score_seconds(pool, b),
                 cell,
+                exposed,
                 costs.adopt_seconds(),
-                together,
+                gpus,
             )
             if role == "rollout" and (line := self.hardware.line(home, name)) is not None:
                 fetch, send = costs.fetch_seconds(line, others[name]), costs.send_seconds(line, b)
@@ -368,8 +392,8 @@ class Costing:
         )
         return Cluster(
             ranks,
-            lockstep=shards > 1 or candidate.spec.context > 1,
-            micro_batch_seconds=exposed,
+            lockstep=together > 1,
+            together=0 if together >= candidate.trainers else together,
             reduce_seconds=costs.reduce_seconds(trainer_pools, candidate.trainers // shards, shards),
             optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),
             snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
@@ -390,10 +414,11 @@ class Costing:
 
     @staticmethod
     def _together(steps: list[float], trainers: int, shards: int) -> list[float]:
-        """Seconds per denoising step of every rank, of which those that share weights have their slowest's."""
-        for start in range(0, trainers, shards):
+        """Seconds per denoising step of every rank, of which those that share weights have their slowest's, and none
+        less than the first ones, who begin every step."""
+        for start in range(0, trainers if shards > 1 else 0, shards):
             end = min(start + shards, trainers)
-            steps[start:end] = [max(steps[start:end])] * (end - start)
+            steps[start:end] = [max(steps[0], *steps[start:end])] * (end - start)
         return steps
 
     # ---- the bound

@@ -43,7 +43,7 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
     alike = Counter(own for own in seconds if math.isfinite(own))
     low = tasks / _rate(seconds)
     high = low + max(alike)
-    while high - low > 1e-6 * high:
+    while high - low > 1e-4 * high:
         middle = (low + high) / 2
         done = sum(count * math.floor(middle / own) for own, count in alike.items())
         low, high = (low, middle) if done >= tasks else (middle, high)
@@ -53,22 +53,25 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
 def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, float]:
     """Seconds of training one fragment (0 where a rank without blocks of it trains others) and all of an update."""
     trainers, tasks = len(cluster.trainers) // spec.context, spec.tasks_per_portion
-    cells = [rank.cell_seconds for rank in cluster.trainers]
     steps = spec.trained_steps / spec.blocks_per_task
+    blocks = [steps * rank.cell_seconds + rank.exposed_seconds for rank in cluster.trainers]
     useful = (
         cluster.useful if spec.task_size > 1 else round(tasks * cluster.useful) / tasks
     )  # tasks of one sample, whole
     if spec.shares or not spec.tsp_shard:
-        speed = sum(1.0 / cell for cell in cells) / spec.context
-        return 0.0, useful * spec.groups_per_update * tasks * spec.trained_steps / speed
-    per_group, common = math.floor(useful * tasks * spec.blocks_per_task + 1e-9), cluster.micro_batch_seconds
-    if not cluster.lockstep:  # odd blocks go round the ranks from fragment to fragment
-        return 0.0, math.ceil(spec.groups_per_update * per_group / trainers) * (steps * min(cells) + common)
+        speed = sum(1.0 / block for block in blocks) / spec.context
+        return 0.0, useful * spec.groups_per_update * tasks * spec.blocks_per_task / speed
+    per_group = math.floor(useful * tasks * spec.blocks_per_task + 1e-9)
 
-    def together(groups: int) -> float:
+    def rounds(groups: int, odd_ones: bool) -> float:
         """Full rounds last as long as the slowest rank's block; what is left over may be the fastest's."""
         full, odd = divmod(groups * per_group, trainers)
-        return full * (steps * max(cells) + common) + (odd > 0) * (steps * min(cells) + common)
+        return full * max(blocks) + (odd_ones and odd > 0) * min(blocks)
 
     whole, rest = divmod(spec.groups_per_update, spec.fragment_groups)
-    return together(spec.fragment_groups), whole * together(spec.fragment_groups) + together(rest)
+    if cluster.lockstep and not cluster.together:
+        return rounds(spec.fragment_groups, True), whole * rounds(spec.fragment_groups, True) + rounds(rest, True)
+    # Odd blocks go round the ranks from fragment to fragment, and so does what is not useful.
+    update = math.ceil(spec.groups_per_update * per_group / trainers) * min(blocks)
+    every = whole * rounds(spec.fragment_groups, False) + rounds(rest, False) if useful == 1.0 else 0.0
+    return 0.0, max(update, every)

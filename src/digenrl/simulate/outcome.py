@@ -161,8 +161,13 @@ class Outcome:
         own = dict.fromkeys(("adopt_seconds", "fetch_seconds", "send_seconds"), 0.0)
         cluster = replace(cluster, ranks=ranks(lambda rank: own), **free)  # type: ignore[arg-type]
         yield "publication, transfers, CPU scorers", cluster
-        alone = ranks(lambda rank: {"step_seconds": costs.step_seconds(pools[rank.pool], size) / rank.gpus})
-        cluster = replace(cluster, ranks=alone, micro_batch_seconds=0.0, reduce_seconds=0.0)
+        alone = ranks(
+            lambda rank: {
+                "step_seconds": costs.step_seconds(pools[rank.pool], size) / rank.gpus,
+                "exposed_seconds": 0.0,
+            }
+        )
+        cluster = replace(cluster, ranks=alone, reduce_seconds=0.0)
         yield "communication", cluster
         cluster = replace(cluster, optimizer_seconds=0.0, switch_seconds=0.0)
         yield "optimizer, switches", cluster

@@ -7,9 +7,11 @@ around the best of each kind.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,13 +37,19 @@ ROUNDS = 4
 """The neighbourhood of the best is searched so often."""
 
 
+WIDTHS = (1, 2, 4, 8)
+"""GPUs that share the tokens of a forward, where there are more GPUs than tasks."""
+ROUNDING = 16
+"""Where a trainer has fewer blocks of an update than so many, splits that leave no odd ones are tried too."""
+
+
 class PlanError(ValueError):
     """Nothing fits."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Outcomes, best first (by the robust step; what does not settle last), and the best of each kind."""
+    """Outcomes, best first, and the best of each kind."""
 
     costing: Costing
     bound: Bound
@@ -75,13 +83,29 @@ def make_plan(
     Raises:
         PlanError: no candidate fits; says what is missing where.
     """
-    bound, fixed = costing.bound(), fixed or {}
+    with _collecting_only_own_garbage():
+        return _make_plan(costing, steps, fixed or {}, asynchronous)
+
+
+@contextmanager
+def _collecting_only_own_garbage() -> Iterator[None]:
+    """Inside, the collector leaves alone what was there before: with torch loaded that is most of its work."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], asynchronous: bool) -> Plan:
+    bound = costing.bound()
     seen: dict[Candidate, Outcome] = {}
     finalists: dict[Candidate, Outcome] = {}
 
     def tried(candidates: Iterable[Candidate], known: Iterable[Outcome] = ()) -> list[Outcome]:
         """Outcomes, best first, of those `known` and of the candidates that fit and might beat them, the lowest floors
-        first. Replicated and sharded trainers do not compete here: the former bear disturbances better."""
+        first. Ways to hold the model do not compete here: the fewer wait for each other, the better they bear
+        disturbances."""
         found = {outcome.candidate: outcome for outcome in known}
         fitting = [
             candidate
@@ -91,7 +115,7 @@ def make_plan(
         for candidate in sorted(fitting, key=costing.floor):
             if candidate not in seen:
                 best = sorted(outcome.step_s for outcome in found.values())[:FINALISTS]
-                alike = (o.step_s for o in found.values() if _replicated(o.candidate) == _replicated(candidate))
+                alike = (o.step_s for o in found.values() if o.candidate.sharding == candidate.sharding)
                 limits = [WORTHWHILE * min(alike, default=math.inf), RIVAL * min(best, default=math.inf)]
                 if known and not candidate.spec.async_steps:
                     limits.append(on_policy)
@@ -120,9 +144,11 @@ def make_plan(
             if not improved:
                 break
         replayed: list[Outcome] = []
+        finalists_of_kind = FINALISTS if not best or best[0].step_s <= RIVAL * on_policy else 1
         for outcome in _contenders(best):
             fastest_s = min((other.step_s for other in replayed), default=math.inf)
-            enough = len(replayed) == MOST_FINALISTS or (len(replayed) >= FINALISTS and outcome.step_s >= fastest_s)
+            enough = len(replayed) >= finalists_of_kind and outcome.step_s >= fastest_s
+            enough = enough or len(replayed) == MOST_FINALISTS
             if enough or outcome.step_s > RIVAL * best[0].step_s:
                 continue
             exact = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
@@ -132,28 +158,35 @@ def make_plan(
             on_policy = min(on_policy, best[0].step_s)
     if not seen:
         raise PlanError(_why_nothing(costing))
-    ranked = tuple(sorted(finalists.values(), key=lambda outcome: (not outcome.settled, outcome.robust_s)))
-    return Plan(costing, bound, ranked, len(seen))
+    return Plan(costing, bound, tuple(_ranked(finalists.values())), len(seen))
 
 
-def _replicated(candidate: Candidate) -> bool:
-    return candidate.sharding == "ddp"
+def _ranked(outcomes: Collection[Outcome]) -> list[Outcome]:
+    """The steady ones first, by the robust step, and before those that are much slower than others when nothing
+    disturbs them. Asynchronous runs may be left out afterwards, so on-policy ones are compared with their like."""
+    settled = [outcome for outcome in outcomes if outcome.settled]
+
+    def slow(outcome: Outcome) -> bool:
+        alike = (o.step_s for o in settled if o.candidate.spec.async_steps <= outcome.candidate.spec.async_steps)
+        return outcome.step_s > RIVAL * min(alike, default=math.inf)
+
+    return sorted(outcomes, key=lambda outcome: (not outcome.settled, slow(outcome), outcome.robust_s))
 
 
 def _centres(ranked: list[Outcome]) -> list[Outcome]:
     """The best of `ranked` with lending and the best without, whichever way the model is held."""
-    kinds: dict[tuple[bool, bool], list[Outcome]] = {}
+    kinds: dict[tuple[bool, str], list[Outcome]] = {}
     for outcome in ranked:
-        kinds.setdefault((outcome.candidate.spec.tag, _replicated(outcome.candidate)), []).append(outcome)
+        kinds.setdefault((outcome.candidate.spec.tag, outcome.candidate.sharding), []).append(outcome)
     return [outcome for kind in kinds.values() for outcome in kind[:NEAR]]
 
 
 def _contenders(ranked: list[Outcome]) -> list[Outcome]:
     """`ranked`, the best of each fragment size and way to hold the model first: quick simulations are off alike where
     these are alike."""
-    kinds: dict[tuple[bool, int], list[Outcome]] = {}
+    kinds: dict[tuple[str, int], list[Outcome]] = {}
     for outcome in ranked:
-        kinds.setdefault((_replicated(outcome.candidate), outcome.candidate.spec.gap), []).append(outcome)
+        kinds.setdefault((outcome.candidate.sharding, outcome.candidate.spec.gap), []).append(outcome)
     return [own[0] for own in kinds.values()] + [outcome for own in kinds.values() for outcome in own[1:]]
 
 
@@ -265,16 +298,24 @@ def _unequal(costing: Costing) -> bool:
 
 def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
     """`base` held in every way that fits and that makes cells faster than the ways with fewer collectives. Trainers
-    share the tokens of a sample where it fits in no other way."""
-    fastest = math.inf
+    share the tokens of a sample where it fits in no other way, or there are too few."""
     for context in (1, *costing.contexts(base)):
+        fastest = math.inf
         for sharding in ("ddp", "hsdp", "fsdp") if base.trainers > 1 else ("ddp",):
-            candidate = fitted(costing, base.but(sharding=sharding, context=context))
+            trial = base.but(sharding=sharding, context=context)
+            if costing.least_cell_seconds(trial) >= 0.995 * fastest:
+                continue
+            candidate = fitted(costing, trial)
             if candidate is not None and (seconds := costing.cell_seconds(candidate)) < 0.995 * fastest:
                 fastest = seconds
                 yield candidate
-        if fastest < math.inf:
+        if fastest < math.inf and not _few_tasks(costing):
             return
+
+
+def _few_tasks(costing: Costing) -> bool:
+    """Whether some GPUs would have no task of their own."""
+    return costing.work.samples < costing.hardware.gpus
 
 
 def _colocated(costing: Costing) -> Iterator[Candidate]:
@@ -312,26 +353,28 @@ def _disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None 
 
 def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
     """`typical` with every task size, with lending and without. Asynchronous steps overlap, so there a fragment may
-    also be half of the batch (within one update), which splits more evenly and leaves the other half to overlap."""
+    also be half of the batch (within one update), which splits more evenly and leaves the other half to overlap. Where
+    tasks are few, they are single samples, which several rollouts may make together."""
     half = min(costing.work.spec.groups_per_update, max(1, costing.work.prompts // 2))
-    for size in task_sizes(costing):
-        for gap in {0} if costing.work.whole_batch else {1, half if typical.spec.async_steps else 1}:
-            for tag in (False, True):
-                yield typical.but(task_size=size, gap=gap, tag=tag)
+    few = _few_tasks(costing)
+    gaps = {0} if costing.work.whole_batch else {1, half if typical.spec.async_steps else 1}
+    sizes, widths = (task_sizes(costing)[:1], WIDTHS) if few else (task_sizes(costing), WIDTHS[:1])
+    for size, gap, tag, width in itertools.product(sizes, gaps, (False, True), widths):
+        yield typical.but(task_size=size, gap=gap, tag=tag, rollout_context=width)
 
 
 def _promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates of the lowest floors: from each pool first, with lending and without, of each fragment size;
-    on-policy ones, whose floors say less, also with each task size. Floors within 1% are taken for equal, and then the
+    """The candidates of the lowest floors: from each pool first, with lending and without, of each fragment size and way
+    to hold the model; on-policy ones, whose floors say less, also with each task size. Floors within 1% are taken for equal, and then the
     fewest trainers win: they lend least, which no floor charges for."""
     fitting = [candidate for candidate in dict.fromkeys(candidates) if not costing.misfits(candidate)]
     unit = 0.01 * costing.bound().seconds
     ranked = sorted(fitting, key=lambda candidate: (round(costing.floor(candidate) / unit), candidate.trainers))
-    kinds: dict[tuple[bool, str | None, int, int], list[Candidate]] = {}
+    kinds: dict[tuple[bool, str | None, int, str, int], list[Candidate]] = {}
     for candidate in ranked:
         spec = candidate.spec
         size = 0 if spec.async_steps else spec.task_size
-        kinds.setdefault((spec.tag, candidate.first, spec.gap, size), []).append(candidate)
+        kinds.setdefault((spec.tag, candidate.first, spec.gap, candidate.sharding, size), []).append(candidate)
     return [candidate for kind in kinds.values() for candidate in kind[: PROMISING[kind[0].spec.async_steps]]]
 
 
@@ -342,13 +385,19 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
     if base.spec.tag:  # what lending trainers generate, rollout ranks need not
         offsets = [-0.03, 0.0, 0.03, 0.06, 0.09, 0.12]
     numbers = {min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}
+    blocks = base.spec.groups_per_update * base.spec.tasks_per_portion * base.spec.blocks_per_task
+    if blocks < ROUNDING * balance:  # full rounds, of trainers alone or of two that share tokens
+        full = {n * math.ceil(blocks / rounds) for rounds in range(1, 2 * ROUNDING) for n in (1, 2)}
+        numbers |= {number for number in full if min(numbers) <= number <= max(numbers)}
     return numbers if base.first is None else numbers | {costing.hardware.pool(base.first).count}
 
 
 def _allocations(costing: Costing, base: Candidate, numbers: set[int]) -> Iterator[Candidate]:
-    """`base` with each number of trainers, in the ways that the profile's roles and memory allow."""
-    for trainers in sorted(numbers):
-        trial = base.but(trainers=trainers, rollouts=costing.hardware.gpus - trainers)
+    """`base` with each number of trainers, in the ways that the profile's roles and memory allow. Rollouts that
+    generate together leave over what does not divide."""
+    gpus, width = costing.hardware.gpus, base.rollout_context
+    for rollouts in sorted({(gpus - trainers) // width * width for trainers in numbers}, reverse=True):
+        trial = base.but(trainers=gpus - rollouts, rollouts=rollouts)
         if not _allowed(costing, trial):
             continue
         held = list(_held(costing, trial))
@@ -378,6 +427,9 @@ def _balance(costing: Costing, base: Candidate) -> float:
 def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates that differ in one choice."""
     gpus = costing.hardware.gpus
+    nodes = candidate.but(sharding="hsdp")
+    if candidate.sharding == "fsdp" and costing.shards(nodes) > 1 and (held := fitted(costing, nodes)) is not None:
+        yield held
     for size in task_sizes(costing):
         if size != candidate.spec.task_size:
             yield from _held(costing, candidate.but(task_size=size))
@@ -390,8 +442,12 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
         if _unequal(costing):
             yield candidate.but(shares=not candidate.shares)
         return
-    nodes = candidate.trainers // 8 * 8
-    for trainers in sorted({candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {nodes, nodes + 8}):
+    full = candidate.trainers // 8 * 8
+    for width in WIDTHS if _few_tasks(costing) else ():
+        wider = candidate.but(rollout_context=width)
+        if width != candidate.rollout_context and _allowed(costing, wider):
+            yield wider
+    for trainers in sorted({candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {full, full + 8}):
         near = candidate.but(trainers=trainers, rollouts=gpus - trainers)
         if trainers != candidate.trainers and 1 <= trainers < gpus and _allowed(costing, near):
             yield from _held(costing, near)
@@ -412,11 +468,14 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _allowed(costing: Costing, candidate: Candidate) -> bool:
-    """Whether the profile's roles allow the split, and what else is chosen allows gradients while generating."""
+    """Whether the profile's roles allow the split, the model that so many rollouts share its tokens, and what else is
+    chosen allows gradients while generating."""
     spec = candidate.spec
     alone = candidate.rollouts == 0 and candidate.sharding == "ddp" and spec.context == spec.task_size == 1
     if not (spec.replays or (alone and not candidate.shares and not spec.tsp_shard)):
         return False
+    if candidate.rollout_context > 1:
+        return candidate.rollout_context in costing.rollout_contexts(candidate)
     try:
         costing.placed(candidate)
     except ValueError:

@@ -29,6 +29,19 @@ class Unit:
     """Start of the present wait."""
     lent: bool = False
     """It generates or has just generated (a switch is due before it trains)."""
+    followed: int = 0
+    """How many moves of the first unit, in the present update, it has followed."""
+
+
+@dataclass(frozen=True)
+class Led:
+    """A move of the trainers that decide for all in lock-step."""
+
+    fragment: tuple[int, ...] | None
+    """What they train; None: they generate."""
+    begin: float
+    micro_batches: tuple[float, ...]
+    """Seconds of each."""
 
 
 @dataclass(frozen=True)

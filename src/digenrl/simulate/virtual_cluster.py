@@ -35,6 +35,8 @@ class Rank:
     """Of one task."""
     cell_seconds: float = 0.0
     """Forward and backward of one (task, trained step), inside a block of K steps. Trainers only."""
+    exposed_seconds: float = 0.0
+    """Communication of one block that computing it does not hide. Trainers only."""
     adopt_seconds: float = 0.0
     """Taking over a published version. Rollout ranks only."""
     gpus: int = 1
@@ -60,9 +62,9 @@ class Cluster:
 
     ranks: tuple[Rank, ...]
     lockstep: bool = False
-    """Sharded trainers (hsdp, fsdp): every micro-batch and every lent denoising step is a collective of all of them."""
-    micro_batch_seconds: float = 0.0
-    """Communication of one micro-batch that does not overlap with computing."""
+    """Trainers share weights or tokens: every micro-batch and lent denoising step is a collective of neighbours."""
+    together: int = 0
+    """How many neighbours; 0 = all trainers. The first ones decide, and no others begin a micro-batch before them."""
     reduce_seconds: float = 0.0
     """Gradient reduction at the end of an update."""
     optimizer_seconds: float = 0.0
@@ -112,7 +114,8 @@ def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSp
     if width == 1:
         return spec, cluster
     runs = [list(run) for _, run in itertools.groupby(cluster.ranks, key=lambda rank: replace(rank, rank=0))]
-    units = [spec.context if run[0].role == "trainer" else 1 for run in runs]
+    together = spec.context * max(1, round(cluster.together / (width * spec.context))) if cluster.together else 0
+    units = [together or spec.context if run[0].role == "trainer" else 1 for run in runs]
     numbers = [unit * max(1, round(len(run) / (width * unit))) for run, unit in zip(runs, units, strict=True)]
     training = sum(number for run, number in zip(runs, numbers, strict=True) if run[0].role == "trainer") * width
     ranks: list[Rank] = []
@@ -124,7 +127,7 @@ def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSp
         ranks += [first.at(speed, len(ranks) + extra) for extra in range(number)]
         shares += [spec.shares[run[0].rank] * speed] * number if trains and spec.shares else []
     smaller = replace(spec, group_size=spec.group_size // width, shares=tuple(shares))
-    return smaller, replace(cluster, ranks=tuple(ranks))
+    return smaller, replace(cluster, ranks=tuple(ranks), together=together)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Disturbance:
     """Jitter, stragglers and failures of a simulated run; neutral by default."""
 
     jitter: float = 0.0
-    """Standard deviation of the logarithm of each duration's factor."""
+    """Standard deviation of the logarithm of a duration's factor; each task and each micro-batch has its own."""
     seed: int = 0
     stragglers: Mapping[int, float] = field(default_factory=dict)
     """rank -> factor on all its durations."""

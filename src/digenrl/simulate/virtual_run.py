@@ -1,7 +1,8 @@
 """A run in virtual time: the schedule and the policy of `digenrl.schedule`, with durations in place of work.
 
 Durations are simulated; what decides (order, claims, fragments, placement, lending, staleness) is the runtime's code.
-Trainers act as *units*: one per rank when the model is replicated, one of all ranks when it is sharded.
+Trainers act as *units*: those whose forwards are collectives, else one rank each. Where there are several units in
+lock-step, the first one decides and the others follow.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from digenrl.schedule.staleness import Ledger, check_staleness
 from digenrl.schedule.timesteps import cells_by_rank, without
 from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.generation import Generation, Worker
-from digenrl.simulate.records import MOST_STEPS, Simulated, Unit, settled_from
+from digenrl.simulate.records import MOST_STEPS, Led, Simulated, Unit, settled_from
 from digenrl.simulate.virtual_cluster import Cluster, Disturbance
 
 ENDLESS = 1 << 30
@@ -98,24 +99,21 @@ def steady(
     return result
 
 
-def train_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[float, ...]:
-    """Seconds of training `fragment` on each trainer, from the placement that the runtime uses. Collectives hold
-    sharded ranks together, so there every micro-batch takes as long as its slowest rank. A replica computes what it
-    owns."""
-    trainers, common, rows_kept = cluster.trainers, cluster.micro_batch_seconds, 1.0
+def micro_batches(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+    """Seconds of each micro-batch of `fragment` on each trainer, from the placement that the runtime uses."""
+    trainers, rows_kept = cluster.trainers, 1.0
     placement = place(spec, len(trainers), fragment)
     if spec.task_size == 1:
         placement = without(placement, _useless(spec, cluster.useful, fragment))
     else:
         rows_kept = cluster.useful  # of each task, some rows
-    rows = [
-        [rank.cell_seconds * rows_kept * sum(len(block.steps) for block in micro) for micro in own]
+    return tuple(
+        tuple(
+            sum(rank.cell_seconds * rows_kept * len(block.steps) + rank.exposed_seconds for block in micro)
+            for micro in own
+        )
         for rank, own in zip(trainers, placement, strict=True)
-    ]
-    if cluster.lockstep:
-        longest = [max(column) for column in zip(*rows, strict=True)]
-        return (sum(seconds + common for seconds in longest if seconds),) * len(trainers)
-    return tuple(sum(seconds + common for seconds in own if seconds) for own in rows)
+    )
 
 
 def fragment_staleness(spec: ScheduleSpec, version: int, fragment: tuple[int, ...]) -> int:
@@ -165,16 +163,21 @@ class _VirtualRun:
             spec, cluster, self.policy, self.plan, self._factor, self._post, self._span, self._fragment_waits
         )
         ids = [rank.rank for rank in cluster.trainers]
-        self.units = [Unit(tuple(ids))] if cluster.lockstep else [Unit((rank,)) for rank in ids]
+        width = (cluster.together or len(ids)) if cluster.lockstep else 1
+        self.units = [Unit(tuple(ids[first : first + width])) for first in range(0, len(ids), width)]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
-        self.fragment_seconds = functools.cache(functools.partial(train_seconds, spec, cluster))
+        self.micro_batches = functools.cache(functools.partial(micro_batches, spec, cluster))
+        self.together = self._together if disturbance.jitter else functools.cache(self._together)
+        self.led: list[Led] = []
+        """What the first unit of trainers in lock-step has done in the present update."""
         self.fragment_staleness = functools.cache(functools.partial(fragment_staleness, spec))
         self.cells = functools.cache(functools.partial(cells_by_rank, spec, len(ids), cluster.lockstep))
         for rank in ids:
             self.policy.expected("switch", rank, cluster.switch_seconds)
             concerned = [groups for groups in fragments(spec, 0) if self._concerns(rank, groups)]
             for groups in concerned[:1]:
-                self.policy.expected("train", rank, self._per_cell(rank, groups, self.fragment_seconds(groups)[rank]))
+                seconds = sum(self.together(self.unit_of[rank], groups))
+                self.policy.expected("train", rank, self._per_cell(rank, groups, seconds))
         self.version = 0
         """Of the trainers = RL step in progress."""
         self.visible = dict.fromkeys([rank.fetch_seconds for rank in cluster.ranks], 0)
@@ -369,14 +372,16 @@ class _VirtualRun:
 
     def _begin_update(self) -> None:
         parts = fragments(self.spec, self.updates_done)
-        self.arrived = 0
+        self.arrived, self.led = 0, []
         for unit in self.units:
+            unit.followed = 0
             own = [groups for groups in parts if self._concerns(unit.ranks[0], groups)]  # first, as in the runtime
             unit.pending, unit.state, unit.since = own + [g for g in parts if g not in own], "idle", self.now
             if self.updates_done == 0:
                 self.policy.step_begun(unit.ranks[0])
         for unit in self.units:
-            self._advance(unit)
+            if unit.state == "idle":
+                self._advance(unit)
 
     def _ready(self, unit: Unit) -> tuple[int, ...] | None:
         if not unit.pending:
@@ -387,8 +392,9 @@ class _VirtualRun:
         return self._ready(self.unit_of[worker.rank.rank]) is not None
 
     def _left(self, unit: Unit, version: int) -> int:
-        """Tasks of the version that nobody runs and that a rank of `unit` may take."""
-        ranks = unit.ranks if self.cluster.static_claims else unit.ranks[:1]
+        """Tasks of the version that nobody runs and that `unit`, or who follows it, may take."""
+        everyone = self.cluster.static_claims and self.cluster.lockstep
+        ranks = [rank for each in self.units for rank in each.ranks] if everyone else unit.ranks[:1]
         return sum(self.gen.left(version, self.gen.workers[rank]) for rank in ranks)
 
     def _move(self, unit: Unit, granted: int | None = None) -> str:
@@ -404,6 +410,10 @@ class _VirtualRun:
             self.arrived += 1
             if self.arrived == len(self.units):
                 self._end_update()
+            return
+        if self._follows(unit):
+            if unit.followed < len(self.led):
+                self._follow(unit, self.led[unit.followed])
             return
         move = self._move(unit)
         if move == ASK and self.gen.colocated:
@@ -440,8 +450,28 @@ class _VirtualRun:
         else:
             assert move == WAIT
 
+    def _follows(self, unit: Unit) -> bool:
+        return self.cluster.lockstep and unit is not self.units[0]
+
+    def _follow(self, unit: Unit, led: Led) -> None:
+        """Do what the first unit did."""
+        unit.followed += 1
+        if led.fragment is None:
+            self._generate(unit)
+        else:
+            self._train(unit, led.fragment, led)
+
+    def _leads(self, unit: Unit, led: Led) -> None:
+        """The others do as the first unit does."""
+        if self.cluster.lockstep and unit is self.units[0]:
+            self.led.append(led)
+            for other in self.units[1:]:
+                if other.state == "idle":
+                    self._advance(other)
+
     def _generate(self, unit: Unit) -> None:
-        """Every rank of the unit takes a task, if one is left for it."""
+        """Every rank of the unit takes a task, if one is left for it. Units in lock-step that get none make one that is
+        thrown away."""
         started, since = False, unit.since
         for rank in unit.ranks:
             worker = self.gen.workers[rank]
@@ -449,9 +479,16 @@ class _VirtualRun:
                 started = True
             else:
                 self._done_at[rank] = self.now
-        if started:
+        if not started and self.cluster.lockstep:
+            seconds = self.spec.denoise_steps * max(self.gen.workers[rank].rank.step_seconds for rank in unit.ranks)
+            for rank in unit.ranks:
+                self._done_at.pop(rank)
+                self._span(rank, "lend", self.now, self.now + seconds, self.version, {"discarded": True})
+            self._post(self.now + seconds, "trained", unit)
+        if started or self.cluster.lockstep:
             self._waited(unit, since)
             unit.state, unit.lent = "lend", True
+            self._leads(unit, Led(None, self.now, ()))
 
     def _waited(self, unit: Unit, since: float, cause: str | None = None) -> None:
         if cause is None:
@@ -460,7 +497,12 @@ class _VirtualRun:
         for rank in unit.ranks:
             self._span(rank, "wait", since, self.now, self.version, {"cause": cause})
 
-    def _train(self, unit: Unit, fragment: tuple[int, ...]) -> None:
+    def _together(self, unit: Unit, fragment: tuple[int, ...]) -> tuple[float, ...]:
+        """Seconds of each micro-batch of `fragment` on `unit`: as long as on its slowest rank."""
+        rows = [[own * self._factor(rank) for own in self.micro_batches(fragment)[rank]] for rank in unit.ranks]
+        return tuple(max(column) for column in zip(*rows, strict=True))
+
+    def _train(self, unit: Unit, fragment: tuple[int, ...], led: Led | None = None) -> None:
         self._waited(unit, unit.since)
         unit.pending.remove(fragment)
         unit.state = "train"
@@ -469,15 +511,19 @@ class _VirtualRun:
             begin += 2 * self.cluster.switch_seconds
         unit.lent = False
         self.staleness = max(self.staleness, self.fragment_staleness(self.version, fragment))
-        end = begin
+        own = self.together(unit, fragment)
+        end = begin + sum(own)
+        if led is not None:  # no micro-batch begins before that of the first unit
+            end, first = begin, led.begin
+            for seconds, its in zip(own, led.micro_batches, strict=True):
+                end, first = max(end, first) + seconds, first + its
         for rank in unit.ranks:
-            seconds = self.fragment_seconds(fragment)[rank] * self._factor(rank)
             self.trained.append((self.version, rank, fragment))
-            self._span(rank, "train", begin, begin + seconds, self.version, {"groups": self.spec.groups_of(fragment)})
-            end = max(end, begin + seconds)
+            self._span(rank, "train", begin, end, self.version, {"groups": self.spec.groups_of(fragment)})
         if self._concerns(unit.ranks[0], fragment):
             self.policy.measured("train", unit.ranks[0], self._per_cell(unit.ranks[0], fragment, end - begin))
         self._post(end, "trained", unit)
+        self._leads(unit, Led(fragment, begin, own))
 
     def _concerns(self, rank: int, fragment: tuple[int, ...]) -> bool:
         return self.cells(fragment)[rank] > 0

@@ -135,6 +135,8 @@ class DisaggregatedStrategy(DDPStrategy):
         self._first_step = 0
         self._agreed = 0
         """Decisions that sharded trainers have taken together."""
+        self._forgotten = 0
+        """... of them, those that are no longer on the store."""
         self._accumulating = False
         self._context: Context | None = None
 
@@ -283,6 +285,7 @@ class DisaggregatedStrategy(DDPStrategy):
             self._useful if self.spec.skip_zero else None,
             lockstep=self._sharded,
             teaches=self._teaches if self.spec.selects else None,
+            neighbours=math.lcm(self._shards, self.spec.context),
         )
 
     def _teaches(self, rewards: Mapping[str, Tensor]) -> Tensor:
@@ -343,6 +346,11 @@ class DisaggregatedStrategy(DDPStrategy):
         return dataloader
 
     @property
+    def _shards(self) -> int:
+        """Neighbouring trainers that hold one copy of the weights."""
+        return {"ddp": 1, "hsdp": self._shard_group, "fsdp": self.world.trainers}[self.sharding]
+
+    @property
     def _sharded(self) -> bool:
         """Whether every forward is a collective of trainers: they share its weights or its tokens."""
         return (self.sharding != "ddp" and self.world.trainers > 1) or self.spec.context > 1
@@ -352,14 +360,13 @@ class DisaggregatedStrategy(DDPStrategy):
 
     def _agree(self, choice: int) -> int:
         """Trainer 0's `choice`, on every trainer. It travels over the store: trainer 0 may decide after longer than a
-        collective may last. Each decision is followed by collectives, so the one before the last has been read."""
+        collective may last. Who shares no weights with it may be several decisions behind."""
         self._agreed += 1
         key = f"agreed/{self._agreed}"
         if not self.is_global_zero:
             with self._turn_of_others():
                 return int(self.control.wait_for(key, "trainer 0 to decide what all do next"))
         self.control.set(key, str(choice))
-        self.control.delete(f"agreed/{self._agreed - 2}")
         return choice
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -544,6 +551,9 @@ class DisaggregatedStrategy(DDPStrategy):
         self.updates_done = 0
         if self.reduce_boolean_decision(self.control.stopping, all=False):
             self.lightning_module.trainer.should_stop = True
+        for number in range(self._forgotten, self._agreed) if self.is_global_zero else ():
+            self.control.delete(f"agreed/{number + 1}")  # all trainers are here, and have read it
+        self._forgotten = self._agreed
 
     def step_facts(self) -> dict[str, float]:
         """Numbers of the last finished RL step, for the recorder."""

@@ -157,8 +157,9 @@ class StepBoard:
     Args:
         teaches: which complete groups teach something, where the others are left out; None: all (`schedule.selection`).
         useful: what can have a gradient, asked about complete groups; None: everything.
-        lockstep: weights or tokens are shared, so every forward is a collective and all ranks must run equally many. A
+        lockstep: weights or tokens are shared, so every forward is a collective, of which all must run equally many. A
             rank with fewer blocks in a micro-batch is padded with a cell of weight zero. Others compute what they own.
+        neighbours: how many ranks share them; 0: all. Where gradients are reduced, all ranks run equally many.
     """
 
     def __init__(
@@ -171,8 +172,10 @@ class StepBoard:
         useful: Useful | None = None,
         lockstep: bool = False,
         teaches: Teaches | None = None,
+        neighbours: int = 0,
     ) -> None:
         self._spec, self._place, self._rank, self.step, self._lockstep = spec, place, rank, step, lockstep
+        self._neighbours = neighbours
         self._useful, self._teaches = useful, teaches
         self._weights = dict(reward_weights)
         self._parts: dict[tuple[int, int], Part] = {}
@@ -259,8 +262,11 @@ class StepBoard:
         placement = without(self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any()))
         widths = [0] * len(placement[0])
         if self._lockstep:
-            widths = [max(len(blocks) for blocks in ranks) for ranks in zip(*placement, strict=True)]
-            widths[-1] = max(widths[-1], last)
+            count = self._neighbours or len(placement)
+            begin = self._rank - self._rank % count
+            widths = [max(map(len, ranks)) for ranks in zip(*placement[begin : begin + count], strict=True)]
+            if last:
+                widths[-1] = max(1, *(len(own[-1]) for own in placement))
         batches = []
         for blocks, width in zip(placement[self._rank], widths, strict=True):
             cells = [self._cells(block).narrowed(keep[block.group, block.part]) for block in blocks]
