@@ -21,7 +21,7 @@ from digenrl.simulate.floor import training_floor
 from digenrl.simulate.hardware import assign, parse_hardware
 from digenrl.simulate.measured import with_measured
 from digenrl.simulate.memory import GIB, USABLE, Memory, rollout_memory
-from digenrl.simulate.outcome import Outcome
+from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.plan_text import explanation, overrides
 from digenrl.simulate.planner import Plan, PlanError, fastest, make_plan, sync_run
 from digenrl.simulate.workload import Workload, facts
@@ -108,7 +108,8 @@ def with_task_size(composed: Composed) -> Composed:
     if config.sampling.task_size != AUTO:
         return composed
     portion = config.data.group_size // slices_of_group(config.data.updates_split, config.algorithm.updates_per_batch)
-    sizes = [size for size in range(1, portion + 1) if portion % size == 0]
+    one = config.schedule.gradients == "generation" and config.model.get("lora") is None  # gradients are not apart
+    sizes = [1] if one else [size for size in range(1, portion + 1) if portion % size == 0]
     tree: Any = OmegaConf.to_container(config)
     if sized(composed):
         # Seconds that were measured are those of one size, and do not say what another takes.
@@ -265,20 +266,23 @@ def _with(composed: Composed, words: list[str]) -> DictConfig:
 
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
-    """The configuration with values for allocation, `parallel.sharding`, `schedule.tsp.batch` and
+    """The configuration with values for allocation, `parallel.sharding`, `schedule.tsp.batch`, `schedule.gradients` and
     `model.gradient_checkpointing`.
 
     `auto` sharding is the first that fits: replicas, a copy of the weights per node, one over all trainers. `auto`
     steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish first;
     all of them where the model's sizes are not known. `auto` checkpointing becomes what each trainer's GPU needs to
     repeat least (one value, or a list in the order of the trainers); with both, the fastest combination. A tiny build
-    repeats nothing, a real one of unknown sizes every block.
+    repeats nothing, a real one of unknown sizes every block. `auto` gradients are replayed unless the model's sizes are
+    known and a simulated step is shorter otherwise.
 
     Raises:
         ValueError: the numbers contradict another key; or a rank would not fit into its GPU's memory (gives the
             estimate, the pool, and a change that fits if there is one).
     """
     config: Any = composed.config
+    if config.schedule.gradients == AUTO:
+        return _faster(composed, trainers, rollouts)
     tree: Any = OmegaConf.to_container(config)
     tree["allocation"]["trainers"] = trainers
     if most_rollouts(tree["allocation"]["rollouts"]) != rollouts:  # auto; {min, max} stays
@@ -318,6 +322,29 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     numbers = OmegaConf.create(tree)
     OmegaConf.set_readonly(numbers, True)
     return replace(composed, config=numbers, notes=(*notes, *without_effect(numbers)))
+
+
+def _faster(composed: Composed, trainers: int, rollouts: int) -> Composed:
+    """`settled`, with that of the possible values for `schedule.gradients` whose simulated step is shorter."""
+    replayed, taken = (
+        replace(composed, config=_with(composed, [f"schedule.gradients={how}"])) for how in ("replay", "generation")
+    )
+    known = settled(replayed, trainers, rollouts)
+    if not sized(composed):
+        return known
+    try:
+        other = settled(taken, trainers, rollouts)
+    except ValueError:  # other settings forbid it, or it does not fit
+        return known
+    seconds = []
+    for way in (known, other):
+        costing = costing_of(way)
+        candidate = candidate_of(way.config, trainers, rollouts, costing.work.trained_steps)
+        seconds.append(evaluate(costing, candidate, costing.bound()).step_s)
+    if seconds[1] >= seconds[0]:
+        return known
+    said = f"schedule.gradients=generation: {seconds[1]:.4g} s per step in simulation, {seconds[0]:.4g} with replay."
+    return replace(other, notes=(*other.notes, said))
 
 
 def without_effect(config: Any) -> Iterator[str]:
@@ -446,7 +473,7 @@ def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate
     ways = []
     for sharding in shardings:
         trial: Candidate | None = candidate.but(sharding=sharding)
-        if config.schedule.tsp.batch == AUTO:
+        if config.schedule.tsp.batch == AUTO and candidate.spec.replays:
             trial = _steps_that_fit(costing, candidate.but(sharding=sharding))
         if trial is not None and not costing.misfits(trial):
             ways.append(trial)
@@ -613,7 +640,7 @@ def workload(composed: Composed) -> Workload:
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(config),
         stored_prompts=config.data.prompt_store is not None,
-        replays=config.schedule.gradients == "replay",
+        replays=config.schedule.gradients != "generation",
         lean="surrogate" in algorithm and not algorithm.kl_weight,
         whole_batch=_whole_batch(config),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",

@@ -78,8 +78,9 @@ class Transitions:
     means: Tensor | None = None
     """[b, K, *L] fp32: rollout means (GRPO-Guard, Flow-DPPO); None when unused."""
     gradients: dict[str, Tensor] | None = None
-    """Trained parameter -> gradient that was taken while generating (`diffusion.lean`), on the rank that did; None
-    where the transitions are replayed. b is 1 then, and latents and next_latents are empty."""
+    """Trained parameter -> gradients [b, ...] that were taken while generating (`diffusion.lean`), on the rank that
+    did; None where the transitions are replayed. Latents and next_latents are empty then. A block keeps those of all
+    samples of its task."""
 
     @property
     def samples(self) -> int:
@@ -105,7 +106,7 @@ class CellBlock(Transitions):
         return self.rows or tuple(range(self.first_sample, self.first_sample + self.samples))
 
     def narrowed(self, keep: Tensor) -> CellBlock:
-        """The rows at `keep` ([b] bool); all of them without a copy."""
+        """The rows at `keep` ([b] bool); all of them without a copy, as are the gradients of any."""
         if bool(keep.all()):
             return self
         batched = ("latents", "next_latents", "log_probs", "final", "means")

@@ -182,9 +182,9 @@ RELATIONS: dict[str, Case] = {
         ["schedule.gradients=generation", "sampling.task_size=1", "algorithm.kl_weight=0", "allocation.rollouts=1"],
         ["allocation.rollouts = 1 with schedule.gradients = generation", "set allocation.rollouts=0, or schedule."],
     ),
-    "gradients of several samples at once": (
-        [*LEAN, "sampling.task_size=2"],
-        ["sampling.task_size = 2 with schedule.gradients", "sums over the samples", "set sampling.task_size=1, or"],
+    "gradients of several samples at once, and all weights": (
+        [*LEAN, "sampling.task_size=2", "model.lora=null"],
+        ["sampling.task_size = 2 with schedule.gradients", "without model.lora", "set sampling.task_size=1, or"],
     ),
     "gradients of a KL": (
         [*LEAN, "algorithm.kl_weight=0.1"],

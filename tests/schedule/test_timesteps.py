@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.schedule import ScheduleSpec, micro_batches_per_update, place
-from digenrl.schedule.timesteps import apportion, without
+from digenrl.schedule import ScheduleSpec, fragments, micro_batches_per_update, place
+from digenrl.schedule.timesteps import apportion, cells_by_rank, without
 
 SHARES = st.lists(st.floats(0, 5), min_size=1, max_size=6).filter(lambda shares: sum(shares) > 0.01)
 
@@ -87,6 +87,17 @@ def test_sharded_ranks_run_a_third_of_the_forwards_for_a_third_of_the_samples() 
         left = without(whole, frozenset((0, part) for part in range(24) if part not in useful))
         forwards = sum(any(own[i] for own in left) for i in range(len(left[0])))
         assert 9 <= forwards <= 12
+
+
+@pytest.mark.parametrize("trainers", [2, 4])
+def test_replicas_divide_whole_groups_when_a_group_is_one_task(trainers: int) -> None:
+    """All steps of a task in one forward, so that nobody can help another with its group: each has groups of its own,
+    and no other cell occupies it."""
+    schedule = spec(task_size=6, tsp_batch=7, gap=1)
+    cells = [cells_by_rank(schedule, trainers, False, fragment) for fragment in fragments(schedule, 0)]
+    longest = max(sum(of_rank) for of_rank in zip(*cells, strict=True))
+    alone = sum(cells_by_rank(schedule, 1, False, fragment)[0] for fragment in fragments(schedule, 0))
+    assert longest == alone / trainers
 
 
 def test_shares_of_another_length_are_refused() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from digenrl import config as configuration
+from digenrl.preflight import settled
 from digenrl.schedule import group_tasks, place
 from digenrl.transport.cells import StepBoard
 from tests.strategy.processes import FP64, Cluster, completed, configured, relative, run_cluster
@@ -71,6 +73,22 @@ def test_the_gradient_is_that_of_training_everything(tmp_path: Path, trainers: i
     for mine, theirs in zip(runs["true"].metrics(), runs["false"].metrics(), strict=True):
         for name in set(same) & (mine.keys() | theirs.keys()):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-12), name
+
+
+@pytest.mark.slow
+def test_hunyuans_recipe_trains_8_of_24_samples(tmp_path: Path) -> None:
+    """The 4 best and the 4 worst, wherever its two updates a batch have them: counted by what was trained."""
+    words = ("experiment=hunyuanvideo_dancegrpo", "hardware=cpu_tiny", "~reward.heldout", "logger=none")
+    more = ("schedule=colocated", "callbacks=default", "~callbacks.evaluation", "max_rl_steps=1")
+    group = ("data.group_size=24", "data.prompts_per_batch=1", "sampling.task_size=4", "sampling.steps=4")
+    config = settled(
+        configuration.load([*words, *more, *group, "sampling.height=32", "sampling.width=32"]), 1, 0
+    ).config
+    cluster = run_cluster(tmp_path, 1, 0, config)
+    record = completed(cluster)
+    assert len({sample for _, _, sample, _ in record.cells}) == 8
+    steps = len(record.cells) // 8
+    assert cells(cluster) == {"trained": 8 * steps, "skipped": 16 * steps}
 
 
 def test_replicas_share_groups_of_one_task_and_compute_no_stand_ins(tmp_path: Path) -> None:

@@ -76,8 +76,9 @@ def main(words: list[str]) -> int:
     print()
     print("\n".join(table(plan, asynchronous, booking, settings.plan.show, asked)))
     if (lean := lean_run(plan)) is not None:
+        size = lean.candidate.spec.task_size
         print(
-            f"schedule=colocated schedule.gradients=generation sampling.task_size=1, where no step is computed twice: "
+            f"schedule=colocated schedule.gradients=generation sampling.task_size={size}, no step computed twice: "
             f"{lean.step_s:.2f} s per step, {lean.step_s / winner.step_s:.2f} x the best"
         )
     if made.idle:

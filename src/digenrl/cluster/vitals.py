@@ -112,6 +112,7 @@ def start_heartbeat(session: Session, world: World) -> None:
                 count += 1
                 doing = [astuple(stretch) for stretch in session.progress.now()]
                 control.set(heartbeat_key(rank), json.dumps([count, doing]))
+                control.set(f"state/{rank}", session.progress.said)
                 if leaves and control.get(f"leave/{rank}") is not None:
                     session.leave.set()
                 if not session.watched:  # no launcher: the process has its own handlers

@@ -176,13 +176,16 @@ def _replay(get: _View) -> Iterator[str]:
 
 
 def _gradients(get: _View) -> Iterator[str]:
-    if get("schedule.gradients") == "replay":
+    if get("schedule.gradients") != "generation":
         return
     wrong = "{} = {} with schedule.gradients = generation: {}; set {}, or schedule.gradients=replay.".format
     for key, wanted, why in _LEAN:
         if (value := get(key)) not in wanted:
             words = "replay=null" if key == "replay" else f"{key}={str(wanted[0]).lower()}"
             yield wrong(key, str(value).lower() if isinstance(value, bool) else value, why, words)
+    if get("model").get("lora") is None and (size := get("sampling.task_size")) not in (1, "auto"):
+        why = "without model.lora a backward pass sums over the samples of a batch, and each has its own weight"
+        yield wrong("sampling.task_size", size, why, "sampling.task_size=1")
     algorithm = get("algorithm")
     if "surrogate" not in algorithm:
         why = "it trains no log-probs, whose gradients a sampler could take"
@@ -197,11 +200,6 @@ _LEAN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         "allocation.rollouts",
         (0,),
         "a gradient is as large as all that is trained and does not travel, so who generates trains",
-    ),
-    (
-        "sampling.task_size",
-        (1, "auto"),
-        "a backward pass sums over the samples of a batch, and each has its own weight",
     ),
     ("algorithm.updates_per_batch", (1,), "after the first update the gradients are those of older weights"),
     ("schedule.async_steps", (0,), "a stale sample's gradient is that of older weights"),

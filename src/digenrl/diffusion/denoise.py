@@ -9,6 +9,7 @@ latent dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -56,7 +57,7 @@ class SampleState:
     kept_means: tuple[Tensor, ...] = ()
     """[b, *L] fp32 each; empty unless means are kept."""
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of the trained steps passed so far, as `advance` takes them; they stay on the rank that took them."""
+    """[b, ...] of the trained steps passed so far, as `advance` takes them; they stay on the rank that took them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Samples:
     means: Tensor | None = None
     """[b, S, *L] fp32 if kept."""
     gradients: dict[str, Tensor] | None = None
-    """If taken: trained parameter -> gradient, and no latents but `final`."""
+    """If taken: trained parameter -> gradients [b, ...], and no latents but `final`."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ def advance(
     """One denoising step of all rows. condition: leading dimension 1 or b. sigmas [T+1]. Raises when already
     finished.
 
-    weight: of a trained step's log-prob, one number; its gradient, times this, is added to the state's, and latents are
-    not kept (see `lean`; b = 1). None: latents are kept.
+    weight: of a trained step's log-probs, one number; their gradients, times this, are added to the state's, and
+    latents are not kept (see `lean`). None: latents are kept.
     """
     k, latents = state.next_step, state.latents
     if k >= sigmas.numel() - 1:
@@ -140,24 +141,28 @@ def advance(
     rows = latents.shape[0]
     steps = torch.full((rows,), k, dtype=torch.int64, device=latents.device)
     sigma, next_sigma, guard = step_sigmas(sigmas.to(latents.device), steps)
-    taken = k in plan.trained and weight is not None
-    with torch.set_grad_enabled(taken):
-        velocity = policy.velocity(latents, sigma, expand_condition(condition, rows))
+    rows_of, key = expand_condition(condition, rows), state.key
     if k not in plan.sde:
-        following = ode_step(latents, velocity, sigma, next_sigma, latents.dtype)
+        following = ode_step(latents, policy.velocity(latents, sigma, rows_of), sigma, next_sigma, latents.dtype)
         return replace(state, latents=following, next_step=k + 1)
-    key = state.key
-    noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:])
-    with torch.set_grad_enabled(taken):
-        out = kernel.transition(
-            latents, velocity, sigma, next_sigma, guard, noise=noise.to(latents.device), storage_dtype=latents.dtype
-        )
+
+    def stepped() -> Transition:
+        velocity = policy.velocity(latents, sigma, rows_of)
+        # Drawn by the processor while the GPU still computes the velocity.
+        noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:]).to(latents.device)
+        return kernel.transition(latents, velocity, sigma, next_sigma, guard, noise=noise, storage_dtype=latents.dtype)
+
+    gradients = state.gradients
+    if k in plan.trained and weight is not None:
+        # Inside, because a backward pass may repeat parts of the forward.
+        with torch.enable_grad(), _apart(policy, rows) as parameters:
+            out = stepped()
+            gradients = _added(gradients, _log_prob(out), weight, parameters)
+    else:
+        out = stepped()
     following = out.next_latents.detach()
     if k not in plan.trained:
         return replace(state, latents=following, next_step=k + 1)
-    log_prob, gradients = _log_prob(out), state.gradients
-    if weight is not None:
-        gradients = _added(gradients, log_prob, weight.to(log_prob), policy.trained_parameters())
     kept, kept_next = (latents, following) if weight is None else (latents.new_empty(rows, 0),) * 2
     return replace(
         state,
@@ -165,19 +170,29 @@ def advance(
         next_step=k + 1,
         kept_latents=(*state.kept_latents, kept),
         kept_next_latents=(*state.kept_next_latents, kept_next),
-        kept_log_probs=(*state.kept_log_probs, log_prob.detach()),
+        kept_log_probs=(*state.kept_log_probs, _log_prob(out).detach()),
         kept_means=(*state.kept_means, out.mean.detach()) if keep_means else (),
         gradients=gradients,
     )
 
 
+def _apart(policy: Policy, rows: int) -> AbstractContextManager[Mapping[str, Tensor]]:
+    """What takes the gradients of `rows` samples: the trained parameters themselves where there is one."""
+    return policy.samples_apart(rows) if rows > 1 else nullcontext(policy.trained_parameters())
+
+
 def _added(
     sums: Mapping[str, Tensor], log_prob: Tensor, weight: Tensor, parameters: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """`sums` and weight x gradient of `log_prob`, without parameters that it does not depend on. The tensors of `sums`
-    are used up."""
-    found = torch.autograd.grad(log_prob, list(parameters.values()), weight.expand_as(log_prob), allow_unused=True)
-    new = {name: gradient for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
+    """`sums` and weight x gradients [b, ...] of `log_prob` [b], without parameters that it does not depend on. The
+    tensors of `sums` are used up."""
+    upstream = weight.to(log_prob).expand_as(log_prob)
+    found = torch.autograd.grad(log_prob, list(parameters.values()), upstream, allow_unused=True)
+    new = {
+        name: gradient[None] if len(log_prob) == 1 else gradient
+        for name, gradient in zip(parameters, found, strict=True)
+        if gradient is not None
+    }
     return {name: sums[name].add_(gradient) if name in sums else gradient for name, gradient in new.items()}
 
 

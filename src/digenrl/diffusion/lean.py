@@ -2,8 +2,9 @@
 
 Under the weights that generated a sample every ratio is 1, and a policy loss in proportion to A has the gradient
 A * sum_k w_k * grad log p_k, where w_k depends on denoising step k alone. The sum is taken from the forwards that make
-the sample, one graph after the other, and waits as one tensor per trained parameter: no transition is computed twice.
-Autograd sums over the rows of a batch, so a sample is a batch of its own.
+the sample, one graph after the other, and waits as one tensor per sample and trained parameter: no transition is
+computed twice. Autograd sums over the rows of a batch, so adapters take the gradients of several samples apart
+(`Policy.samples_apart`); where all weights are trained, a sample is a batch of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from digenrl.types import CellBlock
 
 
 def log_probs(block: CellBlock, weights: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-    """The stored log-probs [1, K] of a block with gradients, as a function of `parameters` that has these gradients
+    """The stored log-probs [b, K] of a block with gradients, as a function of `parameters` that has these gradients
     where the loss weighs them in proportion to `weights` [K], as it did when they were taken."""
     assert block.gradients is not None
     reached = [parameters[name] for name in block.gradients]
-    log_prob: Tensor = _LogProbs.apply(block.log_probs, weights, tuple(block.gradients.values()), *reached)
+    rows = torch.tensor(block.numbers) - block.first_sample
+    log_prob: Tensor = _LogProbs.apply(block.log_probs, weights, rows, tuple(block.gradients.values()), *reached)
     return log_prob
 
 
@@ -47,18 +49,24 @@ def at_rest(block: CellBlock, kernel: Kernel, log_prob: Tensor) -> Replay:
 
 
 class _LogProbs(torch.autograd.Function):
-    """Stored log-probs; the backward pass scales stored gradients."""
+    """Stored log-probs; the backward pass weighs stored gradients, of which it takes those at `rows`."""
 
     @staticmethod
     def forward(
-        ctx: Any, stored: Tensor, weights: Tensor, gradients: tuple[Tensor, ...], *parameters: Tensor
+        ctx: Any, stored: Tensor, weights: Tensor, rows: Tensor, gradients: tuple[Tensor, ...], *parameters: Tensor
     ) -> Tensor:
-        ctx.weights, ctx.gradients = weights, gradients
+        ctx.weights, ctx.rows, ctx.gradients = weights, rows, gradients
         return stored.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         weights = ctx.weights.to(upstream[0].device)
         largest = weights.abs().argmax()
-        scale = upstream[0][0, largest] / weights[largest]
-        return None, None, None, *(gradient * scale.to(gradient.dtype) for gradient in ctx.gradients)
+        scale = upstream[0][:, largest] / weights[largest]
+
+        def weighed(gradients: Tensor) -> Tensor:
+            whole = len(scale) == len(gradients)
+            kept = gradients if whole else gradients[ctx.rows.to(gradients.device)]
+            return torch.tensordot(scale.to(kept.dtype), kept, dims=1)
+
+        return None, None, None, None, *(weighed(gradients) for gradients in ctx.gradients)

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from digenrl.models import checkpointing
 from digenrl.models.graphs import Graphs
-from digenrl.models.lora import CastLinear, LoraSpec, inject_lora, wide
+from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide
 from digenrl.models.prompt_store import Condition, PromptStore, Wording
 from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt, move
@@ -105,7 +104,7 @@ class Policy(nn.Module, ABC):
             self.lora_layers: list[str] = []
         else:
             self.lora_layers = inject_lora(transformer, self.lora)
-        self._adapted = tuple(layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer))
+        self._adapted = tuple(layer for layer in transformer.modules() if isinstance(layer, AdaptedLinear))
         self.transformer = transformer
         trained = set(transformer.modules())
         checkpointing.enable(
@@ -343,6 +342,27 @@ class Policy(nn.Module, ABC):
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """name in `transformer` -> parameter, in the transformer's own order; those that require a gradient."""
         return {name: value for name, value in self.transformer.named_parameters() if value.requires_grad}
+
+    @contextmanager
+    def samples_apart(self, samples: int) -> Iterator[dict[str, Tensor]]:
+        """Inside, forwards of `samples` samples give their gradients to what this yields in place of the trained
+        parameters: name -> [samples, ...], to each sample its own. Copies without memory.
+
+        Raises ValueError where all weights are trained: only adapters take gradients apart.
+        """
+        if self.lora is None:
+            raise ValueError("gradients are taken apart by adapters, and there is none: set sampling.task_size=1")
+        names = {id(parameter): name for name, parameter in self.trained_parameters().items()}
+        copies: dict[str, Tensor] = {}
+        for layer in self._adapted:
+            first, second = (f.detach().expand(samples, *f.shape).requires_grad_() for f in layer.factors)
+            layer.apart = first, second
+            copies |= {names[id(f)]: own for f, own in zip(layer.factors, layer.apart, strict=True)}
+        try:
+            yield copies
+        finally:
+            for layer in self._adapted:
+                layer.apart = None
 
     def load_trained_parameters(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` (names and shapes of `trained_parameters()`) into the policy; ValueError on any mismatch."""

@@ -43,6 +43,8 @@ class Progress:
         self._now: dict[int, Stretch] = {self._main: Stretch("main", 0, OUTSIDE, known=False)}
         self._finished: set[str] = set()
         self._count = 0
+        self.said = ""
+        """What the process does, in a few words, for the live display."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

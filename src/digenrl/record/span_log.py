@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ class SpanLog:
     Args:
         path: JSON-lines file, created with its directory; None keeps spans in memory only.
         epoch: wall-clock second that the launcher calls zero. Durations use the monotonic clock alone.
-        on_stage: called with a short text when a stage begins (the live display's "what does each rank do").
-        progress: where the stages in progress are marked.
+        progress: where the stages in progress are marked, and said.
         limit: bytes of the file.
     """
 
@@ -39,13 +38,11 @@ class SpanLog:
         rank: int,
         role: str,
         epoch: float,
-        on_stage: Callable[[str], None] = lambda text: None,
         progress: Progress | None = None,
         limit: float = math.inf,
     ) -> None:
         self.rank, self.role, self.progress = rank, role, progress or Progress()
         self._offset = time.time() - epoch - time.monotonic()
-        self._on_stage = on_stage
         self._file = None if path is None else LineFile(path)
         self._limit = self._thin_at = limit
         self._lines: list[bytes] = []
@@ -61,7 +58,7 @@ class SpanLog:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Inside, the rank is in stage `name`: what `span` does without the record."""
-        self._on_stage(name)
+        self.progress.said = name
         with self.progress.stage(name):
             yield
 
@@ -73,7 +70,7 @@ class SpanLog:
         name = " ".join([stage, *(args[key] for key in ("cause", "what") if key in args)])
         where = next((f" {key[0]}{args[key]}" for key in ("group", "version") if key in args), "")
         if not quiet:
-            self._on_stage(f"{name}{where}")
+            self.progress.said = f"{name}{where}"
         try:
             with self.progress.stage(name):
                 yield args

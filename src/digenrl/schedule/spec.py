@@ -112,6 +112,8 @@ class ScheduleSpec:
         values["tsp_batch"] = steps_per_forward(values["tsp_batch"], trained_steps)
         if values["gradients"] == "generation":  # one step after the other, where they are generated
             values |= {"tsp_batch": 1, "tsp_shard": False}
+        else:  # auto, too, until a run is settled
+            values["gradients"] = "replay"
         return cls(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
 
     def overrides(self) -> list[str]:

@@ -220,13 +220,13 @@ class Costing:
         )
 
     def _held(self, candidate: Candidate, pool: Pool) -> int:
-        """Samples whose gradients wait on a rank of `pool`: its part of the batch by speed, and one more where ranks
-        take what comes."""
+        """Samples whose gradients are on a rank of `pool`: its part of the batch by speed, a task more where ranks take
+        what comes, and those of a step of a task that are not added yet."""
         if candidate.spec.replays:
             return 0
         total = sum(count * self.hardware.pool(name).tflops for (name, _), count in self.kinds(candidate).items())
         own = math.ceil(self.work.samples * pool.tflops / total - 1e-9)
-        return own + (candidate.trainers > 1 and not candidate.static_claims)
+        return own + candidate.spec.task_size * (1 + (candidate.trainers > 1 and not candidate.static_claims))
 
     @_once
     def _trainer_memory(

@@ -194,7 +194,7 @@ def trainer_memory(
         generates: it also generates (colocated, or lending), so it needs room to encode and decode.
         keeps_copy: it keeps the published trained weights between updates, for lending.
         encoders: text encoders and VAE stay on the GPU of whoever generates.
-        held: samples whose gradients wait here.
+        held: samples whose gradients are here.
         context: ranks that share the tokens of a trained forward. Each generates and evaluates alone.
     """
     parameters, trained = int(work.sizes["parameters"]), work.trained_parameters

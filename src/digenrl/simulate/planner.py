@@ -227,14 +227,15 @@ def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> 
 
 
 def lean_run(plan: Plan) -> Outcome | None:
-    """The plan's experiment on all GPUs with schedule.gradients=generation; None where the algorithm does not allow
-    that, it is what the plan has, or no rank has room."""
+    """The plan's experiment on all GPUs with schedule.gradients=generation, in tasks of the best size; None where the
+    algorithm does not allow that, it is what the plan has, or no rank has room."""
     work, gpus = plan.costing.work, plan.costing.hardware.gpus
     if not (work.lean and work.replays and work.updates == 1) or len(plan.costing.hardware.places) > 1:
         return None
     costing = Costing(replace(work, replays=False, trained_samples=None), plan.costing.hardware)
-    way = fitted(costing, costing.candidate(gpus, 0, gap=0))
-    return None if way is None or not _allowed(costing, way) else evaluate(costing, way, costing.bound(), exact=True)
+    ways = (fitted(costing, costing.candidate(gpus, 0, gap=0, task_size=size)) for size in task_sizes(costing))
+    best = fastest(costing, [way for way in ways if way is not None and _allowed(costing, way)], costing.bound())
+    return None if best is None else evaluate(costing, best.candidate, costing.bound(), exact=True)
 
 
 def _why_nothing(costing: Costing) -> str:
@@ -286,7 +287,10 @@ def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
 
 
 def task_sizes(costing: Costing) -> list[int]:
-    """Divisors of an update's samples of a group up to 8: one sample, and the largest three."""
+    """Divisors of an update's samples of a group up to 8: one sample, and the largest three; one alone where gradients
+    are taken while generating, and not apart."""
+    if not costing.work.replays and costing.work.lora_rank is None:
+        return [1]
     portion = costing.work.group_size // costing.work.spec.slices
     sizes = [size for size in range(1, min(8, portion) + 1) if portion % size == 0]
     return sorted({1, *sizes[-3:]})
@@ -471,7 +475,7 @@ def _allowed(costing: Costing, candidate: Candidate) -> bool:
     """Whether the profile's roles allow the split, the model that so many rollouts share its tokens, and what else is
     chosen allows gradients while generating."""
     spec = candidate.spec
-    alone = candidate.rollouts == 0 and candidate.sharding == "ddp" and spec.context == spec.task_size == 1
+    alone = candidate.rollouts == 0 and candidate.sharding == "ddp" and spec.context == 1
     if not (spec.replays or (alone and not candidate.shares and not spec.tsp_shard)):
         return False
     if candidate.rollout_context > 1:

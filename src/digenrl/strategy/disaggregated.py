@@ -183,9 +183,8 @@ class DisaggregatedStrategy(DDPStrategy):
         store = StoreClient(*session.store)
         self.control = Control(store, world.rank, limits.start_s)
         self.link = self._made_link(store)
-        self._state_control = Control(StoreClient(*session.store), world.rank)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
-        self.spans = SpanLog(path, world.rank, world.role, session.epoch, self.show, progress, self._record_bytes)
+        self.spans = SpanLog(path, world.rank, world.role, session.epoch, progress, self._record_bytes)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
         kept, together = self.published.kept, world.rollout_context
         roles = Roles(world.trainers, world.rollouts, self._sharded, self._split_claims, kept, together)
@@ -413,9 +412,9 @@ class DisaggregatedStrategy(DDPStrategy):
                     self.consent.begin_update()
                     dist.barrier()
             with self.spans.span("optimizer", step=self.version, what="reduce"):
-                gradients.average(self._trained().values(), self.world.trainers)
-                scale = self.inbox.open(self.version).gradient_scale(self.updates_done)
-                gradients.scale(self._trained().values(), scale)
+                trained = self._trained().values()
+                gradients.average(trained, self.world.trainers)
+                gradients.scale(trained, self.inbox.open(self.version).gradient_scale(self.updates_done))
         return loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -558,10 +557,6 @@ class DisaggregatedStrategy(DDPStrategy):
     def step_facts(self) -> dict[str, float]:
         """Numbers of the last finished RL step, for the recorder."""
         return dict(self.ledger.facts)
-
-    def show(self, text: str) -> None:
-        """Say on the store what this rank does now."""
-        self._state_control.set(f"state/{self.world.rank}", text)
 
     def on_train_end(self) -> None:
         self.saved()

@@ -257,8 +257,9 @@ class StepBoard:
             tasks = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
             keep |= {(group, part): rows for part, rows in tasks}
         if not spec.replays:
-            own = [part for key, part in sorted(self._parts.items()) if part.positions and key in keep and keep[key]]
-            return [self._batch(fragment, [part.block(part.positions) for part in own])]
+            mine = ((part, keep[key]) for key, part in sorted(self._parts.items()) if part.positions and key in keep)
+            own = [part.block(part.positions).narrowed(rows) for part, rows in mine if rows.any()]
+            return [self._batch(fragment, own)]
         placement = without(self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any()))
         widths = [0] * len(placement[0])
         if self._lockstep:
