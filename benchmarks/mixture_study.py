@@ -561,8 +561,8 @@ def identity(setting: Setting, seed: int, steps: int) -> dict[str, Any]:
     return facts | {"seed": seed, "steps": steps}
 
 
-def made(wanted: Iterable[tuple[Setting, int]], steps: int, minutes: float) -> list[dict[str, Any]]:
-    """The lines of the wanted runs: those of the record, and what fits into `minutes`."""
+def made(wanted: Iterable[tuple[Setting, int]], steps: int, minutes: float, keep: bool = True) -> list[dict[str, Any]]:
+    """The lines of the wanted runs: those of the record, and those that fit into `minutes`, which `keep` adds to it."""
     known = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
     rows, ends = [], time.monotonic() + 60 * minutes
     RUNS.parent.mkdir(parents=True, exist_ok=True)
@@ -576,8 +576,9 @@ def made(wanted: Iterable[tuple[Setting, int]], steps: int, minutes: float) -> l
             clipped = loop.module.collected().get("clip_fraction", torch.tensor(math.nan))
             row = own | asdict(judging.measured(loop.policy))
             row |= {"clip_fraction": float(clipped), "cpu_s": round(time.process_time() - began, 3)}
-            with RUNS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            if keep:
+                with RUNS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
             print(
                 f"{setting.study:<9} {setting.name:<14} {setting.value:<6g} {setting.base:<12} "
                 f"{'stale' if setting.stale else '':<6} seed {seed}  KL {row['kl']:.3f}  "
@@ -628,8 +629,9 @@ def main(words: Sequence[str]) -> int:
         for seed in range(1, int(given["seeds"]) + 1)
         for setting in settings(study)
     ]
-    rows = made(pairs, int(given["steps"]), float(given["minutes"]))
-    if given["quick"] != "true":
+    keep = given["quick"] != "true"
+    rows = made(pairs, int(given["steps"]), float(given["minutes"]), keep)
+    if keep:
         tables(rows, Counter(setting.study for setting, _ in pairs))
     return 0
 

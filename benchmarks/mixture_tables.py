@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ Row = dict[str, Any]
 MATCHED = {"kl": 0.4, "points_kl": 0.8}
 """KL at which algorithms are compared, of trajectories and of points; runs between which it lies are interpolated."""
 BAR = "flowgrpo"
+FEWEST = 4
 WANTED_SHARE, WANTED_LOSS = 0.9, 0.02
 """Of the optimum's reward at matched KL, on-policy; of the score, by one version of staleness (upper end of 95 %)."""
 
@@ -39,6 +40,11 @@ def names(rows: Sequence[Row], key: str = "name") -> list[Any]:
 def share(row: Row, measure: str = "") -> float:
     """Gain over the optimum's at the same KL; measure: nothing, `trained_` or `points_`."""
     return float(row[f"{measure}gain"] / row[f"{measure}best"])
+
+
+def by_seed(rows: Sequence[Row], key: Callable[[Row], float]) -> list[float]:
+    """Means over each seed's runs, which are not independent of each other."""
+    return [statistics.fmean(map(key, of(rows, seed=seed))) for seed in sorted(names(rows, "seed"))]
 
 
 def matched(rows: Sequence[Row], measure: str = "") -> dict[int, float]:
@@ -96,9 +102,11 @@ def frontier(rows: Sequence[Row], wanted: int, best_of: Sequence[tuple[int, floa
     for count, kl, gain, best in best_of:
         report.row(f"best of {count}", "at sampling", "-", "-", f"{kl:.3f}", f"{gain / best:.3f}", *["-"] * 6)
     if chance := of(rows, reward="random"):
-        mean, half = mean_and_half_width([row["gain"] for row in chance])
-        said = "no gain can be told from none" if abs(mean) <= half else "a gain that should not be there"
-        report.say(f"Random reward: gain {mean:+.4f} +- {half:.4f} over {len(chance)} runs: {said}.")
+        mean, half = mean_and_half_width(by_seed(chance, lambda row: row["gain"]))
+        said = "cannot be told from none" if abs(mean) <= half else "is not none"
+        report.say(
+            f"Random reward: the gain {said}, {mean:+.4f} +- {half:.4f} over {len(names(chance, 'seed'))} seeds."
+        )
     report.say(
         f"At matched KL ({MATCHED['kl']:g} of trajectories, {MATCHED['points_kl']:g} of points), seed by seed between "
         f"the runs of a frontier; differences are against {BAR}, paired by seed."
@@ -113,17 +121,21 @@ def frontier(rows: Sequence[Row], wanted: int, best_of: Sequence[tuple[int, floa
             gaps = [found[seed] - reference[measure][seed] for seed in found if seed in reference[measure]]
             cells += [shown(list(found.values())) if found else "not reached", shown(gaps) if gaps else "-"]
             mean, half = mean_and_half_width(gaps) if gaps else (math.nan, math.nan)
-            if name != BAR and not math.isnan(half):
-                verdicts.append(f"{said}: {'lower' if mean < -half else 'higher' if mean > half else 'equal'}")
+            if name != BAR:
+                told = "lower" if mean < -half else "higher" if mean > half else "equal"
+                verdicts.append(f"{said}: {told if len(gaps) >= FEWEST else f'{len(gaps)} seeds are too few'}")
         best = max(
             (mean_and_half_width([row["score"] for row in of(runs, value=value)]), value)
             for value in names(runs, "value")
         )
         report.row(name, f"{best[0][0]:.3f} at {best[1]:g}", *cells, "; ".join(verdicts) or "-")
-    report.say("`equal`: the interval of the difference holds 0; such algorithms cannot be told apart here.")
-    on_policy = [share(row, "trained_") for row in of(rows, name=BAR) if 0.1 <= row["trained_kl"] <= 1.5]
+    report.say(
+        "`equal`: the interval of the difference holds 0; such algorithms cannot be told apart here. Intervals are not "
+        f"widened for the number of comparisons; {FEWEST} seeds are the fewest for a verdict."
+    )
+    on_policy = [row for row in of(rows, name=BAR) if 0.1 <= row["trained_kl"] <= 1.5]
     if on_policy:
-        mean, half = mean_and_half_width(on_policy)
+        mean, half = mean_and_half_width(by_seed(on_policy, lambda row: share(row, "trained_")))
         report.verdict(
             mean >= WANTED_SHARE,
             f"{BAR} reaches {mean:.3f} +- {half:.3f} of the optimum's reward at its KL on the prompts that it trains "
