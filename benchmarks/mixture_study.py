@@ -3,7 +3,8 @@
     python -m benchmarks.mixture_study [study=frontier,stale,...] [seeds=5] [steps=100] [minutes=60]
 
 Studies:
-    frontier  every algorithm at the same samples, learning rate and number of values tried (four) of its own knob;
+    frontier  every algorithm at the same samples, learning rate and number of values (four) of its own knob, which one
+              other seed chose so that the KL lies between about 0.1 and 1.5;
     controls  beside it: fine-tuning on the best of a group, Flow-GRPO on a random reward, the best of N at sampling;
     stale     every surrogate, on-policy and with every sample one version old, paired by seed; stale_fast: at five
               times the learning rate;
