@@ -62,19 +62,27 @@ def reached(run: Path, samples: int) -> Reached:
     directions = torch.cat([policy.encode([prompt])["direction"] for prompt in load_prompts(config.data.prompts)])
     generator = torch.Generator().manual_seed(0)
     rows = directions.repeat_interleave(samples, 0)
-    points, kl = rolled(policy, kernel, rows, steps, generator)
-    rewards = (points * rows).sum(1)
-    rows = directions.repeat_interleave(BASE_SAMPLES, 0)
-    untrained, _ = rolled(policy, kernel, rows, steps, generator, trained=False)
-    base = (untrained * rows).sum(1).unflatten(0, (-1, BASE_SAMPLES))
+    points, divergence = rolled(policy, kernel, rows, steps, generator)
+    rewards, kl = (points * rows).sum(1), float(divergence.mean())
+    base = base_rewards(policy, kernel, directions, steps, generator)
     return Reached(
         kl,
         float(rewards.mean() - base.mean()),
-        at_kl(kl, lambda beta: weighted(base.double(), beta)),
-        at_kl(kl, lambda beta: tilted(network, directions.double(), beta)),
+        at_kl(kl, lambda beta: weighted(base, beta))[1],
+        at_kl(kl, lambda beta: tilted(network, directions.double(), beta))[1],
     )
 
 
+def base_rewards(
+    policy: MixturePolicy, kernel: Kernel, directions: Tensor, steps: int, generator: torch.Generator
+) -> Tensor:
+    """[prompts, BASE_SAMPLES] fp64, of the base sampler."""
+    rows = directions.repeat_interleave(BASE_SAMPLES, 0)
+    points, _ = rolled(policy, kernel, rows, steps, generator, trained=False)
+    return (points * rows).sum(1).unflatten(0, (-1, BASE_SAMPLES)).double()
+
+
+@torch.no_grad()
 def rolled(
     policy: MixturePolicy,
     kernel: Kernel,
@@ -82,10 +90,10 @@ def rolled(
     steps: int,
     generator: torch.Generator,
     trained: bool = True,
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, Tensor]:
     """One trajectory for each row of `directions` [B, D], noise in every step, of the trained weights or of the base:
-    (points [B, D], KL to the base)."""
-    grid, kl = policy.sigma_grid(steps), 0.0
+    (points [B, D], KL to the base [B])."""
+    grid, kl = policy.sigma_grid(steps), torch.zeros(len(directions))
     x, condition = torch.randn(directions.shape, generator=generator), {"direction": directions}
     for step in range(steps):
         sigmas, noise = step_sigmas(grid, torch.full((len(x),), step)), torch.randn(x.shape, generator=generator)
@@ -94,7 +102,7 @@ def rolled(
         if trained:
             made = kernel.transition(x, policy.velocity(x, sigmas[0], condition), *sigmas, noise=noise)
         scale = (made.std * made.sqrt_h)[:, None]
-        kl += float((((made.mean - base.mean) / scale).square().sum(1) / 2).mean())
+        kl += ((made.mean - base.mean) / scale).square().sum(1) / 2
         x = made.next_latents
     return x, kl
 
@@ -116,13 +124,13 @@ def tilted(network: MixtureFlow, directions: Tensor, beta: float) -> tuple[float
     return float((best / beta - log_z).mean()), float((best - plain).mean())
 
 
-def at_kl(kl: float, curve: Callable[[float], tuple[float, float]]) -> float:
-    """The gain where `curve` (beta -> KL, which falls with beta, and gain) has this KL, by bisection."""
+def at_kl(kl: float, curve: Callable[[float], tuple[float, float]]) -> tuple[float, float]:
+    """(beta, gain) where `curve` (beta -> KL, which falls with beta, and gain) has this KL, by bisection."""
     low, high = 1e-2, 1e4
-    for _ in range(100):
+    for _ in range(60):
         beta = (low * high) ** 0.5
         low, high = (beta, high) if curve(beta)[0] > kl else (low, beta)
-    return curve(high)[1]
+    return high, curve(high)[1]
 
 
 def main(words: Sequence[str]) -> int:

@@ -169,6 +169,21 @@ def test_a_mistyped_run_is_named_with_what_it_was_taken_for(run: Path) -> None:
         assert f"(with make: RUN=...). Nearest: {run}." in done.stderr
 
 
+@pytest.mark.slow
+def test_a_run_on_several_prompt_files_goes_on_with_the_same_prompts(running: Any, tmp_path: Path) -> None:
+    """Two rollouts, then one: whoever generates."""
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(json.dumps({"prompt": f"digit {n}", "target": str(n)}) + "\n" for n in range(4)))
+    words = (*SMALL, f"data.prompts=[{{file: {mine}, weight: 1}}, {{file: digits.jsonl, weight: 2}}]")
+    whole = running(*words, "max_rl_steps=3", "allocation.rollouts=2", fork=True)
+    parts = running(*words, "max_rl_steps=1", fork=True)
+    assert [train.finish() for train in (whole, parts)] == [0, 0], whole.stderr + parts.stderr
+    again = running(f"resume={parts.run_dir}", "max_rl_steps=3", tiny=(), fork=True)
+    assert again.finish() == 0, again.stderr
+    policy = "checkpoints/last/policy.safetensors"
+    assert (parts.run_dir / policy).read_bytes() == (whole.run_dir / policy).read_bytes()
+
+
 def test_a_prompt_that_a_judge_cannot_score_is_found_before_ranks_start(running: Any, tmp_path: Path) -> None:
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"prompt": "number one"}\n{"prompt": "a horse"}\n{"prompt": "a cow", "target": "2"}\n')

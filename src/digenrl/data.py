@@ -1,30 +1,81 @@
 """Prompts of every RL step: a pure function of (seed, step), so that a resumed run needs no cursor but the step.
 
-Prompts of one batch are distinct. The stream walks epochs: each is a permutation of all prompts, ordered by a keyed
-hash of (seed, epoch, uid), so that neither the line order of the file nor a library's shuffle matters.
+Prompts of one batch are distinct. The stream of a file walks epochs: each is a permutation of its prompts, ordered by a
+keyed hash of (seed, epoch, uid), so that neither the line order of the file nor a library's shuffle matters. Several
+files share out each batch by their weights.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import lightning.pytorch as pl
 
-from digenrl.prompts import Record, read
+from digenrl.prompts import Record, most_of_batch, read, sources
 from digenrl.schedule import groups_of_step
 from digenrl.types import Prompt
 
 
-def load_prompts(path: str | Path) -> tuple[Prompt, ...]:
-    """The distinct prompts of one file, in file order.
+class Prompts(Sequence[Prompt]):
+    """The distinct prompts of one file or several, in their order, read from the files when they are asked for.
+
+    Args:
+        setting: a file, or several as `data.prompts` names them. A prompt that two files hold is the first one's.
 
     Raises:
-        digenrl.prompts.PromptFileError: the file is missing, empty or malformed; names file and line.
+        digenrl.prompts.PromptFileError: a file is missing, empty or malformed; names file and line.
     """
-    return tuple(map(prompt_of, read(path).records))
+
+    def __init__(self, setting: str | Path | Sequence[Mapping[str, Any]]) -> None:
+        self._files = [read(name).records for name, _ in sources(setting)]
+        self._places, self.uids = array("q"), array("q")
+        """Number of each among the records of all files; its uid."""
+        seen = set[int]()
+        for place, record in enumerate(chain.from_iterable(self._files)):
+            if (uid := prompt_of(record).uid) not in seen:
+                seen.add(uid)
+                self.uids.append(uid)
+                self._places.append(place)
+        ends = [bisect_left(self._places, end) for end in accumulate(map(len, self._files), initial=0)]
+        counts = [last - first for first, last in pairwise(ends)]
+        self.shares = tuple((count, weight) for count, (_, weight) in zip(counts, sources(setting), strict=True))
+        """(prompts, weight) of each file."""
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+        if isinstance(index, slice):
+            return tuple(self[row] for row in range(*index.indices(len(self))))
+        place = self._places[index]
+        for records in self._files:
+            if place < len(records):
+                return prompt_of(records[place])
+            place -= len(records)
+        raise AssertionError
+
+    def __iter__(self) -> Iterator[Prompt]:
+        kept = set(self._places)
+        records = enumerate(chain.from_iterable(self._files))
+        return (prompt_of(record) for place, record in records if place in kept)
+
+
+def load_prompts(setting: str | Path | Sequence[Mapping[str, Any]]) -> Prompts:
+    """The distinct prompts of one file, in file order, or of several; as `Prompts`."""
+    return Prompts(setting)
 
 
 def prompt_of(record: Record) -> Prompt:
@@ -39,37 +90,108 @@ class PromptSampler:
         prompts: distinct prompts, at least `prompts_per_batch`.
         prompts_per_batch: P. Each prompt of a batch gets the G samples of its group.
         seed: the run's seed.
+        shares: (prompts, weight) of the files that `prompts` come from, in order; () = one file. Of a batch, each has
+            its weight's part of P, rounded down or up, by a draw of (seed, step) that keeps the mean exact.
 
     Raises:
         ValueError: fewer prompts than a batch needs.
     """
 
-    _CACHED_EPOCHS = 4
+    _CACHED = 4
 
-    def __init__(self, prompts: Sequence[Prompt], prompts_per_batch: int, seed: int) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], prompts_per_batch: int, seed: int, shares: Sequence[tuple[int, float]] = ()
+    ) -> None:
         if not 1 <= prompts_per_batch <= len(prompts):
             raise ValueError(
                 f"data.prompts_per_batch = {prompts_per_batch}: the prompt file holds {len(prompts)} different prompts "
                 f"and a batch needs distinct ones; use 1 .. {len(prompts)}, or a longer file."
             )
-        self._by_uid = {prompt.uid: prompt for prompt in prompts}
-        if len(self._by_uid) != len(prompts):
+        uids = prompts.uids if isinstance(prompts, Prompts) else [prompt.uid for prompt in prompts]
+        self._prompts, self._at = prompts, {uid: index for index, uid in enumerate(uids)}
+        if len(self._at) != len(prompts):
             raise ValueError(
-                f"{len(prompts) - len(self._by_uid)} prompts are duplicates; pass distinct ones (load_prompts)."
+                f"{len(prompts) - len(self._at)} prompts are duplicates; pass distinct ones (load_prompts)."
             )
         self._size, self._seed = prompts_per_batch, seed
-        self._epochs: dict[int, tuple[int, ...]] = {}
+        files = tuple(shares) or ((len(prompts), 1.0),)
+        wanted = most_of_batch([weight for _, weight in files], prompts_per_batch)
+        for number, ((count, weight), most) in enumerate(zip(files, wanted, strict=True)):
+            if count < most:
+                raise ValueError(
+                    f"data.prompts: its file {number + 1} has {count} prompts that no earlier one has, and by its "
+                    f"weight {weight:g} a batch of {prompts_per_batch} takes up to {most} distinct ones; lower its "
+                    "weight or data.prompts_per_batch, or give a longer file."
+                )
+        ends = list(accumulate((count for count, _ in files), initial=0))
+        self._epochs = [
+            _Epochs(uids[first:last], seed, self._span(n)) for n, (first, last) in enumerate(pairwise(ends))
+        ]
+        weights = list(accumulate(weight for _, weight in files))
+        self._bounds = [weight / weights[-1] for weight in weights]
+        self._taken = [[0] for _ in files]
+        """Of each file: how many prompts all batches before an RL step have taken."""
+        self._batches: dict[int, tuple[Prompt, ...]] = {}
 
     def batch(self, step: int) -> tuple[Prompt, ...]:
         """The P distinct prompts of RL step `step` (0-based); group g of the batch belongs to prompt g."""
         if step < 0:
             raise ValueError(f"step = {step}: RL steps count from 0.")
-        total = len(self._by_uid)
-        epoch, first = divmod(step * self._size, total)
-        uids = list(self._epoch(epoch)[first : first + self._size])
-        if len(uids) < self._size:
-            uids += self._epoch(epoch + 1)[: self._size - len(uids)]
-        return tuple(self._by_uid[uid] for uid in uids)
+        if step not in self._batches:
+            self._walk(step + 1)
+            uids = [
+                uid
+                for epochs, taken in zip(self._epochs, self._taken, strict=True)
+                for uid in epochs.between(taken[step], taken[step + 1])
+            ]
+            if len(self._epochs) > 1:
+                uids.sort(key=lambda uid: _hash(self._seed, "order", step, uid))
+            self._batches[step] = tuple(self._prompts[self._at[uid]] for uid in uids)
+            for far in sorted(self._batches, key=lambda known: abs(known - step))[self._CACHED :]:
+                del self._batches[far]
+        return self._batches[step]
+
+    def _walk(self, steps: int) -> None:
+        """Know what the batches of so many RL steps take of each file."""
+        for step in range(len(self._taken[0]) - 1, steps):
+            draw = 0.5 if len(self._taken) == 1 else int.from_bytes(_hash(self._seed, "files", step)[:6], "big") / 2**48
+            # P marks at equal distances over all weights: a file has those that fall on its own.
+            below = [min(max(ceil(bound * self._size - draw), 0), self._size) for bound in self._bounds[:-1]]
+            for taken, (first, last) in zip(self._taken, pairwise([0, *below, self._size]), strict=True):
+                taken.append(taken[-1] + last - first)
+
+    def _span(self, number: int) -> Callable[[int], tuple[int, int]]:
+        """Of a file: position in its stream -> first position, and end, of what the batch around it takes."""
+
+        def span(position: int) -> tuple[int, int]:
+            taken = self._taken[number]
+            step = bisect_right(taken, position) - 1
+            return taken[step], taken[step + 1]
+
+        return span
+
+
+class _Epochs:
+    """The stream of one file's prompts.
+
+    Args:
+        span: of the batch around a position of the stream, its first position and its end.
+    """
+
+    _CACHED = 4
+
+    def __init__(self, uids: Sequence[int], seed: int, span: Callable[[int], tuple[int, int]]) -> None:
+        self._uids, self._seed, self._span = uids, seed, span
+        self._epochs: dict[int, tuple[int, ...]] = {}
+
+    def between(self, first: int, last: int) -> tuple[int, ...]:
+        """uids of the stream's positions first .. last-1, which are one batch's: distinct."""
+        if first == last:
+            return ()
+        epoch, start = divmod(first, len(self._uids))
+        found = self._epoch(epoch)[start : start + last - first]
+        missing = last - first - len(found)
+        return (*found, *(self._epoch(epoch + 1)[:missing] if missing else ()))
 
     def _epoch(self, epoch: int) -> tuple[int, ...]:
         """uids in the order of epoch `epoch`.
@@ -83,25 +205,24 @@ class PromptSampler:
             for index in range(start + 1, epoch + 1):
                 previous = self._following(previous, index)
             self._epochs[epoch] = previous
-            for far in sorted(self._epochs, key=lambda known: abs(known - epoch))[self._CACHED_EPOCHS :]:
+            for far in sorted(self._epochs, key=lambda known: abs(known - epoch))[self._CACHED :]:
                 del self._epochs[far]
         return self._epochs[epoch]
 
     def _following(self, previous: tuple[int, ...], epoch: int) -> tuple[int, ...]:
-        order = self._shuffled(epoch)
-        taken = epoch * len(order) % self._size
-        if not taken:
+        order = sorted(self._uids, key=lambda uid: _hash(self._seed, epoch, uid))
+        began = epoch * len(order)
+        first, last = self._span(began)
+        if first == began:
             return tuple(order)
-        before = set(previous[-taken:])
-        head = [uid for uid in order if uid not in before][: self._size - taken]
+        before = set(previous[first - began :])
+        head = [uid for uid in order if uid not in before][: last - began]
         chosen = set(head)
         return (*head, *(uid for uid in order if uid not in chosen))
 
-    def _shuffled(self, epoch: int) -> list[int]:
-        def key(uid: int) -> bytes:
-            return hashlib.blake2b(f"{self._seed}/{epoch}/{uid}".encode(), digest_size=16).digest()
 
-        return sorted(self._by_uid, key=key)
+def _hash(*parts: int | str) -> bytes:
+    return hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
 
 
 class PromptData(pl.LightningDataModule):
@@ -119,7 +240,7 @@ class PromptData(pl.LightningDataModule):
         self.prompts = load_prompts(settings.prompts)
         self.heldout = self.prompts if settings.heldout is None else load_prompts(settings.heldout)
         """Evaluation prompts, never trained (the training prompts themselves where the set has no held-out split)."""
-        self.sampler = PromptSampler(self.prompts, groups_of_step(settings), seed)
+        self.sampler = PromptSampler(self.prompts, groups_of_step(settings), seed, self.prompts.shares)
 
     def train_dataloader(self) -> range:
         """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to Lightning.)"""

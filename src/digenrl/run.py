@@ -420,9 +420,9 @@ def check(config: DictConfig) -> None:
 def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:
     """(key, file and line, prompt) of the prompts of a run and of its evaluation."""
     for key in (key for key in ("prompts", "heldout") if data[key] is not None):
-        file = prompts.read(data[key])
-        for record in file.records:
-            yield f"data.{key}: {file.path}:{record.line}", prompt_of(record)
+        for file in (prompts.read(name) for name, _ in prompts.sources(data[key])):
+            for record in file.records:
+                yield f"data.{key}: {file.path}:{record.line}", prompt_of(record)
 
 
 def _target(config: DictConfig, group: str) -> Any:

@@ -512,6 +512,22 @@ def test_missing_prompt_file_names_where_it_looked(tmp_path: Path, monkeypatch: 
     assert "signs.jsonl" in text
 
 
+def test_several_prompt_files() -> None:
+    entry = "{file: signs.jsonl, weight: 1}"
+    for files, expected in {
+        "[]": "has 0 items",
+        "[{file: signs.jsonl}]": "expected {file: path, weight: number}",
+        "[{file: signs.jsonl, weight: 0}]": "gives signs.jsonl the weight 0, expected a number above 0",
+        f"[{entry}, {{file: scenes.txt, weight: -1}}]": "gives scenes.txt the weight -1, expected a number above 0",
+        f"[{entry}, {{file: sign.jsonl, weight: 1}}]": "data.prompts: sign.jsonl: no such prompt file",
+        f"[{entry}, {entry}]": "names a file twice",
+        "[{file: digits.jsonl, weight: 9}, {file: scenes.txt, weight: 1}]": "digits.jsonl holds 10 different prompts "
+        "and a batch needs distinct ones, 18 of them by its weight 9 of 10; allowed: 1 .. 11.",
+    }.items():
+        problems = problems_of("data.heldout=signs.jsonl", "data.prompts_per_batch=20", f"data.prompts={files}")
+        assert any(text.startswith("data.prompts") and expected in text for text in problems), (files, problems)
+
+
 def test_directory_as_prompt_file(tmp_path: Path) -> None:
     assert any("not a regular file" in text for text in problems_of(f"data.prompts={tmp_path}"))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
+import math
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +172,64 @@ def test_line_order_changes_nothing_and_seeds_and_epochs_differ() -> None:
 def test_too_few_prompts() -> None:
     with pytest.raises(ValueError, match=r"data\.prompts_per_batch = 4: the prompt file holds 3 .* use 1 \.\. 3"):
         PromptSampler(make(3), 4, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(12, 40), st.floats(0.1, 9)), min_size=1, max_size=4), st.integers(1, 12))
+def test_files_share_out_each_batch_by_their_weights(shares: list[tuple[int, float]], size: int) -> None:
+    """Whoever asks, in whatever order, every file's own prompts come round once before one comes again."""
+    made = make(sum(count for count, _ in shares))
+    asked = [PromptSampler(made, size, 3, shares).batch(step) for step in (50, 0)]
+    sampler, ends = PromptSampler(made, size, 3, shares), list(itertools.accumulate(count for count, _ in shares))
+    batches = [sampler.batch(step) for step in range(51)]
+    assert asked == [batches[50], batches[0]]
+    assert all(len({prompt.uid for prompt in batch}) == size for batch in batches)
+    place = {prompt.uid: bisect.bisect_right(ends, index) for index, prompt in enumerate(made)}
+    for number, (_, weight) in enumerate(shares):
+        part = size * weight / sum(weight for _, weight in shares)
+        streams = [[prompt.uid for prompt in batch if place[prompt.uid] == number] for batch in batches]
+        assert {len(stream) for stream in streams} <= {math.floor(part), math.ceil(part), round(part)}
+        assert abs(sum(map(len, streams)) - 51 * part) < 25, "51 draws of a part below 1, within about 7 deviations"
+        own = Counter(dict.fromkeys((uid for uid, file in place.items() if file == number), 0))
+        for stream in streams:
+            own.update(stream)
+            assert max(own.values()) - min(own.values()) <= 1
+
+
+def test_one_file_gives_the_prompts_that_it_gave_before_there_were_weights() -> None:
+    batches = [PromptSampler(make(11), 4, seed=3).batch(step) for step in (0, 1, 2, 7)]
+    texts = [prompt.text.removeprefix("prompt ") for batch in batches for prompt in batch]
+    assert " ".join(texts) == "7 1 10 0 9 8 5 2 6 4 3 8 5 6 4 7"
+
+
+def test_several_files_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"a {index}\n" for index in range(30)))
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a 3"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
+    files = [{"file": str(tmp_path / "a.txt"), "weight": 3}, {"file": str(tmp_path / "b.jsonl"), "weight": 1}]
+    settings_ = OmegaConf.create({"prompts": files, "heldout": None, "prompts_per_batch": 8, "oversample": 0})
+    data = PromptData(settings_, seed=0)
+    assert len(data.prompts) == 32, "the first file's `a 3` is the second's too"
+    assert [prompt.text for prompt in data.prompts][-2:] == ["b", "c"] == [prompt.text for prompt in data.prompts[30:]]
+    for step in range(9):
+        drawn = Counter(prompt.text[0] for prompt in data.sampler.batch(step))
+        assert (drawn["a"], drawn["b"], drawn["c"]) == (6, 1, 1)
+    with pytest.raises(ValueError, match=r"its file 2 has 2 prompts .* weight 2 a batch of 8 takes up to 4 "):
+        PromptData(OmegaConf.merge(settings_, {"prompts": [{**entry, "weight": 2} for entry in files]}), seed=0)
+
+
+def test_prompts_stay_on_disk_and_another_line_in_their_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("".join(f"{index} {'long ' * 400}\n" for index in range(3000)))
+    tracemalloc.start()
+    loaded = load_prompts(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < path.stat().st_size / 4
+    assert loaded[2999].text.startswith("2999 long")
+    path.write_text(path.read_text().replace("2999 long", "2999 lang"))
+    assert loaded[2998].text.startswith("2998 long")
+    with pytest.raises(prompts.PromptFileError, match=r"p\.txt:3000: changed after the prompts were read"):
+        loaded[2999]
 
 
 def test_datamodule() -> None:

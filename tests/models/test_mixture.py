@@ -12,8 +12,9 @@ import yaml
 from torch import Tensor
 
 from benchmarks.mixture import at_kl, reached, tilted, weighted
+from benchmarks.mixture_study import STEPS, Loop, divergence_of_points, grown, settings
 from digenrl.models.mixture import MixtureFlow, MixturePolicy
-from digenrl.types import Prompt
+from digenrl.types import Prompt, TrainBatch
 from reward_models.mixture import Coordinate, LogLikelihood
 from tests.training import commands
 
@@ -70,8 +71,43 @@ def test_both_forms_of_the_optimum_agree() -> None:
     network = policy().transformer
     assert isinstance(network, MixtureFlow)
     for kl in (0.1, 0.5):
-        best = at_kl(kl, lambda beta: tilted(network, directions, beta))
-        assert best == pytest.approx(at_kl(kl, lambda beta: weighted(rewards, beta)), rel=0.02)
+        best = at_kl(kl, lambda beta: tilted(network, directions, beta))[1]
+        assert best == pytest.approx(at_kl(kl, lambda beta: weighted(rewards, beta))[1], rel=0.02)
+
+
+def test_the_divergence_of_points_is_that_of_two_gaussians() -> None:
+    """One component and a push that does not depend on the point: the ODE draws two Gaussians of equal deviation."""
+    made = MixturePolicy([[0.3] * 8], [1.0], 0.7, keep_reference=True)
+    network = made.transformer
+    assert isinstance(network, MixtureFlow)
+    with torch.no_grad():
+        network.leave.bias.copy_(torch.linspace(-0.2, 0.3, 8))
+    noise, aim = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(2000, 8)
+    points, found = divergence_of_points(made, noise, aim)
+    deviation, base = torch.tensor(1.0), noise
+    for pair in made.sigma_grid(STEPS).unfold(0, 2, 1):
+        with made.reference():
+            base, growth = grown(made, base, aim, pair)
+        deviation *= (growth[0] / 8).exp()
+    push = points - base
+    torch.testing.assert_close(push, push[:1].expand_as(push), rtol=1e-4, atol=1e-4)
+    assert found == pytest.approx(float((push[0] / deviation).square().sum() / 2), rel=0.05)
+    assert found > 0.05
+
+
+def test_a_run_of_the_study_repeats_and_starts_on_policy() -> None:
+    setting = next(setting for setting in settings("stale") if setting.name == "clipped" and setting.stale)
+    runs = [Loop(setting, 5), Loop(setting, 5)]
+    for run in runs:
+        first = run.generated(0, 0)
+        assert first.rewards.shape == (16, 16)
+        assert sorted(n for blocks in first.updates for block in blocks for n in block.numbers) == list(range(256))
+        run.module.training_step(TrainBatch(first.updates[0], {"r": first.rewards}, {"r": 1.0}, 1152.0, 0, 0), 0)
+        assert float(run.module.collected()["ratio_max_dev"]) < 1e-5
+        run.run(2)
+        assert run.module.collected()["ratio_max_dev/stale_1"] > 0
+    mine, theirs = (run.policy.trained_parameters() for run in runs)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 @pytest.fixture

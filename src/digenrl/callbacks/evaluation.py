@@ -137,7 +137,7 @@ class Evaluation(pl.Callback):
 
     def __init__(
         self,
-        prompts: str | Path,
+        prompts: str | Path | Sequence[Mapping[str, Any]],
         heldout_prompts: str | Path | None = None,
         samples_per_prompt: int = 50,
         every: int = 10,

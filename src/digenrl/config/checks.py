@@ -104,17 +104,21 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
             continue
         keys = {name: f"image_{name}" for name in vars(ImageLimits())}
         bounds = {name: data[key] for name, key in keys.items() if key in data and f"data.{key}" not in broken}
-        try:
-            file = prompts.read(data[leaf], ImageLimits(**bounds))
-        except prompts.PromptFileError as error:
-            yield f"data.{leaf}: {error}"
+        files, whole = list[tuple[prompts.PromptFile, float]](), True
+        for name, weight in prompts.sources(data[leaf]):
+            try:
+                files.append((prompts.read(name, ImageLimits(**bounds)), weight))
+            except prompts.PromptFileError as error:
+                yield f"data.{leaf}: {error}"
+                whole = False
+        if not whole or leaf != "prompts" or {"data.prompts_per_batch", "data.oversample"} & set(broken):
             continue
-        if leaf != "prompts" or {"data.prompts_per_batch", "data.oversample"} & set(broken):
-            continue
-        wanted, more = data["prompts_per_batch"], data.get("oversample", 0)
-        if len(file.records) < groups_of_step(data):
-            yield (
-                f"data.prompts_per_batch = {wanted}{f' with data.oversample = {more}' * bool(more)}: {file.path.name} "
-                f"holds {len(file.records)} different prompts and a batch needs distinct ones; allowed: 1 .. "
-                f"{len(file.records)}{' in all' * bool(more)}."
-            )
+        wanted, more, weights = data["prompts_per_batch"], data.get("oversample", 0), [weight for _, weight in files]
+        for (file, weight), most in zip(files, prompts.most_of_batch(weights, groups_of_step(data)), strict=True):
+            if len(file.records) < most:
+                share = f", {most} of them by its weight {weight:g} of {sum(weights):g}" * (len(files) > 1)
+                yield (
+                    f"data.prompts_per_batch = {wanted}{f' with data.oversample = {more}' * bool(more)}: "
+                    f"{file.path.name} holds {len(file.records)} different prompts and a batch needs distinct ones"
+                    f"{share}; allowed: 1 .. {int(len(file.records) * sum(weights) / weight)}{' in all' * bool(more)}."
+                )

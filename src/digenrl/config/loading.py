@@ -113,9 +113,9 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
             problems += changes(base, plain, REPLAYABLE, REPLAYED)
     if problems:
         raise ConfigError(problems)
-    for key in ("prompts", "heldout"):
-        if plain["data"][key] is not None and prompts.locate(plain["data"][key]).parent != prompts.DIRECTORY:
-            plain["data"][key] = str(prompts.locate(plain["data"][key]))  # a rank may have another working directory
+    for holder, key in _prompt_files(plain["data"]):
+        if prompts.locate(holder[key]).parent != prompts.DIRECTORY:
+            holder[key] = str(prompts.locate(holder[key]))  # a rank may have another working directory
     plain["allow_targets"], plain["confirm_hosts"] = allow, confirmed
     plain["resume"] = None if run is None else str(run)
     config = OmegaConf.create(plain)
@@ -134,13 +134,20 @@ def _unwritable(run_dir: Path) -> list[str]:
     ]
 
 
+def _prompt_files(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where `data` names a prompt file: (what holds the name, its key there)."""
+    several = data["prompts"] if isinstance(data["prompts"], list) else []
+    yield from ((entry, "file") for entry in several)
+    yield from ((data, key) for key in ("prompts", "heldout") if isinstance(data[key], str))
+
+
 def _notes(tree: Mapping[str, Any]) -> Iterator[str]:
-    for key in ("prompts", "heldout"):
-        if tree["data"][key] is not None:
-            file = prompts.read(tree["data"][key])
-            shown = ", ".join(f"line {line} repeats line {first}" for line, first in file.duplicates[:3])
-            if file.duplicates:
-                yield f"data.{key}: {file.path}: {len(file.duplicates)} duplicates left out ({shown})."
+    for holder, key in _prompt_files(tree["data"]):
+        file = prompts.read(holder[key])
+        shown = ", ".join(f"line {line} repeats line {first}" for line, first in file.duplicates[:3])
+        if file.duplicates:
+            where = "heldout" if key == "heldout" else "prompts"
+            yield f"data.{where}: {file.path}: {len(file.duplicates)} duplicates left out ({shown})."
 
 
 def load_or_exit(argv: Sequence[str], config_name: str = "train", doc: str | None = None) -> Composed:

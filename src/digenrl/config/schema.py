@@ -6,6 +6,7 @@ Defaults are in configs/*.yaml, and nowhere else: a field without a default must
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -47,6 +48,18 @@ def _ordered(ports: list[int]) -> list[int]:
     return ports
 
 
+def _weighted(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for entry in files:
+        file, weight = entry.get("file"), entry.get("weight")
+        if entry.keys() != {"file", "weight"} or not isinstance(file, str) or not file.strip():
+            raise ValueError(f"holds {entry}, expected {{file: path, weight: number}}")
+        if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 < weight < math.inf:
+            raise ValueError(f"gives {file} the weight {weight}, expected a number above 0")
+    if len({entry["file"] for entry in files}) < len(files):
+        raise ValueError("names a file twice")
+    return files
+
+
 def _span(rollouts: dict[str, int]) -> dict[str, int]:
     if rollouts.keys() != {"min", "max"}:
         raise ValueError("names not both, expected {min: m, max: n}")
@@ -81,6 +94,12 @@ Name = Annotated[
 Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory"})]
 File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file"})]
 PromptFile = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a .txt or .jsonl prompt file"})]
+PromptFiles = Annotated[
+    list[dict[str, Any]],
+    Field(min_length=1),
+    AfterValidator(_weighted),
+    WithJsonSchema({"phrase": "[{file: path, weight: number > 0}, ...]"}),
+]
 Package = Annotated[str, _Text, WithJsonSchema({"phrase": "package name"})]
 Component = Annotated[
     dict[str, Any],
@@ -251,7 +270,10 @@ class Record(Closed):
 class Data(Closed):
     """data.*"""
 
-    prompts: PromptFile = Field(description="training prompts; a path, or the name of a file of digenrl/prompts")
+    prompts: PromptFile | PromptFiles = Field(
+        description="training prompts; a path, or the name of a file of digenrl/prompts; of several files, each batch "
+        "has each one's part by weight"
+    )
     heldout: PromptFile | None = Field(description="prompts of the evaluation; null: the training prompts")
     prompts_per_batch: int = Field(ge=1, le=65536, description="groups of an RL step, each of one prompt")
     group_size: int = Field(ge=2, le=4096, description="samples of a group")

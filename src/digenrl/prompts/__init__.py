@@ -2,19 +2,24 @@
 
 `.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, ...metadata}` a line, with images
 as paths relative to the file: `image` (or `images`, a list), `last_image`, `target_image`. Blank lines are skipped; a
-byte order mark and CRLF are accepted. Text is kept as written: no Unicode normalisation.
+byte order mark and CRLF are accepted. Text is kept as written: no Unicode normalisation. A file is checked line by line
+and stays on disk: in memory are the places of its lines.
 The files beside this module are the project's own sets; `python -m digenrl.prompts.generate` writes them again.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from array import array
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from digenrl.images import ROLES, ImageLimits, PromptImage, read_image
 
@@ -27,6 +32,7 @@ MAX_CHARACTERS = 10_000
 """Longest accepted prompt. Text encoders cut at 77 to 512 tokens, so that a longer line is a damaged file."""
 _MAX_LINE_BYTES = 1 << 20
 _MAX_PROBLEMS = 20
+_BLANKS = b" \t\r\n\v\f"
 
 
 class PromptFileError(ValueError):
@@ -48,12 +54,65 @@ class Record:
     """In the order of `images.ROLES`."""
 
 
+class Records(Sequence[Record]):
+    """The prompts of a file that `read` has checked, each read again from its line when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines, self._offsets, self._digests = array("q"), array("q"), array("Q")
+        self._kept: dict[int, Record] = {}
+        """Those with images, which another content of their files must not change."""
+
+    def add(self, record: Record, offset: int, raw: bytes) -> None:
+        """One more: the line `raw`, which begins at byte `offset`."""
+        if record.images:
+            self._kept[len(self)] = record
+        self._lines.append(record.line)
+        self._offsets.append(offset)
+        self._digests.append(_digest(raw))
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Record, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | tuple[Record, ...]:
+        """Raises PromptFileError where the file is gone, or has another line there than when it was checked."""
+        if isinstance(index, slice):
+            return tuple(self._at(range(*index.indices(len(self)))))
+        return next(self._at([range(len(self))[index]]))
+
+    def __iter__(self) -> Iterator[Record]:
+        return self._at(range(len(self)))
+
+    def _at(self, rows: Iterable[int]) -> Iterator[Record]:
+        with ExitStack() as stack:
+            file = None
+            with suppress(OSError):
+                file = stack.enter_context(self._path.open("rb"))
+            for row in rows:
+                raw = b""
+                if file is not None:
+                    file.seek(self._offsets[row])
+                    raw = file.readline(_MAX_LINE_BYTES)
+                if _digest(raw) != self._digests[row]:
+                    raise PromptFileError(
+                        f"{self._path}:{self._lines[row]}: changed after the prompts were read; start again with the "
+                        "file as it is."
+                    )
+                yield self._kept.get(row) or _parsed(self._path, raw, self._lines[row], None)
+
+
 @dataclass(frozen=True)
 class PromptFile:
     """A valid prompt file, duplicates removed."""
 
     path: Path
-    records: tuple[Record, ...]
+    records: Records
     """In file order. Never empty."""
     duplicates: tuple[tuple[int, int], ...]
     """(line, line of its first occurrence) of every record that was left out because its content occurred before."""
@@ -94,46 +153,67 @@ def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
     path = locate(name)
     if path.suffix not in SUFFIXES:
         raise PromptFileError(f"{path}: unknown kind {path.suffix!r}; use {' or '.join(SUFFIXES)}.")
+    records, first_line = Records(path), dict[bytes, int]()
+    duplicates, problems, wrong = list[tuple[int, int]](), list[str](), 0
     try:
-        content = path.read_bytes()
+        for line, offset, raw in _lines(path):
+            try:
+                record = _parsed(path, raw, line, limits)
+            except ValueError as error:
+                wrong += 1
+                problems += [f"{path}:{line}: {error}"] * (wrong <= _MAX_PROBLEMS)
+                continue
+            images = [(image.role, image.digest) for image in record.images]
+            facts = json.dumps([record.text, record.negative, record.target, record.metadata, images], sort_keys=True)
+            identity = hashlib.blake2b(facts.encode(), digest_size=16).digest()
+            if (first := first_line.setdefault(identity, line)) != line:
+                duplicates.append((line, first))
+            else:
+                records.add(record, offset, raw)
     except OSError as error:
         raise PromptFileError(f"{path}: cannot be read ({error.strerror}).") from error
-
-    def parse(text: str, line: int) -> Record:
-        if path.suffix == ".jsonl":
-            return _json_record(text, line, path.parent, limits)
-        return Record(_checked(text, "prompt"), line)
-
-    records: list[Record] = []
-    duplicates: list[tuple[int, int]] = []
-    problems: list[str] = []
-    first_line: dict[str, int] = {}
-    for line, raw in _lines(content):
-        try:
-            record = parse(_decoded(raw), line)
-        except ValueError as error:
-            problems.append(f"{path}:{line}: {error}")
-            continue
-        images = [(image.role, image.digest) for image in record.images]
-        identity = json.dumps([record.text, record.negative, record.target, record.metadata, images], sort_keys=True)
-        if identity in first_line:
-            duplicates.append((line, first_line[identity]))
-        else:
-            first_line[identity] = line
-            records.append(record)
     if problems:
-        more = [f"... and {len(problems) - _MAX_PROBLEMS} more lines"] if len(problems) > _MAX_PROBLEMS else []
-        raise PromptFileError("; ".join([*problems[:_MAX_PROBLEMS], *more]))
+        more = [f"... and {wrong - _MAX_PROBLEMS} more lines"] if wrong > _MAX_PROBLEMS else []
+        raise PromptFileError("; ".join([*problems, *more]))
     if not records:
         raise PromptFileError(f"{path}: holds no prompt; write one a line.")
-    return PromptFile(path, tuple(records), tuple(duplicates))
+    return PromptFile(path, records, tuple(duplicates))
 
 
-def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """(1-based number, bytes) of every line that is not blank. Only LF ends a line; the CR of CRLF is blank space."""
-    for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if stripped := raw.strip(b" \t\r\v\f"):
-            yield number, stripped
+def sources(setting: str | Path | Sequence[Mapping[str, Any]]) -> tuple[tuple[str | Path, float], ...]:
+    """(file, weight) of each prompt file that `data.prompts` or `data.heldout` names."""
+    if isinstance(setting, (str, Path)):
+        return ((setting, 1.0),)
+    return tuple((str(entry["file"]), float(entry["weight"])) for entry in setting)
+
+
+def most_of_batch(weights: Sequence[float], prompts: int) -> list[int]:
+    """How many of a batch's `prompts` each of the files with these weights gives at most."""
+    return [math.ceil(prompts * weight / sum(weights) - 1e-9) for weight in weights]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """(1-based number, offset, bytes) of every line that is not blank. Only LF ends a line; the CR of CRLF is blank."""
+    offset = number = 0
+    with path.open("rb") as file:
+        if file.read(len(BOM_UTF8)) != BOM_UTF8:
+            file.seek(0)
+        while raw := file.readline():
+            number, offset = number + 1, file.tell() - len(raw)
+            if raw.strip(_BLANKS):
+                yield number, offset, raw
+
+
+def _parsed(path: Path, raw: bytes, line: int, limits: ImageLimits | None) -> Record:
+    """Raises ValueError, whose text says what is wrong with the line."""
+    text = _decoded(raw.strip(_BLANKS))
+    if path.suffix == ".jsonl":
+        return _json_record(text, line, path.parent, limits)
+    return Record(_checked(text, "prompt"), line)
+
+
+def _digest(raw: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
 
 def _decoded(raw: bytes) -> str:
