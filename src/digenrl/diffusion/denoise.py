@@ -150,7 +150,14 @@ def advance(
     noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:])
     with torch.set_grad_enabled(taken):
         out = kernel.transition(
-            latents, velocity, sigma, next_sigma, guard, noise=noise.to(latents.device), storage_dtype=latents.dtype
+            latents,
+            velocity,
+            sigma,
+            next_sigma,
+            guard,
+            noise=noise.to(latents.device),
+            storage_dtype=latents.dtype,
+            drawn=policy.drawn,
         )
     following = out.next_latents.detach()
     if k not in plan.trained:
@@ -263,7 +270,7 @@ def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
     latents, following = block.latents.flatten(0, 1), block.next_latents.flatten(0, 1)
     sigma, next_sigma, guard = step_sigmas(block.sigmas, block.steps.repeat(rows))
     velocity = policy.velocity(latents, sigma, expand_condition(block.condition, rows * count))
-    out = kernel.transition(latents, velocity, sigma, next_sigma, guard, next_latents=following)
+    out = kernel.transition(latents, velocity, sigma, next_sigma, guard, next_latents=following, drawn=policy.drawn)
     return Replay(
         log_prob=_log_prob(out).unflatten(0, (rows, count)),
         mean=out.mean.unflatten(0, (rows, count)),
