@@ -20,10 +20,13 @@ from diffusers import (
     AuraFlowTransformer2DModel,
     AutoencoderKL,
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLHunyuanVideo15,
+    AutoencoderKLLTX2Video,
     AutoencoderKLWan,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
     HunyuanVideoTransformer3DModel,
+    LTX2VideoTransformer3DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     WanTransformer3DModel,
@@ -36,10 +39,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.live_bytes import Bytes, count_bytes
 from digenrl.models import checkpointing
 from digenrl.models.experts import PARTS, Experts
+from digenrl.models.hunyuan_video15 import HunyuanVideo15Transformer3DModel
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, MODES, parse_recompute
 
-ATTENTION = r"(attn[12]?|attention)\.(to_[qkv]|to_qkv_mlp_proj|to_out(\.0)?|add_[qkv]_proj|to_add_out)"
+ATTENTION = (
+    r"(attn[12]?|attention|audio_to_video_attn)\.(to_[qkv]|to_qkv_mlp_proj|to_out(\.0)?|add_[qkv]_proj|to_add_out)"
+)
 LINEAR = r"(net\.(0\.proj|2)|linear_(in|out|[12])|out_projection)"
 FEED_FORWARD = rf"((ff|ff_context|ffn|img_mlp|txt_mlp)\.{LINEAR}|feed_forward\.w[123])"
 CASES = ((1, 16, 64), (1, 32, 64), (1, 16, 256), (2, 16, 64))
@@ -103,6 +109,33 @@ def hunyuan_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) 
         "encoder_attention_mask": torch.ones(b, text, dtype=torch.bool),
         "pooled_projections": torch.zeros(b, 768),
         "guidance": torch.full((b,), 6000.0),
+    }
+
+
+def hunyuan15_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Tensor]:
+    """A latent pixel is a token, and stands for two by two of the others'."""
+    return {
+        "hidden_states": torch.zeros(b, 65, f, h // 2, w // 2),
+        "timestep": torch.full((b,), 500.0),
+        "text": torch.zeros(b, text, 3584),
+        "glyph_text": torch.zeros(b, 0, 1472),
+    }
+
+
+def ltx2_inputs(b: int, f: int, h: int, w: int, text: int, model: nn.Module) -> dict[str, Any]:
+    """A latent of video is a token, and stands for two by two of the others'; one of its frames lasts as long as eight
+    and a third of sound."""
+    sound = round(f * 25 / 3)
+    return {
+        "hidden_states": torch.zeros(b, f * h * w // 4, 128),
+        "audio_hidden_states": torch.zeros(b, sound, 128),
+        "encoder_hidden_states": torch.zeros(b, text, 3840),
+        "audio_encoder_hidden_states": torch.zeros(b, text, 3840),
+        "timestep": torch.full((b,), 500.0),
+        "num_frames": f,
+        "height": h // 2,
+        "width": w // 2,
+        "audio_num_frames": sound,
     }
 
 
@@ -208,6 +241,14 @@ def hunyuan(blocks: int | None) -> nn.Module:
     return HunyuanVideoTransformer3DModel(num_layers=blocks or 20, num_single_layers=singles, num_attention_heads=24)
 
 
+def hunyuan15(blocks: int | None) -> nn.Module:
+    return HunyuanVideo15Transformer3DModel(num_layers=blocks or 54, task_type="t2v")
+
+
+def ltx2(blocks: int | None) -> nn.Module:
+    return LTX2VideoTransformer3DModel(num_layers=blocks or 48, rope_type="split")
+
+
 def qwen(blocks: int | None) -> nn.Module:
     return QwenImageTransformer2DModel(num_layers=blocks or 60, num_attention_heads=24)
 
@@ -239,6 +280,10 @@ MODELS: dict[str, dict[str, Any]] = {
                       "attention_blocks": 40, "text": 512, "joint": False, "points": [(9, 30, 52), (9, 60, 104)]},
     "hunyuan_video": {"build": hunyuan, "inputs": hunyuan_inputs, "blocks": 20, "hidden": 3072,
                       "attention_blocks": 60, "text": 256, "joint": True, "points": [(14, 60, 60), (9, 60, 104)]},
+    "hunyuan_video15": {"build": hunyuan15, "inputs": hunyuan15_inputs, "blocks": 54, "hidden": 2048,
+                        "attention_blocks": 54, "text": 128, "joint": True, "points": [(9, 30, 52), (9, 60, 104)]},
+    "ltx2": {"build": ltx2, "inputs": ltx2_inputs, "blocks": 48, "hidden": 4096,
+             "attention_blocks": 48, "text": 1024, "joint": False, "points": [(16, 32, 48), (16, 64, 96)]},
     "flux1_dev": {"build": flux, "inputs": flux_inputs, "blocks": 19, "hidden": 3072,
                   "attention_blocks": 57, "text": 512, "joint": True, "points": [(1, 64, 64), (1, 128, 128)]},
     "flux1_kontext": {"build": flux, "inputs": kontext_inputs, "blocks": 19, "hidden": 3072,
@@ -397,7 +442,7 @@ def model_facts(name: str) -> dict[str, Any]:
 
 
 def decode_flops() -> dict[str, Any]:
-    """FLOPs of one VAE decode per latent pixel and output frame."""
+    """FLOPs of one VAE decode per latent pixel of 8 x 8 and output frame."""
     with torch.device("meta"):
         image = AutoencoderKL(
             block_out_channels=(128, 256, 512, 512),
@@ -408,17 +453,21 @@ def decode_flops() -> dict[str, Any]:
             use_quant_conv=False,
             use_post_quant_conv=False,
         )
-        cases = {
+        ltx2_vae = AutoencoderKLLTX2Video(spatial_compression_ratio=32, temporal_compression_ratio=8)
+        cases: dict[str, tuple[Any, Tensor, int]] = {
             "flux": (image, torch.empty(1, 16, 64, 64), 1),
             "wan_image": (AutoencoderKLWan(), torch.empty(1, 16, 1, 64, 64), 1),
             "wan": (AutoencoderKLWan(), torch.empty(1, 16, 9, 60, 104), 33),
             "hunyuan": (AutoencoderKLHunyuanVideo(), torch.empty(1, 16, 14, 60, 60), 53),
+            "hunyuan15": (AutoencoderKLHunyuanVideo15(), torch.empty(1, 32, 9, 15, 26), 33),
+            "ltx2": (ltx2_vae, torch.empty(1, 128, 4, 16, 24), 25),
         }
         table = {}
         for name, (vae, latents, frames) in cases.items():
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 vae.decode(latents)
-            pixels = latents.shape[-1] * latents.shape[-2]
+            side = getattr(vae, "spatial_compression_ratio", 8) // 8
+            pixels = latents.shape[-1] * latents.shape[-2] * side**2
             table[name] = {
                 "parameters": sum(p.numel() for p in vae.parameters()),
                 "flops_per_latent_pixel_frame": counter.get_total_flops() / pixels / frames,

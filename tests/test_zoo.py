@@ -41,6 +41,8 @@ EXPERIMENTS = (
     "wan21_i2v_flowgrpo",
     "wan22_a14b_flowgrpo",
     "hunyuanvideo_dancegrpo",
+    "hunyuan15_flowgrpo",
+    "ltx2_flowgrpo",
     "flux1_flowgrpo",
     "flux1_dancegrpo",
     "flux1_mixgrpo",
@@ -151,7 +153,9 @@ def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", ["qwen_image_edit_flowgrpo", "wan22_a14b_flowgrpo"])
+@pytest.mark.parametrize(
+    "experiment", ["qwen_image_edit_flowgrpo", "wan22_a14b_flowgrpo", "hunyuan15_flowgrpo", "ltx2_flowgrpo"]
+)
 def test_schedules_train_the_same_weights(experiment: str, tmp_path: Path) -> None:
     """Three steps in double precision, where rounding stays rounding under Adam."""
     runs = {}
@@ -217,12 +221,12 @@ def check_versions(finished: Run) -> None:
 
 
 def check_frozen(policy: Policy) -> None:
-    """Full fine-tuning trains everything except the listed text branch of the last block, whose output nobody reads."""
+    """Full fine-tuning trains everything except the listed modules, whose output nobody reads."""
     if policy.lora is None:
         blocks = getattr(policy.transformer, policy.block_lists[0])  # type: ignore[attr-defined]
         unread = tuple(f"{policy.block_lists[0]}.{len(blocks) - 1}.{name}." for name in policy.unread)  # type: ignore[attr-defined]
         frozen = {name for name, _ in policy.transformer.named_parameters()} - set(policy.trained_parameters())
-        assert all(name.startswith(unread) for name in frozen), sorted(frozen)
+        assert all(name.startswith((*unread, *policy.unused)) for name in frozen), sorted(frozen)  # type: ignore[attr-defined]
 
 
 def check_export(finished: Run, policy: Policy) -> None:

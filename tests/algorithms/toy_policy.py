@@ -21,12 +21,14 @@ class ToyPolicy(nn.Module):
 
     family = "toy"
     guidance_scale = 1.0
+    drawn = None
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, seed: int = 0, latent_shape: tuple[int, ...] = (3, 4)
     ) -> None:
         super().__init__()
-        self.latent_shape, self.dtype = latent_shape, dtype
+        self.latent_shape = self.drawn_shape = latent_shape
+        self.dtype = dtype
         channels = self.latent_shape[-1]
         generator = torch.Generator().manual_seed(seed)
         self.base = nn.Sequential(nn.Linear(channels + 2, 16), nn.Tanh(), nn.Linear(16, channels)).requires_grad_(False)

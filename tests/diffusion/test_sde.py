@@ -375,3 +375,23 @@ def test_bad_arguments_are_named() -> None:
         FlowCPS(1.3)
     with pytest.raises(ValueError, match=r"0\.45"):
         FlowSDE(0.7, max_scale=0.0)
+
+
+@pytest.mark.parametrize("kernel", [FlowSDE(0.7), FlowCPS(0.8)])
+def test_tokens_behind_the_drawn_ones_follow_the_ode(kernel: Kernel) -> None:
+    """Sampled and replayed; the log-prob is that of the others alone."""
+    data = rows([0, 4], (6, 3))
+    out = kernel.transition(**data, storage_dtype=torch.float64, drawn=4)
+    part = {name: value[:, :4] if value.dim() > 1 else value for name, value in data.items()}
+    alone = kernel.transition(**part, storage_dtype=torch.float64)
+    assert torch.equal(out.next_latents[:, :4], alone.next_latents)
+    moved = ode_step(data["latents"], data["velocity"], data["sigma"], data["next_sigma"], torch.float64)
+    assert torch.equal(out.next_latents[:, 4:], moved[:, 4:])
+    noise = data.pop("noise")
+    again = kernel.transition(**data, next_latents=out.next_latents, storage_dtype=torch.float64, drawn=4)
+    assert out.log_prob is not None
+    assert again.log_prob is not None
+    assert alone.log_prob is not None
+    assert torch.equal(out.log_prob, alone.log_prob)
+    assert torch.equal(again.log_prob, alone.log_prob)
+    assert out.mean.shape == noise[:, :4].shape

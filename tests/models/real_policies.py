@@ -14,6 +14,8 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLHunyuanVideo15,
+    AutoencoderKLLTX2Video,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
 )
@@ -29,6 +31,8 @@ MODEL = {
     "wan22": "wan21_14b",
     "wan_i2v": "wan21_i2v_14b",
     "hunyuan_video": "hunyuan_video",
+    "hunyuan_video15": "hunyuan_video15",
+    "ltx2": "ltx2",
     "flux": "flux1_dev",
     "flux_kontext": "flux1_kontext",
     "qwen_image": "qwen_image",
@@ -56,6 +60,8 @@ VAES: dict[str, Any] = {
     "wan22": AutoencoderKLWan,
     "wan_i2v": AutoencoderKLWan,
     "hunyuan_video": AutoencoderKLHunyuanVideo,
+    "hunyuan_video15": AutoencoderKLHunyuanVideo15,
+    "ltx2": lambda: AutoencoderKLLTX2Video(spatial_compression_ratio=32, temporal_compression_ratio=8),
     "qwen_image": AutoencoderKLQwenImage,
     "qwen_image_edit": AutoencoderKLQwenImage,
     "flux": lambda: AutoencoderKL(**KL),
@@ -74,7 +80,7 @@ def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:
         made: nn.Module = MODELS[MODEL[family]]["build"](None) if name.startswith("transformer") else VAES[family]()
         return made.to(dtype).eval()
 
-    frames = {"frames": 5} if FAMILIES[family].temporal_stride else {}
+    frames = {"frames": 9 if family == "ltx2" else 5} if FAMILIES[family].temporal_stride else {}
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         patch.setattr(pretrained, "load_component", component)
         path = str(tiny_builds.ensure(family))

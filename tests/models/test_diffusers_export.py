@@ -146,6 +146,20 @@ def test_card_shows_numbers_pictures_and_how_to_load(tmp_path):
     assert "![before_after](before_after.png)" in text
 
 
+def test_card_of_a_pipeline_that_loads_no_adapters_shows_what_its_network_loads(tmp_path):
+    policy = make("hunyuan_video15")
+    randomise_lora(policy)
+    (file,) = diffusers_export.export_policy(policy, tmp_path)
+    model = {"path": "hub/model", "build": "real", "lora": {"rank": 4, "alpha": 8}}
+    config = dict.fromkeys(("algorithm", "sampling", "data", "reward", "seed"), 0) | {"model": model}
+    text = write_card(tmp_path, tmp_path, config | {"experiment_name": "a"}, policy, "trained", []).read_text()
+    assert f'pipeline.transformer.load_lora_adapter("PATH/OF/THIS/FOLDER", weight_name="{file.name}")' in text
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(policy.path)
+    pipeline.transformer.load_lora_adapter(tmp_path, weight_name=file.name)
+    adapter = pipeline.transformer.peft_config["default_0"]
+    assert (adapter.r, adapter.lora_alpha) == (4, 8)
+
+
 def test_media_files(tmp_path):
     images = torch.zeros(5, 3, 8, 6)
     images[4, 0] = 1

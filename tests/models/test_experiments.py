@@ -29,6 +29,8 @@ EXPERIMENTS = (
     "wan21_i2v_flowgrpo",
     "wan22_a14b_flowgrpo",
     "hunyuanvideo_dancegrpo",
+    "hunyuan15_flowgrpo",
+    "ltx2_flowgrpo",
 )
 TINY_CHANGES = {
     "hardware",

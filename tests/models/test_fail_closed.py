@@ -66,7 +66,7 @@ class FlatPolicy(FAMILIES["aura_flow"]):
 def test_latents_of_another_shape_than_the_networks_say_what_to_override():
     settings = {"height": 64, "width": 64, "build": "tiny"}
     for family in FAMILIES.values():
-        family.check(settings if family.temporal_stride is None else settings | {"frames": 5})
+        family.check(settings if family.temporal_stride is None else settings | {"frames": 9})
     with pytest.raises(
         ValueError, match=r"NarrowPolicy: its latents have 16 channels .* takes 4: set .*`channels`.*`packed`"
     ):
@@ -162,6 +162,8 @@ LAYERS = {
     "wan22": (2 * 2 * 8, 2 * 2 * 10),
     "wan_i2v": (2 * 10, 2 * 12),
     "hunyuan_video": (8 + 3, 12 + 4),
+    "hunyuan_video15": (8 + 6, 12 + 8),
+    "ltx2": (2 * 12, 2 * 14),
     "flux": (8 + 2 * 3, 12 + 2 * 3),
     "flux_kontext": (8 + 2 * 3, 12 + 2 * 3),
     "qwen_image": (8 + 6, 12 + 8),

@@ -38,6 +38,8 @@ TEXT: dict[str, dict[str, tuple[int, ...]]] = {
     "wan22": {"text": (512, 4096)},
     "wan_i2v": {"text": (512, 4096), "vision": (257, 1280), "frame": (20, 2, 32, 32)},
     "hunyuan_video": {"text": (256, 4096), "pooled": (768,), "mask": (256,)},
+    "hunyuan_video15": {"text": (300, 3584), "mask": (300,), "glyph_text": (9, 1472), "glyph_mask": (9,)},
+    "ltx2": {"text": (1024, 3840), "audio_text": (1024, 3840)},
     "flux": {"text": (512, 4096), "pooled": (768,)},
     "flux_kontext": {"text": (512, 4096), "pooled": (768,), "image": (256, 64)},
     "qwen_image": {"text": (256, 3584), "mask": (256,)},
@@ -59,7 +61,7 @@ def rows_of_both_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 def conditioning(family: str, dtype: torch.dtype, device: torch.device = CUDA) -> dict[str, Tensor]:
     """Of one prompt and of the negative one, as `Policy.encode` gives them."""
     made = {
-        key: torch.ones(1, *shape, device=device, dtype=torch.bool if key == "mask" else dtype)
+        key: torch.ones(1, *shape, device=device, dtype=torch.bool if key.endswith("mask") else dtype)
         for key, shape in TEXT[family].items()
     }
     return made | {NEGATIVE + key: value for key, value in made.items()}
@@ -153,7 +155,7 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         sampling = SamplingSpec(steps, torch.bfloat16, same_noise=False, eval_steps=None)
         engine = RolloutEngine(policy, rewards, kernel, AllButLast(), sampling, seed=0)
         found = engine.evaluate([PROMPT], 2, seed=1, steps=1)
-        frames = () if policy.temporal_stride is None else (5,)
+        frames = () if policy.temporal_stride is None else (policy.frames,)
         assert tuple(found.media.shape) == (2, *frames, 3, 256, 256)
         assert (scores[0].device, tuple(scores[0].shape), scores[0].dtype) == (CUDA, (2,), torch.float32)
 

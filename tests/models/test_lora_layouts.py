@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 import torch
-from diffusers import FluxPipeline, QwenImagePipeline, WanPipeline
+from diffusers import FluxPipeline, LTX2Pipeline, QwenImagePipeline, WanPipeline
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers as convert_sd3
 from torch import Tensor
 
@@ -71,6 +71,16 @@ def test_diffusers_reads_the_same_update_of_every_layer(network: str) -> None:
     names = {key.removeprefix("diffusion_model.").replace(".", "_"): key for key in dotted}
     assert all(torch.equal(dotted[names[key[10:].replace(".", "_")]], value) for key, value in written.items())
     assert len(dotted) == len(written)
+
+
+def test_ltx2_has_its_own_names() -> None:
+    """diffusers renames no layer of a block that is adapted."""
+    parts = [f"{part}.{name}" for part in ("attn1", "audio_to_video_attn") for name in ("to_q", "to_out.0")]
+    names = [f"transformer_blocks.1.{part}" for part in (*parts, "ff.net.0.proj", "ff.net.2")]
+    layers = {key: value for name in names for key, value in layer(name, 8, 8).items()}
+    written = in_layout(layers, ALPHA, "LTX2VideoTransformer3DModel", "comfyui")
+    read = LTX2Pipeline.lora_state_dict({key: value for key, value in written.items() if "lora" in key})
+    assert {key.split(".lora")[0] for key in read} == {f"transformer.{name}" for name in names}
 
 
 class Base(dict[str, Tensor]):

@@ -14,8 +14,8 @@ from digenrl.models.policy import NEGATIVE
 from digenrl.types import Prompt
 from tests.models.tiny_policies import make, randomise_lora
 
-SHORT, LONG = Prompt("a sign"), Prompt("a red circle on a blue background, and a green square beside it")
-MASKED = ("qwen_image", "hunyuan_video")
+SHORT, LONG = Prompt("a sign"), Prompt('a red circle on a blue background, and "a green square" beside it')
+MASKED = ("qwen_image", "hunyuan_video", "hunyuan_video15")
 
 
 def velocity(policy: DiffusersPolicy, condition: dict[str, Tensor]) -> Tensor:

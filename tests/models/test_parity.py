@@ -10,11 +10,22 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import StepPlan
 from digenrl.types import CellBlock
-from tests.models.tiny_policies import FAMILIES, IMAGES, LORA, VIDEO, diffusers_latents, make, prompt, randomise_lora
+from tests.models.tiny_policies import (
+    FAMILIES,
+    IMAGES,
+    LORA,
+    VIDEO,
+    diffusers_latents,
+    make,
+    prompt,
+    randomise_lora,
+    size,
+    streams,
+)
 
 pytestmark = pytest.mark.heavy
 
-PROMPTS = ["a red circle on a blue background", "a sign"]
+PROMPTS = ['a red circle with "one" on a blue background', "a sign"]
 STEPS = 4
 
 
@@ -46,6 +57,10 @@ CASES = [
     ("flux_kontext", 2.5, 2.0),
     ("hunyuan_video", 6.018, 1.0),
     ("hunyuan_video", 6.018, 2.0),
+    ("hunyuan_video15", 1.0, 1.0),
+    ("hunyuan_video15", 6.0, 1.0),
+    ("ltx2", 1.0, 1.0),
+    ("ltx2", 4.0, 1.0),
     ("aura_flow", 1.0, 1.0),
     ("aura_flow", 3.5, 1.0),
     ("z_image", 1.0, 1.0),
@@ -150,8 +165,9 @@ def test_full_fine_tuning_trains_every_weight_that_the_output_reads(family):
     assert policy.parameters_without_gradient() == []
     assert all(parameter.grad.any() for parameter in policy.trained_parameters().values())
     frozen = [name for name, parameter in policy.transformer.named_parameters() if not parameter.requires_grad]
-    assert all(name.startswith("transformer_blocks.1.") for name in frozen)
-    assert len(frozen) == {"sd3": 3, "qwen_image": 9, "qwen_image_edit": 9}.get(family, 0)
+    assert all(name.startswith(("transformer_blocks.1.", *policy.unused)) for name in frozen)
+    unread = {"sd3": 3, "qwen_image": 9, "qwen_image_edit": 9, "hunyuan_video15": 17, "ltx2": 17}
+    assert len(frozen) == unread.get(family, 0)
 
 
 @pytest.mark.parametrize("family", ["sd3", "hunyuan_video"])
@@ -223,7 +239,9 @@ def test_reference_is_the_base_model_and_leaves_the_adapter_as_it_was(family):
 def test_decode_gives_media_in_the_unit_range(family):
     policy = make(family)
     media = policy.decode(noise_of(policy, 2))
-    assert media.shape == ((2, 5, 3, 32, 32) if family in VIDEO else (2, 3, 64, 64))
+    wanted = size(family)
+    frames = (wanted["frames"],) if family in VIDEO else ()
+    assert media.shape == (2, *frames, 3, wanted["height"], wanted["width"])
     assert media.dtype == torch.float32
     assert 0 <= media.min() < media.max() <= 1
 
@@ -238,19 +256,22 @@ def test_decode_equals_the_diffusers_pipeline():
         latents = noise_of(policy, 1)
         pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_builds.ensure(family))
         pipeline.set_progress_bar_config(disable=True)
-        size = {"num_frames": 5} if family in VIDEO else {}
-        size |= {"max_area": 64 * 64} if family == "flux_kontext" else {}
-        size |= {"image": IMAGES[0].fitted(32, 32)} if family in ("wan_i2v", "qwen_image_edit") else {}
+        more = {"num_frames": policy.frames} if family in VIDEO else {}
+        more |= {"max_area": 64 * 64} if family == "flux_kontext" else {}
+        more |= {"image": IMAGES[0].fitted(32, 32)} if family in ("wan_i2v", "qwen_image_edit") else {}
         given = latents.transpose(1, 2).unflatten(2, (4, 4)) if family == "flux2_klein" else latents
-        pipeline.scheduler.step = lambda *_, latents=latents, **__: (latents,)
+        more |= streams(latents) if family == "ltx2" else {"latents": given}
+        for vae in (policy._vae, pipeline.vae) if family == "ltx2" else ():
+            vae.latents_mean.fill_(0.3)
+            vae.latents_std.fill_(1.7)
+        pipeline.scheduler.step = lambda output, t, sample, **_: (sample,)
         output = pipeline(
             prompt="a",
-            latents=given,
             num_inference_steps=1,
             output_type="np",
             height=policy.height,
             width=policy.width,
-            **size,
+            **more,
         )
         decoded = torch.from_numpy(np.asarray(output[0]))
         ours = policy.decode(latents).movedim(-3, -1)

@@ -20,6 +20,8 @@ REAL = {
     "wan21_i2v_14b": ("wan_i2v", 16.39, 262, 359),
     "wan22_a14b": ("wan22", 28.58, 420, 614),
     "hunyuan_video": ("hunyuan_video", 12.82, 110, 228),
+    "hunyuan_video15": ("hunyuan_video15", 8.33, 113, 253),
+    "ltx2": ("ltx2", 18.88, 264, 390),
     "flux1_dev": ("flux", 11.90, 105, 179),
     "flux1_kontext": ("flux_kontext", 11.90, 105, 179),
     "qwen_image": ("qwen_image", 20.43, 189, 425),

@@ -47,7 +47,9 @@ def test_build_has_the_layout_and_classes_of_the_real_checkpoint(family):
     assert index["_class_name"] in FAMILIES[family].pipelines
     assert index["transformer"][1] == FAMILIES[family].transformer_class.__name__
     assert index["vae"][1] == FAMILIES[family].vae_class.__name__
-    assert sum(path.stat().st_size for path in folder.rglob("*")) < 4e6
+    # 1.5 has a layer of 2048 x 2048 for letters, and LTX-2 an autoencoder for sound as wide as its tokens.
+    wide = family in ("hunyuan_video15", "ltx2")
+    assert sum(path.stat().st_size for path in folder.rglob("*")) < (3e7 if wide else 4e6)
 
 
 def test_existing_build_is_kept(tmp_path):

@@ -21,6 +21,8 @@ from digenrl.models.diffusers_export import PIPELINES, lora_file
 from digenrl.models.flux import FluxKontextPolicy, FluxPolicy
 from digenrl.models.flux2 import Flux2KleinPolicy
 from digenrl.models.hunyuan_video import HunyuanVideoPolicy
+from digenrl.models.hunyuan_video15 import HunyuanVideo15Policy
+from digenrl.models.ltx2 import LTX2Policy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.qwen_image import QwenImageEditPolicy, QwenImagePolicy
 from digenrl.models.sd3 import SD3Policy
@@ -33,6 +35,8 @@ FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "wan22": WanExpertsPolicy,
     "wan_i2v": WanImageToVideoPolicy,
     "hunyuan_video": HunyuanVideoPolicy,
+    "hunyuan_video15": HunyuanVideo15Policy,
+    "ltx2": LTX2Policy,
     "flux": FluxPolicy,
     "flux_kontext": FluxKontextPolicy,
     "qwen_image": QwenImagePolicy,
@@ -42,13 +46,15 @@ FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "z_image": ZImagePolicy,
     "flux2_klein": Flux2KleinPolicy,
 }
-VIDEO = {"wan", "wan22", "wan_i2v", "hunyuan_video"}
+VIDEO = {"wan", "wan22", "wan_i2v", "hunyuan_video", "hunyuan_video15", "ltx2"}
 LORA = {"rank": 4, "alpha": 8, "targets": "attention_ff"}
 TEXT_LENGTH = {
     "wan": 64,
     "wan22": 64,
     "wan_i2v": 512,
     "hunyuan_video": 64,
+    "hunyuan_video15": 48,
+    "ltx2": 48,
     "flux": 64,
     "flux_kontext": 64,
     "qwen_image": 48,
@@ -68,11 +74,17 @@ def prompt(text: str) -> Prompt:
     return Prompt(text, images=IMAGES)
 
 
+def size(family: str) -> dict[str, int]:
+    """Few tokens: pixels, and frames of a video."""
+    if family == "ltx2":
+        return {"height": 64, "width": 64, "frames": 9}
+    return {"height": 32, "width": 32, "frames": 5} if family in VIDEO else {"height": 64, "width": 64}
+
+
 def make(
     family: str, lora: dict[str, Any] | str | None = None, dtype: str = "float32", **overrides: Any
 ) -> DiffusersPolicy:
-    """The family's policy on its tiny build: 32x32 pixels and 5 frames, or a 64x64 image. lora="full": all weights."""
-    size = {"height": 32, "width": 32, "frames": 5} if family in VIDEO else {"height": 64, "width": 64}
+    """The family's policy on its tiny build. lora="full": all weights."""
     arguments = {
         "path": "unused",
         "build": "tiny",
@@ -80,7 +92,7 @@ def make(
         "dtype": dtype,
         "max_sequence_length": TEXT_LENGTH[family],
         "negative_prompt": NEGATIVE,
-        **size,
+        **size(family),
         **overrides,
     }
     return FAMILIES[family](**arguments)
@@ -116,6 +128,12 @@ class ExplicitEuler(diffusers.FlowMatchEulerDiscreteScheduler):
         super().set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), device=device)
 
 
+def streams(noise: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tokens of LTX-2 as its pipeline takes them: those of the video, and the sound [B, 8, steps, 16]."""
+    video, sound = noise.tensor_split([8], dim=1)
+    return {"latents": video, "audio_latents": sound.unflatten(2, (8, 16)).transpose(1, 2)}
+
+
 def diffusers_latents(
     family: str,
     prompts: list[str],
@@ -139,10 +157,7 @@ def diffusers_latents(
         "return_dict": False,
         "max_sequence_length": TEXT_LENGTH[family],
     }
-    if family in VIDEO:
-        call |= {"height": 32, "width": 32, "num_frames": 5}
-    else:
-        call |= {"height": 64, "width": 64}
+    call |= {"num_frames" if key == "frames" else key: value for key, value in size(family).items()}
     if family in ("qwen_image", "qwen_image_edit"):
         call |= {"true_cfg_scale": guidance, "negative_prompt": [NEGATIVE] * len(prompts) if guidance > 1 else None}
     elif family in ("flux", "flux_kontext", "hunyuan_video"):
@@ -168,12 +183,19 @@ def diffusers_latents(
         pipeline.scheduler = ExplicitEuler(shift=3.0)
     if family in ("sd3", "aura_flow"):
         call |= {"sigmas": list(np.linspace(1, 1 / steps, steps))}
-    if family == "hunyuan_video":
-        del call["max_sequence_length"]
-        call |= {"max_sequence_length": TEXT_LENGTH[family]}
+    if family == "hunyuan_video15":  # what others are called with it keeps as attributes
+        del call["guidance_scale"]
+        pipeline.tokenizer_max_length = call.pop("max_sequence_length")
+        pipeline.guider = diffusers.ClassifierFreeGuidance(guidance)
+    if family == "ltx2":
+        call |= streams(noise) | {"audio_guidance_scale": guidance}
+        call |= {f"{stream}{kind}": 0.0 for stream in ("", "audio_") for kind in ("stg_scale", "guidance_rescale")}
+        call |= {f"{stream}modality_scale": 1.0 for stream in ("", "audio_")}
     call |= more
     with mock.patch.object(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 64 * 64):
-        found = pipeline(**call)[0]
+        found, *others = pipeline(**call)
+    if family == "ltx2":
+        found = torch.cat([found.flatten(2).transpose(1, 2), others[0].transpose(1, 2).flatten(2)], dim=1)
     if family == "flux2_klein":
         bn, eps = pipeline.vae.bn, pipeline.vae.config.batch_norm_eps
         found = (latents.pack(found) - bn.running_mean) / torch.sqrt(bn.running_var + eps)

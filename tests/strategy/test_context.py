@@ -22,6 +22,7 @@ FEW = ("sampling.steps=3", "data.prompts_per_batch=1", "algorithm.updates_per_ba
 FAMILIES = {
     "wan": ("experiment=wan21_flowgrpo",),
     "hunyuan": ("experiment=hunyuanvideo_dancegrpo", "~reward.heldout"),
+    "hunyuan15": ("experiment=hunyuan15_flowgrpo",),
 }
 KEPT = "model.gradient_checkpointing=false"
 TOGETHER = ("parallel.context=2",)
@@ -68,7 +69,7 @@ def test_a_context_group_equals_replicas(tmp_path: Path) -> None:
 def test_four_ranks_keep_parts_of_the_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds of four heads, whose texts have lengths that four does not divide; bytes as autograd keeps them."""
     monkeypatch.setenv("DIGENRL_CACHE", str(tmp_path / "cache"))
-    for family in ("wan", "hunyuan_video"):
+    for family in ("wan", "hunyuan_video", "hunyuan_video15"):
         monkeypatch.setitem(tiny_builds.BUILDERS[family]["transformer"], "num_attention_heads", 4)
 
     def count(rank: run.Rank, world: World) -> None:

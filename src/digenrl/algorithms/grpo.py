@@ -105,7 +105,7 @@ class GRPO(PolicyModule):
                 f"algorithm.step_weight=longcat is FlowSDE's, and algorithm.sde is {type(self.sde).__name__}: use "
                 "algorithm/sde=longcat (or flow), or algorithm.step_weight=std"
             )
-        dimensions = math.prod(policy.latent_shape)
+        dimensions = math.prod(policy.drawn_shape)
         joint = max(self.clip) * dimensions
         low, high = JOINT_CLIP_SPAN
         if not low <= joint <= high:
@@ -250,7 +250,7 @@ class GRPO(PolicyModule):
         clipped = self.surrogate.cut(cells).sum() * live
         self._meters.update("clip_fraction", clipped, ratio.numel() * live)
         if self.sde.gaussian:
-            joint = (cells.log_prob - cells.old_log_prob).double() * math.prod(self.policy.latent_shape)
+            joint = (cells.log_prob - cells.old_log_prob).double() * math.prod(self.policy.drawn_shape)
             joint = joint.clamp(max=MOST_LOG_RATIO).exp()
             self._meters.update(JOINT, joint.sum() * live, ratio.numel() * live)
             self._meters.update(JOINT_SQUARE, joint.square().sum() * live, ratio.numel() * live)

@@ -223,7 +223,8 @@ class Parallel(Closed):
     )
     context: AtLeast1 = Field(
         description="neighbouring trainers that share the tokens of each trained forward (Ulysses), where a sample is "
-        "too long for one GPU; divides the trainers of a node and the attention heads; Wan and HunyuanVideo; 1: none"
+        "too long for one GPU; divides the trainers of a node and the attention heads; Wan and HunyuanVideo (also "
+        "1.5); 1: none"
     )
     rollout_context: AtLeast1 = Field(
         description="neighbouring rollouts that share the tokens of each forward, and so generate one task together "

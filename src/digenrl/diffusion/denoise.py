@@ -150,7 +150,16 @@ def advance(
         velocity = policy.velocity(latents, sigma, rows_of)
         # Drawn by the processor while the GPU still computes the velocity.
         noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:]).to(latents.device)
-        return kernel.transition(latents, velocity, sigma, next_sigma, guard, noise=noise, storage_dtype=latents.dtype)
+        return kernel.transition(
+            latents,
+            velocity,
+            sigma,
+            next_sigma,
+            guard,
+            noise=noise,
+            storage_dtype=latents.dtype,
+            drawn=policy.drawn,
+        )
 
     gradients = state.gradients
     if k in plan.trained and weight is not None:
@@ -278,7 +287,7 @@ def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
     latents, following = block.latents.flatten(0, 1), block.next_latents.flatten(0, 1)
     sigma, next_sigma, guard = step_sigmas(block.sigmas, block.steps.repeat(rows))
     velocity = policy.velocity(latents, sigma, expand_condition(block.condition, rows * count))
-    out = kernel.transition(latents, velocity, sigma, next_sigma, guard, next_latents=following)
+    out = kernel.transition(latents, velocity, sigma, next_sigma, guard, next_latents=following, drawn=policy.drawn)
     return Replay(
         log_prob=_log_prob(out).unflatten(0, (rows, count)),
         mean=out.mean.unflatten(0, (rows, count)),

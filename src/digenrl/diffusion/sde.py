@@ -34,7 +34,7 @@ class Transition:
     log_prob: Tensor | None
     """[B] mean-per-dimension log-prob; None where the kernel's noise level is 0 (0/0 must never be stored)."""
     mean: Tensor
-    """[B, *L]."""
+    """[B, *L] of what is drawn."""
     std: Tensor
     """[B], without sqrt(h)."""
     sqrt_h: Tensor
@@ -78,23 +78,28 @@ class Kernel(ABC):
         noise: Tensor | None = None,
         next_latents: Tensor | None = None,
         storage_dtype: torch.dtype = torch.float32,
+        drawn: int | None = None,
     ) -> Transition:
         """One step: `noise` [B, *L] given = sample, `next_latents` [B, *L] given = replay. Exactly one of them.
 
         latents, velocity [B, *L]; sigma, next_sigma [B]; sigma_guard [B] from `sigmas.step_sigmas`. The log-prob is
-        differentiable with respect to `velocity` only: the next latent counts as data.
+        differentiable with respect to `velocity` only: the next latent counts as data. `drawn`: of packed latents, so
+        many leading tokens have noise, mean and log-prob; those behind follow the ODE. None: all.
         """
         x, v, s, s1, guard = _wide(latents, velocity, sigma, next_sigma, sigma_guard)
         sqrt_h = torch.sqrt(s - s1)
-        mean, std, scale = self.moments(x, v, s, s1, guard, sqrt_h)
+        mean, std, scale = self.moments(x[:, :drawn], v[:, :drawn], s, s1, guard, sqrt_h)
         if (noise is None) == (next_latents is None):
             raise ValueError("transition takes exactly one of noise (to sample) and next_latents (to replay)")
         if noise is not None:
-            next_latents = (mean + scale * noise.to(mean)).to(storage_dtype)
+            next_latents = mean + scale * noise[:, :drawn].to(mean)
+            if drawn is not None:
+                next_latents = torch.cat([next_latents, (x + v * (s1 - s))[:, drawn:]], dim=1)
+            next_latents = next_latents.to(storage_dtype)
         assert next_latents is not None
         log_prob = None
         if self.stochastic:
-            log_density = -((next_latents.to(mean.dtype).detach() - mean) ** 2)
+            log_density = -((next_latents[:, :drawn].to(mean.dtype).detach() - mean) ** 2)
             if self.gaussian:
                 log_density = log_density / (2.0 * scale**2) - torch.log(scale) - 0.5 * math.log(2.0 * math.pi)
             log_prob = log_density.flatten(1).mean(dim=1)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.models.diffusers_export import lora_file, part
@@ -34,6 +35,7 @@ def write_card(
         shutil.copyfile(path, folder / path.name)
     summary = run / "summary.json"
     numbers = json.loads(summary.read_text()) if summary.exists() else {}
+    pipeline = next(iter(policy.pipelines), None)
     settings = {key: config[key] for key in ("algorithm", "sampling", "data", "reward", "seed")}
     templates = Environment(loader=PackageLoader("digenrl.models", ""), trim_blocks=True, undefined=StrictUndefined)
     text = templates.get_template("card.md.j2").render(
@@ -48,7 +50,8 @@ def write_card(
         files={subfolder: lora_file(subfolder) for subfolder in policy.components},
         numbers=numbers,
         pictures=shown,
-        pipeline=next(iter(policy.pipelines), None),
+        pipeline=pipeline,
+        by_pipeline=hasattr(getattr(diffusers, pipeline or "", None), "load_lora_weights"),
         samples=samples,
         settings=json.dumps(settings, indent=2),
         transformer=type(part(policy, next(iter(policy.components.values())))).__name__,

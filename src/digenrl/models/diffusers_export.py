@@ -21,6 +21,8 @@ LORA_FILE, FIRST = "pytorch_lora_weights.safetensors", ".lora_A.weight"
 PIPELINES = {
     "WanTransformer3DModel": "WanPipeline",
     "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
+    "HunyuanVideo15Transformer3DModel": "HunyuanVideoPipeline",  # whose own pipeline loads no adapters yet
+    "LTX2VideoTransformer3DModel": "LTX2Pipeline",
     "FluxTransformer2DModel": "FluxPipeline",
     "QwenImageTransformer2DModel": "QwenImagePipeline",
     "SD3Transformer2DModel": "StableDiffusion3Pipeline",
@@ -28,7 +30,7 @@ PIPELINES = {
     "AuraFlowTransformer2DModel": "AuraFlowPipeline",
     "Flux2Transformer2DModel": "Flux2KleinPipeline",
 }
-"""Transformer class -> the pipeline whose `load_lora_weights` reads the file."""
+"""Transformer class -> the pipeline that writes the file, and whose `load_lora_weights` reads it, where it has one."""
 
 
 class ExportError(RuntimeError):

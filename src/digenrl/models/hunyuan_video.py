@@ -19,7 +19,7 @@ TEMPLATE_TOKENS = 95
 """Tokens of the prompt template before the prompt, which the pipeline crops from the hidden states."""
 
 
-class _Joint(HunyuanVideoAttnProcessor2_0):
+class JointAttention(HunyuanVideoAttnProcessor2_0):
     """Joint attention that a context group can compute together: each rank has its part of the video's tokens and all
     of the text's, whose number need not divide."""
 
@@ -51,7 +51,7 @@ def _projected(states: Any, heads: int, layers: Any, norms: Any) -> list[Tensor]
     return [norms[0](query), norms[1](key), value]
 
 
-class _Unmasked(_Joint):
+class _Unmasked(JointAttention):
     """Attention among tokens that all count. The network makes a mask of them all the same, under which PyTorch's fast
     kernels are out of the question."""
 
@@ -93,7 +93,7 @@ class HunyuanVideoPolicy(DiffusersPolicy):
     def keep_padding(self, on: bool) -> None:
         super().keep_padding(on)
         self._unmasked = not on and not self.two_forwards
-        processor = _Unmasked if self._unmasked else _Joint
+        processor = _Unmasked if self._unmasked else JointAttention
         for block in self.wrap_units():
             self.attend_with(block.attn, processor())
 

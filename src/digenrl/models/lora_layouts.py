@@ -62,6 +62,7 @@ _WAN: dict[str, dict[tuple[str, ...], str]] = {
 }
 NAMES: dict[str, dict[str, dict[tuple[str, ...], str]]] = {
     "FluxTransformer2DModel": _FLUX,
+    "LTX2VideoTransformer3DModel": {},
     "QwenImageTransformer2DModel": {},
     "SD3Transformer2DModel": _SD3,
     "WanTransformer3DModel": _WAN,

@@ -76,6 +76,10 @@ class DiffusersPolicy(Policy):
     """Frames per latent frame after the first; None = images."""
     channels: ClassVar[int] = latents.CHANNELS
     """Of the VAE's latents."""
+    vae_stride: ClassVar[int] = latents.STRIDE
+    """Pixels per latent pixel and side."""
+    encoders: ClassVar[tuple[str, ...]] = ("text_encoder*", "tokenizer*")
+    """Components of the checkpoint that make conditioning of text."""
     text_length: ClassVar[int | None] = None
     """Text tokens that the network counts on; None = any number."""
     packed: ClassVar[bool] = False
@@ -93,6 +97,9 @@ class DiffusersPolicy(Policy):
     """Modules of the last block (of the first list) that only its unread text output depends on, or that are absent.
 
     They would get no gradient: LoRA leaves them out, full fine-tuning keeps them frozen."""
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Modules and parameters of the transformer that what is drawn does not depend on: full fine-tuning keeps them
+    frozen."""
     skipped: ClassVar[frozenset[str]] = frozenset()
     """Of `unread`, the linear layers that may be given no tokens at all: what follows takes an empty output."""
 
@@ -166,9 +173,10 @@ class DiffusersPolicy(Policy):
             self.cfg_scale = float(true_cfg_scale)
         if lora is None:
             last = getattr(transformer, self.block_lists[0])[-1]
-            for name, parameter in last.named_parameters():
-                if any(name.startswith(f"{module}.") for module in self.unread):
-                    parameter.requires_grad_(False)
+            for owner, modules in ((last, self.unread), (transformer, self.unused)):
+                for name, parameter in owner.named_parameters():
+                    if f"{name}.".startswith(tuple(f"{module}." for module in modules)):
+                        parameter.requires_grad_(False)
         self._skip_unread()
         if compile:
             dynamo = torch._dynamo.config
@@ -233,7 +241,7 @@ class DiffusersPolicy(Policy):
             return
         heads = cls.network_config(settings)["num_attention_heads"]
         shape = cls._latent_shape(settings["height"], settings["width"], settings.get("frames", 1))
-        tokens = math.prod(shape[1:]) // 4
+        tokens = math.prod(shape[1:]) * cls.vae_stride**2 // cls.spatial_stride**2
         common = [n for n in range(1, heads + 1) if heads % n == 0 and tokens % n == 0]
         if ranks not in common:
             raise ValueError(
@@ -267,13 +275,13 @@ class DiffusersPolicy(Policy):
         pretrained.require_family(path, cls.pipelines, cls.family)
         vae = pretrained.component_config(cls.vae_class, path, "vae")
         found = vae.get("z_dim", vae.get("latent_channels", cls.channels))
-        side = vae.get("scale_factor_spatial", vae.get("spatial_compression_ratio", latents.STRIDE))
-        if (found, side) != (cls.channels, latents.STRIDE):
+        side = vae.get("scale_factor_spatial", vae.get("spatial_compression_ratio", cls.vae_stride))
+        if (found, side) != (cls.channels, cls.vae_stride):
             raise pretrained.CheckpointError(
                 f"the autoencoder of model.path={path} makes latents of {found} channels, one for {side} x {side} "
-                f"pixels; the {cls.family} adapter counts on {cls.channels} and {latents.STRIDE} x {latents.STRIDE}: "
-                "take a checkpoint of that model, or, in an adapter of your own, override `channels`, "
-                "`_latent_shape`, `spatial_stride` and `image_grid`"
+                f"pixels; the {cls.family} adapter counts on {cls.channels} and {cls.vae_stride} x {cls.vae_stride}: "
+                "take a checkpoint of that model, or, in an adapter of your own, override `channels`, `vae_stride` and "
+                "`spatial_stride`"
             )
 
     def joined(self, networks: list[Any]) -> Any:
@@ -298,7 +306,7 @@ class DiffusersPolicy(Policy):
         self, root: Path, prompts: Iterable[Prompt], device: torch.device, progress: Callable[[], None] = lambda: None
     ) -> tuple[int, int] | None:
         """As of `Policy`; encoders of other weights, dtype, length, libraries or kind of device have another store."""
-        files = pretrained.component_files(self.path, "text_encoder*", "tokenizer*")
+        files = pretrained.component_files(self.path, *self.encoders)
         facts: dict[str, Any] = {}
         if self.reads:
             files += pretrained.component_files(self.path, "vae", "image_encoder*", "image_processor*", "processor*")
@@ -335,7 +343,7 @@ class DiffusersPolicy(Policy):
         if media.shape[-2:] != (self.height, self.width):
             raise ValueError(
                 f"{self.family} decodes latents {[*latents.shape]} to {[*media.shape]}, not to {self.height} x "
-                f"{self.width} pixels: override `decode_latents`, or `_latent_shape` where the VAE does not shrink by 8"
+                f"{self.width} pixels: override `decode_latents`, or `vae_stride` where the VAE does not shrink by 8"
             )
         return media if self.temporal_stride is None else media.transpose(1, 2)
 
@@ -375,10 +383,11 @@ class DiffusersPolicy(Policy):
         masks = {key: value for key, value in condition.items() if key.endswith("mask")}
         if not self._trims or not masks or any(len(mask) > 1 for mask in masks.values()):
             return condition
-        length = int(torch.cat([*masks.values()]).any(dim=0).nonzero().max()) + 1
+        read = torch.cat([*masks.values()]).any(dim=0).nonzero()
+        length = int(read.max()) + 1 if len(read) else 0
         cut = {key: value[:, :length] if key.endswith(("text", "mask")) else value for key, value in condition.items()}
-        read = all(bool(cut[key].all()) for key in masks)
-        return {key: value for key, value in cut.items() if not (read and key in masks)}
+        all_read = all(bool(cut[key].all()) for key in masks)
+        return {key: value for key, value in cut.items() if not (all_read and key in masks)}
 
     def default_negative(self) -> str | None:
         """`negative_prompt` of the model config."""
@@ -446,7 +455,7 @@ class DiffusersPolicy(Policy):
 
     def image_grid(self) -> tuple[int, int]:
         """Latent height and width in pixels of the VAE's output."""
-        return self.height // latents.STRIDE, self.width // latents.STRIDE
+        return self.height // self.vae_stride, self.width // self.vae_stride
 
     @torch.no_grad()
     def _encode_each(self, wordings: Sequence[Wording], device: torch.device) -> Iterator[Condition]:
@@ -547,4 +556,4 @@ class DiffusersPolicy(Policy):
         if cls.packed:
             return ((height // 16) * (width // 16), cls.channels * 4)
         video = () if cls.temporal_stride is None else ((frames - 1) // cls.temporal_stride + 1,)
-        return (cls.channels, *video, height // latents.STRIDE, width // latents.STRIDE)
+        return (cls.channels, *video, height // cls.vae_stride, width // cls.vae_stride)

@@ -65,6 +65,8 @@ class Policy(nn.Module, ABC):
     transformer: nn.Module
     latent_shape: tuple[int, ...]
     """*L of one sample at the configured height, width and frames."""
+    drawn: int | None = None
+    """How many leading tokens of packed latents an SDE draws, see `Kernel.transition`; None: all."""
     guidance_scale: float
     embedded_guidance: ClassVar[bool] = False
     """Whether the guidance scale is an input of the network, not a second forward."""
@@ -130,9 +132,9 @@ class Policy(nn.Module, ABC):
         ValueError."""
         if ranks > 1 and not cls.context_plan:
             raise ValueError(
-                f"{key} = {ranks}: the tokens of {cls.family} are not divided among ranks, those of wan and "
-                f"hunyuan_video can be; set {key}=1 (trainers save memory with parallel.sharding=fsdp, rollouts with "
-                "sampling.task_size=1)."
+                f"{key} = {ranks}: the tokens of {cls.family} are not divided among ranks, those of wan, "
+                f"hunyuan_video and hunyuan_video15 can be; set {key}=1 (trainers save memory with "
+                "parallel.sharding=fsdp, rollouts with sampling.task_size=1)."
             )
 
     @classmethod
@@ -192,6 +194,11 @@ class Policy(nn.Module, ABC):
         if self._in_reference and self.reference_transformer is not None:
             return self.reference_transformer
         return self.transformer
+
+    @property
+    def drawn_shape(self) -> tuple[int, ...]:
+        """Shape of what is drawn of one sample: that of means, and what log-probs are means over."""
+        return self.latent_shape if self.drawn is None else (self.drawn, *self.latent_shape[1:])
 
     @property
     def two_forwards(self) -> bool:

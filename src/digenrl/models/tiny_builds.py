@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -100,6 +101,8 @@ def _pipeline(family: str) -> Any:
     """The family's pipeline with its parts."""
     import diffusers
 
+    made = getattr(diffusers, BUILDERS[family]["pipeline"])
+    own = sys.modules[made.__module__]  # knows parts that nobody else has
     parts: dict[str, Any] = {}
     for name, part in BUILDERS[family].items():
         if name.startswith("text_encoder"):
@@ -109,10 +112,11 @@ def _pipeline(family: str) -> Any:
         elif name == "processor":
             parts[name] = _processor(part, parts["tokenizer"])
         elif isinstance(part, dict):
-            parts[name] = getattr(diffusers, part["class"])(**{key: part[key] for key in part if key != "class"})
+            kind = getattr(diffusers, part["class"], None) or getattr(own, part["class"])
+            parts[name] = kind(**{key: part[key] for key in part if key != "class"})
         elif name != "pipeline":
             parts[name] = part
-    return getattr(diffusers, BUILDERS[family]["pipeline"])(**parts)
+    return made(**parts)
 
 
 def _processor(pixels: dict[str, int], tokenizer: Any) -> Any:

@@ -4,11 +4,13 @@ Vocabularies are learned in plain Python because the trainers of the `tokenizers
 ties in hash order: two runs give two vocabularies, and a build must be byte-reproducible.
 
 The corpus repeats the models' prompt templates often enough that a template's words become single tokens, as they are
-in the real vocabularies; so the templates have the real lengths (Qwen-Image 34 tokens, its edits 64, HunyuanVideo 95).
+in the real vocabularies; so the templates have the real lengths (Qwen-Image 34 tokens, its edits 64, HunyuanVideo 95,
+1.5 108).
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections import Counter
@@ -86,9 +88,36 @@ def qwen_edit() -> Any:
     return qwen([QwenImageEditPlusPipeline(*[None] * 6).prompt_template_encode])
 
 
-def qwen3() -> Any:
-    """The same with a chat template of Qwen3's shape: each turn between <|im_start|> and <|im_end|>."""
-    tokenizer = qwen()
+def qwen_video() -> Any:
+    """The same, to which the words of HunyuanVideo 1.5's template are single tokens, with Qwen's chat template."""
+    from diffusers import HunyuanVideo15Pipeline
+
+    parameters = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+    return qwen3([f"<|im_start|>system\n{parameters['system_message'].default}<|im_end|>\n<|im_start|>user\n"])
+
+
+def gemma() -> Any:
+    """A GemmaTokenizer: words begin with ▁, what is unknown falls into bytes, and texts are padded on the left."""
+    from transformers import GemmaTokenizer
+
+    texts = corpus()
+    entries, merges = _train_bpe(pre_tokenizers.Metaspace(), texts)
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    names = dict.fromkeys([*special, *sorted(set("".join(texts))), *entries])
+    vocabulary = {entry: index for index, entry in enumerate(names)}
+    return GemmaTokenizer(vocab=vocabulary, merges=merges, model_max_length=1024)
+
+
+def byt5() -> Any:
+    """A ByT5Tokenizer, which has no vocabulary: bytes are tokens."""
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer()
+
+
+def qwen3(templates: list[str] | None = None) -> Any:
+    """The same with a chat template of Qwen's shape: each turn between <|im_start|> and <|im_end|>."""
+    tokenizer = qwen(templates)
     tokenizer.chat_template = _DATA["qwen_chat"]
     return tokenizer
 

@@ -261,7 +261,7 @@ class RolloutEngine:
             next_latents=latents,
             log_probs=plain(*cells),
             final=stored(rows, *shape) if kept else None,
-            means=plain(*cells, *shape) if self._keep_means else None,
+            means=plain(*cells, *self.policy.drawn_shape) if self._keep_means else None,
             rewards={name: plain(rows) for name in self._rewards.names},
         )
 

@@ -19,6 +19,8 @@ ENCODERS = {
     "wan22_a14b": (5_680_910_336, 512, "wan"),
     "wan21_i2v_14b": (5_680_910_336 + 632_076_800, 512, "wan"),
     "hunyuan_video": (7_504_924_672 + 123_060_480, 351, "hunyuan"),
+    "hunyuan_video15": (7_070_619_136 + 219_314_944, 300, "hunyuan15"),
+    "ltx2": (12_187_325_040 + 1_431_475_200, 1024, "ltx2"),
     "flux1_dev": (4_762_310_656 + 123_060_480, 512, "flux"),
     "flux1_kontext": (4_762_310_656 + 123_060_480, 512, "flux"),
     "qwen_image": (8_292_166_656, 162, "wan_image"),
@@ -30,7 +32,11 @@ ENCODERS = {
 }
 """Model -> (parameters, tokens, VAE)."""
 
-HEADS = {"wan21_14b": 40, "wan21_1_3b": 12, "hunyuan_video": 24}
+USUAL_LATENTS = (8, 4, 16)
+LATENTS = {"hunyuan_video15": (16, 4, 32), "ltx2": (32, 8, 128)}
+"""Model -> pixels of a latent pixel's side, frames of a latent frame behind the first, channels; else the usual."""
+
+HEADS = {"wan21_14b": 40, "wan21_1_3b": 12, "hunyuan_video": 24, "hunyuan_video15": 16}
 """Attention heads of the models whose tokens several ranks can share (`parallel.context`, `rollout_context`)."""
 
 REWARD_FLOPS = {
@@ -145,23 +151,25 @@ class Workload:
 
     @property
     def latent_pixels(self) -> int:
-        """Height x width of a latent frame (8x spatial compression)."""
-        return (self.height // 8) * (self.width // 8)
+        """Height x width of a latent frame."""
+        side, _, _ = LATENTS.get(self.model, USUAL_LATENTS)
+        return (self.height // side) * (self.width // side)
 
     @property
     def latent_frames(self) -> int:
-        """4x temporal compression behind the first frame."""
-        return (self.frames - 1) // 4 + 1
+        """Of a sample."""
+        _, stride, _ = LATENTS.get(self.model, USUAL_LATENTS)
+        return (self.frames - 1) // stride + 1
 
     @cached_property
     def tokens(self) -> int:
-        """Latent tokens of a sample (2x2 patches)."""
-        return self.latent_frames * self.latent_pixels // 4
+        """Latent tokens of a sample: pixels, or 2x2 patches of the usual ones."""
+        return self.latent_frames * self.latent_pixels // (1 if self.model in LATENTS else 4)
 
     @property
     def latent_elements(self) -> int:
-        """16 channels."""
-        return 16 * self.latent_frames * self.latent_pixels
+        """Numbers of a sample's latents."""
+        return LATENTS.get(self.model, USUAL_LATENTS)[2] * self.latent_frames * self.latent_pixels
 
     @property
     def passes(self) -> int:
@@ -260,7 +268,7 @@ class Workload:
     def decode_flops(self) -> float:
         """FLOPs of one sample's VAE decode."""
         vae = facts()["vae"][ENCODERS[self.model][2]]
-        return float(vae["flops_per_latent_pixel_frame"]) * self.latent_pixels * self.frames
+        return float(vae["flops_per_latent_pixel_frame"]) * (self.height // 8) * (self.width // 8) * self.frames
 
     def score_flops(self) -> float:
         """FLOPs of the GPU scorers per sample."""

@@ -1,0 +1,136 @@
+"""LTX-2 (arXiv:2601.03233): Gemma 3 text, classifier-free guidance, latents [N, 128]: tokens of a video, and of its
+sound behind them.
+
+Video and sound are one state of the network, each of whose blocks lets either read the other. The video is what is
+decoded, scored and trained: its tokens get the noise of an SDE and have log-probs, those of the sound follow the ODE
+from each sample's own noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLLTX2Video, LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
+from torch import Tensor
+
+from digenrl.models import pretrained
+from digenrl.models.pipeline import DiffusersPolicy
+
+FRAMES_PER_SECOND, SOUNDS_PER_SECOND = 24.0, 25.0
+"""Of videos, as the pipeline has them by default; latents of sound: 16000 samples, of which 160 are one step of a
+spectrogram and four steps one latent."""
+
+
+class LTX2Policy(DiffusersPolicy):
+    """LTX-2 text-to-video; arguments in `DiffusersPolicy`.
+
+    Guidance is the plain one: the pipeline's further branches (without self-attention in some blocks, without the other
+    stream) and its rescaling are off. LoRA adapts what the video's tokens go through, full fine-tuning all that they
+    read.
+    """
+
+    family = "ltx2"
+    pipelines = ("LTX2Pipeline",)
+    transformer_class = LTX2VideoTransformer3DModel
+    vae_class = AutoencoderKLLTX2Video
+    channels = 128
+    vae_stride = 32
+    spatial_stride = 32
+    temporal_stride = 8
+    attention = tuple(
+        f"{part}.{name}"
+        for part in ("attn1", "attn2", "audio_to_video_attn")
+        for name in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+    feed_forward = ("ff.net.0.proj", "ff.net.2")
+    unread = frozenset({"video_to_audio_attn", "audio_ff"})
+    unused = ("audio_proj_out", "audio_scale_shift_table")
+    encoders = (*DiffusersPolicy.encoders, "connectors")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.drawn = self._video_tokens(self.height, self.width, self.frames)
+
+    @classmethod
+    def check_checkpoint(cls, path: str) -> None:
+        """Also refuses autoencoders that decode with a noise level of their own."""
+        super().check_checkpoint(path)
+        if pretrained.component_config(cls.vae_class, path, "vae").get("timestep_conditioning"):
+            raise pretrained.CheckpointError(
+                f"the autoencoder of model.path={path} adds noise before it decodes, which the {cls.family} adapter "
+                "does not: use Lightricks/LTX-2"
+            )
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        video, sound = latents[:, : self.drawn], latents[:, self.drawn :]
+        frames, height, width = self._grid(self.height, self.width, self.frames)
+        velocities = self.network(
+            hidden_states=video,
+            audio_hidden_states=sound,
+            encoder_hidden_states=condition["text"],
+            audio_encoder_hidden_states=condition["audio_text"],
+            timestep=sigmas * 1000,
+            sigma=sigmas * 1000,
+            num_frames=frames,
+            height=height,
+            width=width,
+            fps=FRAMES_PER_SECOND,
+            audio_num_frames=sound.shape[1],
+            return_dict=False,
+        )
+        return torch.cat(velocities, dim=1)
+
+    def pipeline_components(self) -> dict[str, Any]:
+        """Nor what makes sound of latents."""
+        return super().pipeline_components() | {"audio_vae": None, "vocoder": None}
+
+    def check_encoders(self, pipeline: Any) -> None:
+        """Padding must become learned registers, which are read like text: the adapter has no mask."""
+        if pipeline.connectors.config.video_connector_num_learnable_registers is None:
+            raise ValueError(
+                f"the connectors of {self.path} have no learned registers, and leave padding to a mask that the "
+                f"{self.family} adapter does not have: use Lightricks/LTX-2"
+            )
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """What the connectors make of all of Gemma's states, for the video and for the sound, each
+        [1, max_sequence_length, d]."""
+        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
+        states, mask, *_ = pipeline.encode_prompt(
+            text,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+            device=pipeline.device,
+        )
+        video, sound, _ = pipeline.connectors(states, mask, padding_side=pipeline.tokenizer.padding_side)
+        return {"text": video, "audio_text": sound}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        """Of the video alone."""
+        grid = self._grid(self.height, self.width, self.frames)
+        video = latents[:, : self.drawn].transpose(1, 2).unflatten(2, grid)
+        mean, std = (value.view(1, -1, 1, 1, 1).to(video) for value in (vae.latents_mean, vae.latents_std))
+        return vae.decode(video * std / vae.config.scaling_factor + mean, None, return_dict=False)[0]
+
+    @classmethod
+    def _grid(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:
+        """(frames, rows, columns) of the video's tokens."""
+        return (frames - 1) // cls.temporal_stride + 1, height // cls.vae_stride, width // cls.vae_stride
+
+    @classmethod
+    def _video_tokens(cls, height: int, width: int, frames: int) -> int:
+        grid = cls._grid(height, width, frames)
+        return grid[0] * grid[1] * grid[2]
+
+    @classmethod
+    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
+        sound = round(frames / FRAMES_PER_SECOND * SOUNDS_PER_SECOND)
+        return cls._video_tokens(height, width, frames) + sound, cls.channels
+
+    def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
+        """mu, linear in the number of the video's tokens, between the pipeline's own bounds (Lightricks/LTX-2)."""
+        bounds = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
+        return float(calculate_shift(self.drawn, *(config.get(name, usual) for name, usual in bounds.items())))
