@@ -54,10 +54,10 @@ class LpipsSimilarity:
     ) -> None:
         if side < 64:
             raise ValueError(f"side = {side}: AlexNet's last features need at least 64 pixels.")
-        self._distance = _LPIPS(net="alex", pnet_rand=True)  # the library would download the weights by itself
         with checkpoint(path, build, _make_alexnet) as source:
             file = Path(source).expanduser() / (_TINY_FILE if build == "tiny" else "")
             weights = read_state(file, "give `path` the file alexnet-owt-7be5be79.pth of download.pytorch.org/models")
+        self._distance = _LPIPS(net="alex", pnet_rand=True)  # else the library would download them by itself
         features = self._distance.net
         try:
             own = {name: weights[f"features.{name.partition('.')[2]}"] for name in features.state_dict()}

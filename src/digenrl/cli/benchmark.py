@@ -236,7 +236,8 @@ class RankLost(RuntimeError):
 def _other_ranks(work: Work) -> Iterator[Callable[[float | None], None]]:
     """Processes that do the shares of ranks 1 and up, until the body is left. What it gets raises what became of one
     that failed, and waits so many seconds for news (None: until all are done)."""
-    context, waiting, processes = get_context("spawn"), dict[Any, int](), []
+    context, processes = get_context("spawn"), list[Any]()
+    waiting: dict[Any, int] = {}
     for rank in range(1, work.ranks):
         ours, theirs = context.Pipe(duplex=False)
         processes.append(context.Process(target=_other_rank, args=(work, rank, theirs), daemon=True))
@@ -246,6 +247,7 @@ def _other_ranks(work: Work) -> Iterator[Callable[[float | None], None]]:
 
     def news(timeout_s: float | None) -> None:
         while waiting and (ready := connection.wait([*waiting], timeout_s)):
+            pipe: Any
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
