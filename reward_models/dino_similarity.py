@@ -1,7 +1,6 @@
 """Preservation: how alike sample and source are place by place, by a DINOv2's patch features (arXiv:2304.07193).
 
-Where CLIP's embedding says what a picture shows, patches say where. A prompt may name the region that may change, as
-metadata `region: [left, top, right, bottom]` in shares of width and height; the patches in it do not count.
+Where CLIP's embedding says what a picture shows, patches say where. Those in the prompt's region do not count.
 A copy of the source scores 1, so it belongs beside a reward of what should have changed.
 """
 
@@ -17,6 +16,7 @@ from torchvision.transforms.v2 import functional as pixels
 
 from digenrl.rewards.protocol import as_rgb, require_images, resolve_device, sample_frames, source_images
 from digenrl.types import Prompt
+from reward_models.region import outside
 from reward_models.weights import checkpoint, module_digest
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -64,7 +64,7 @@ class DinoSimilarity:
         """Raise ValueError for a prompt without `image`, or with a `region` that is none or everything."""
         require_images(prompts, "image")
         for prompt in prompts:
-            _outside(prompt, 16)
+            outside(prompt, 16, 16)
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -72,8 +72,9 @@ class DinoSimilarity:
         sampled = sample_frames(media, self._frames)
         own = self._features(sampled.flatten(0, 1)).unflatten(0, sampled.shape[:2])
         sources = self._features(source_images(media, prompts))[:, None]
-        outside = torch.stack([_outside(prompt, self._patches) for prompt in prompts]).to(own)[:, None]
-        return ((own * sources).sum(-1) * outside).sum(-1).div(outside.sum(-1)).mean(1)
+        places = [outside(prompt, self._patches, self._patches).flatten() for prompt in prompts]
+        counted = torch.stack(places).to(own)[:, None]
+        return ((own * sources).sum(-1) * counted).sum(-1).div(counted.sum(-1)).mean(1)
 
     def _features(self, pictures: Tensor) -> Tensor:
         """Unit patch features [N, patches^2, D] fp32, row by row."""
@@ -85,22 +86,6 @@ class DinoSimilarity:
             seen = self._model(pixel_values=pixels.normalize(square, MEAN, STD).to(self._dtype)).last_hidden_state
             found.append(functional.normalize(seen[:, 1:].float(), dim=-1))  # the first one stands for the picture
         return torch.cat(found)
-
-
-def _outside(prompt: Prompt, patches: int) -> Tensor:
-    """[patches^2]: 1 for patches whose centre lies outside of the prompt's region, else 0."""
-    region = prompt.metadata.get("region")
-    if region is None:
-        return torch.ones(patches * patches)
-    if not (isinstance(region, list) and len(region) == 4 and all(isinstance(edge, int | float) for edge in region)):
-        raise ValueError(f"region = {region!r:.60}: give [left, top, right, bottom] in shares of width and height.")
-    left, top, right, bottom = region
-    centres = (torch.arange(patches) + 0.5) / patches
-    rows, columns = (centres >= top) & (centres < bottom), (centres >= left) & (centres < right)
-    outside = ~(rows[:, None] & columns).flatten()
-    if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1) or not outside.any():
-        raise ValueError(f"region = {region}: needs 0 <= left < right <= 1, 0 <= top < bottom <= 1 and a rest.")
-    return outside.float()
 
 
 def _make_dino(directory: Path) -> None:

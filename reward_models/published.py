@@ -15,6 +15,9 @@ WEIGHTS: dict[str, dict[str, str]] = {
         "tokenizer": "hf download google-bert/bert-base-uncased",
     },
     "reward_models.image_similarity.ImageSimilarity": {"path": "hf download openai/clip-vit-large-patch14"},
+    "reward_models.lpips_similarity.LpipsSimilarity": {
+        "path": "curl -O https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
+    },
     "reward_models.pickscore.PickScore": {"path": "hf download yuvalkirstain/PickScore_v1"},
 }
 """`_target_` of a scorer or statistic -> argument that says where weights are -> where they come from."""

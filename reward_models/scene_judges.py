@@ -4,6 +4,7 @@ The reward is a detector that can be verified by hand: connected objects, their 
 their places. It is a share of assertions, so that half a scene scores half. The held-out judge is a small network that
 learned from real scenes alone, sees whole pictures, and shares nothing with the detector; it is never optimised, so a
 rise of the detector that it does not follow is reward hacking. Neither sees collapse: `SceneStatistics` does.
+What a prompt asserts is its `target`, where it has one (an edit), else its text.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class _Reads24x24:
             raise ValueError(f"scene judges read pictures [b, 3, 24, 24], got {list(media.shape)}; use model=scenes")
         if len(prompts) != len(media):
             raise ValueError(f"{len(media)} pictures but {len(prompts)} prompts; give one prompt per picture")
-        scenes = [asked_scene(prompt.text) for prompt in prompts]
+        scenes = [asked_scene(prompt.target or prompt.text) for prompt in prompts]
         return self.judge(media.detach().to("cpu", torch.float32), scenes)
 
     def judge(self, pictures: Tensor, scenes: Sequence[Scene]) -> Tensor:
@@ -201,7 +202,7 @@ class SceneStatistics:
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Statistics of pictures [N, 3, 24, 24] in [0, 1] and their N prompts."""
         pictures = media.detach().to("cpu", torch.float32)
-        scenes = [asked_scene(prompt.text) for prompt in prompts]
+        scenes = [asked_scene(prompt.target or prompt.text) for prompt in prompts]
         seen = torch.tensor([scene.seen for scene in scenes])
         numbers: dict[str, float] = {}
         for name, judge in (("perfect", SceneDetector(perfect=True)), ("judge", SceneJudge())):

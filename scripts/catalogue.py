@@ -26,8 +26,8 @@ _HACKED = """
 ## How each is hacked
 
 What a policy finds when a reward is all that counts: by what the reward measures, and by what papers report. Of these,
-only the digits and the scenes were watched here. Against it: a KL weight, a `heldout:` reward of another kind, a
-mixture, and looking at the report's best and worst.
+only the digits, the scenes and their edits were watched here. Against it: a KL weight, a `heldout:` reward of another
+kind, a mixture, and looking at the report's best and worst.
 
 | reward | what pleases it | what it does not see |
 |---|---|---|
@@ -38,9 +38,11 @@ _PLEASED = (
     ("clip_score", "nouns of the prompt as textures, or written into the picture", "which thing has which colour"),
     ("ocr`, `ocr_clip", "letters that fill the picture, the word alone", "the scene around them, beauty"),
     ("edits", "the asked change and nothing else that its pixels measure", "an edit that is right in another way"),
+    ("lpips", "a copy of the source", "whether what was asked for is done: it belongs beside a reward of that"),
     ("video_quality", "sharpened frames that drift slowly", "the prompt, and whether anything happens"),
     ("vlm_judge`, `edit_judge", "text in the picture that says what is asked for", "what its question leaves out"),
     ("jpeg", "flat, smooth areas: it is a toy", "the prompt"),
+    ("scenes_edit", "colours brighter than those asked for", "how exact a colour is"),
     ("digits`, `scenes", "one picture a prompt, the same places each time", "diversity; both report it beside"),
 )
 

@@ -10,14 +10,18 @@ import yaml
 from safetensors.torch import load_file
 
 from digenrl.cli import pretrain_scenes
-from digenrl.cli.pretrain_scenes import Settings, pretrain_base, sample_scenes
+from digenrl.cli.pretrain_scenes import Settings, pretrain_base, sample_edits, sample_scenes
+from digenrl.data import load_prompts
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
-from digenrl.models.scenes import BASE_FILE, ScenesPolicy, pack, text_features
+from digenrl.models.scenes import BASE_FILE, EDIT_BASE_FILE, ScenesEditPolicy, ScenesPolicy, pack, text_features
+from digenrl.rewards.protocol import source_images
 from digenrl.types import CellBlock, Prompt
-from reward_models.drawn_scenes import SCENES, draw, draw_places, draw_scenes
-from reward_models.scene_judges import JUDGE_FILE, SceneDetector, SceneStatistics, spread
+from reward_models.drawn_edits import EDITS
+from reward_models.drawn_scenes import PAPER, SCENES, draw, draw_places, draw_scenes
+from reward_models.scene_edits import SAME
+from reward_models.scene_judges import JUDGE_FILE, OFF_PAPER, SceneDetector, SceneStatistics, spread
 
 LORA = yaml.safe_load((Path(__file__).parents[2] / "configs/model/scenes.yaml").read_text())["lora"]
 
@@ -54,13 +58,36 @@ def test_the_committed_base_model_is_sharp_and_diverse_and_follows_half_of_the_p
     assert BASE_FILE.stat().st_size + JUDGE_FILE.stat().st_size < 4 * 2**20
 
 
-def test_replay_is_bit_equal_to_sampling() -> None:
-    policy, kernel = ScenesPolicy(lora=LORA), FlowSDE(1.0)
+def test_the_committed_edit_base_keeps_the_rest_and_leaves_the_edit_to_learn() -> None:
+    edits = list(EDITS[::23])
+    sources, pictures = sample_edits(ScenesEditPolicy(), edits, steps=6)
+    right = SceneDetector(perfect=True).judge(pictures, [edit.after for edit in edits])
+    assert 0.35 <= right.mean() <= 0.75
+    paper = (sources - PAPER[:, None, None]).norm(dim=1) < OFF_PAPER
+    assert ((pictures - sources).norm(dim=1) < SAME)[paper].float().mean() > 0.98
+    assert EDIT_BASE_FILE.stat().st_size < 4 * 2**20
+
+
+def test_the_picture_is_part_of_what_is_encoded() -> None:
+    policy, prompts = ScenesEditPolicy(), load_prompts("drawn_edits.jsonl")
+    twice = next(p for p in prompts if p.text == prompts[0].text and p.images != prompts[0].images)
+    condition = policy.encode([prompts[0], twice])
+    assert torch.equal(condition["text"][0], condition["text"][1])
+    assert not torch.equal(condition["image"][0], condition["image"][1])
+    source = source_images(torch.zeros(1, 3, 24, 24), [twice])
+    assert torch.allclose(policy.decode(condition["image"][1:]), source, atol=1e-6)
+    with pytest.raises(ValueError, match="scenes_edit takes 1 images of role image, the prompt has 0"):
+        policy.encode([Prompt("make the circle green")])
+
+
+@pytest.mark.parametrize("family", [ScenesPolicy, ScenesEditPolicy])
+def test_replay_is_bit_equal_to_sampling(family: type[ScenesPolicy]) -> None:
+    policy, kernel = family(lora=LORA), FlowSDE(1.0)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in policy.trained_parameters().values():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    prompt, grid = Prompt("a red circle above a blue square"), policy.sigma_grid(6)
+    prompt, grid = load_prompts("drawn_edits.jsonl")[0], policy.sigma_grid(6)
     condition, plan = policy.encode([prompt]), AllButLast().plan(0, 0, 6)
     samples = denoise.sample(
         policy, condition, denoise.SampleKey(0, 0, prompt.uid, tuple(range(16))), grid, kernel, plan
@@ -85,12 +112,15 @@ def test_bad_arguments_name_value_and_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_training_in_pieces_ends_where_training_at_once_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("task", ["scenes", "edits"])
+def test_training_in_pieces_ends_where_training_at_once_does(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pretrain_scenes, "CHUNK", 16)  # put away after every second step
-    whole = pretrain_base(Settings(steps=4, batch=8), tmp_path / "whole")
+    whole = pretrain_base(Settings(task=task, steps=4, batch=8), tmp_path / "whole")
     pieces = None
     for _ in range(4):
-        pieces = pieces or pretrain_base(Settings(steps=4, batch=8, budget_s=1e-9), tmp_path / "state")
+        pieces = pieces or pretrain_base(Settings(task=task, steps=4, batch=8, budget_s=1e-9), tmp_path / "state")
     assert whole is not None
     assert pieces is not None
     for left, right in zip(whole.parameters(), pieces.parameters(), strict=True):

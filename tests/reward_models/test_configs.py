@@ -13,7 +13,7 @@ from digenrl.types import Prompt
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "reward"
 NEEDS_A_SERVICE = {"remote", "vlm_judge", "edit_judge"}
-OF_ONE_MODEL = {"digits", "scenes", "mixture"}
+OF_ONE_MODEL = {"digits", "scenes", "scenes_edit", "mixture"}
 NAMES = sorted({path.stem for path in CONFIGS.glob("[a-z]*.yaml")} - OF_ONE_MODEL)
 EDITS = load_prompts("edits.jsonl")[:2]
 PROMPTS = [Prompt(f'a sign "{word}"', images=e.images) for word, e in zip(("OPEN", "SHUT"), EDITS, strict=True)]

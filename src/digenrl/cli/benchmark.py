@@ -7,6 +7,7 @@
 Prompts are your copy of the suite's published file. Images of the base model and, unless step=base, of a checkpoint,
 from the same noise, are written as the suite's own tool reads them; those that are there are not made again. GenEval's
 rules score them with a detector of yours, embedded scenes with their own; reward=NAME scores any suite with a reward.
+ranks=N processes share the prompts, a GPU each; the numbers are those of one. What was killed goes on where it was.
 Further key=value change the run's configuration. The last line of standard output is the path of benchmark.json.
 """
 
@@ -14,10 +15,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +32,7 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from digenrl import config as configuration
-from digenrl.cli.evaluate import NoCheckpoint, last_checkpoint, mirrored, restore
+from digenrl.cli.evaluate import NoCheckpoint, mirrored, restore
 from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
 from digenrl.config.stored import read_stored
 from digenrl.record.run_dir import replaced, write_json
@@ -40,6 +46,8 @@ if TYPE_CHECKING:
 RESULT = "benchmark.json"
 SETTINGS = "settings.json"
 IMAGES = "images.jsonl"
+SCORES = "scores"
+"""Beside the images' folders: a file for each prompt that is scored, until all are."""
 MOST_FRAMES, MOST_PIXELS = 1 << 12, 1 << 30
 """Of a file that this command has written itself."""
 
@@ -66,6 +74,58 @@ class Request(Arguments):
     counting_threshold: float = Field(0.9, ge=0, le=1, description="geneval: the same for prompts that count")
     max_overlap: float = Field(1.0, ge=0, le=1, description="geneval: of boxes that overlap more the surest stays")
     reward: str | None = Field(None, description="option of the group `reward` that scores the images; null: the rules")
+    ranks: int | None = Field(None, ge=1, description="processes that share the prompts; null: one for each GPU")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be made and scored, as every rank is told."""
+
+    request: Request
+    words: tuple[str, ...]
+    config: Any
+    suite: Suite
+    items: tuple[Item, ...]
+    samples: int
+    """Of each prompt."""
+    folders: dict[str, Path]
+    """Name of the model, the base first -> where its images are."""
+    checkpoint: Path | None
+    """Of the other model."""
+    ranks: int
+
+    @property
+    def scored_by(self) -> str | None:
+        """What scores the images; None: nothing here does."""
+        request = self.request
+        if request.reward:
+            return f"reward={request.reward}"
+        if self.suite.name == "scenes":
+            return "GenEval's rules over the detector of the drawn scenes"
+        if self.suite.name == "geneval" and request.detector:
+            keys = ("detector", "colours", "threshold", "counting_threshold", "max_overlap")
+            return f"GenEval's rules over {' '.join(f'{key}={getattr(request, key)}' for key in keys)}"
+        return None
+
+    def files(self, folder: Path, item: Item) -> list[Path]:
+        """The files of a prompt, in order."""
+        number = self.samples if "{sample" in self.suite.kind.layout else 1
+        names = (self.suite.kind.layout.format(key=item.key, prompt=item.prompt, sample=i) for i in range(number))
+        return [folder / name for name in names]
+
+    def note(self, folder: Path, item: Item) -> Path:
+        """Where the scores of a prompt are kept until all have some."""
+        return folder.parent / SCORES / folder.name / f"{item.key}.json"
+
+    def scores(self, folder: Path, item: Item) -> list[tuple[float, str]] | None:
+        """Score and reason of each image of a prompt; None: not scored, or by something else."""
+        try:
+            note = json.loads(self.note(folder, item).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        if note["by"] != self.scored_by:
+            return None
+        return [(math.nan if value is None else value, reason) for value, reason in note["scores"]]
 
 
 def benchmark(request: Request, words: Sequence[str] = ()) -> Path:
@@ -92,36 +152,138 @@ def benchmark(request: Request, words: Sequence[str] = ()) -> Path:
     samples = request.samples or suite.kind.samples
     above = Path("outputs/benchmark", config.experiment_name) if request.run is None else request.run / "benchmark"
     out = (request.out or above) / suite.name
-    with ExitStack() as stack:
-        score = _scorer(request, suite, words, stack)
-        checkpoint = None if request.step == "base" else _checkpoint(composed.run_dir, request.step)
-        folders = {"base": out / "base"}
-        if checkpoint is not None:
-            folders[f"step-{checkpoint[1]:06d}"] = out / f"step-{checkpoint[1]:06d}"
-        for folder in folders.values():
-            settings: dict[str, Any] = {"digest": suite.digest, "samples": samples, "seed": request.seed}
-            for group in ("model", "sampling"):
-                settings |= {f"{group}.{key}": value for key, value in _plain(config[group]).items()}
-            settings["weights"] = "base" if folder.name == "base" else _identity(composed.run_dir, folder.name)
-            _same_settings(folder, settings)
-        _make(folders, suite, items, samples, request.seed, config, checkpoint)
-        result: dict[str, Any] = {
-            "suite": suite.name,
-            "digest": suite.digest,
-            "published": suite.published,
-            "run": request.run and composed.run_dir,
-            "prompts": len(items),
-            "samples_per_prompt": samples,
-            "seed": request.seed,
-            "scored_by": _scored_by(request, suite),
-            "official": {name: suite.kind.then.format(folder=folder) for name, folder in folders.items()},
-        }
-        if score is not None:
-            result |= _scored(folders, suite, items, samples, score, request.reward is None)
-    for line in _table(result) if score else [f"official scores: {line}" for line in result["official"].values()]:
+    checkpoint = None if request.step == "base" else _checkpoint(composed.run_dir, request.step)
+    folders = {name: out / name for name in ("base", *([] if checkpoint is None else [_name(checkpoint)]))}
+    ranks = _ranks(request.ranks, len(items))
+    work = Work(request, tuple(words), config, suite, items, samples, folders, checkpoint, ranks)
+    for name, folder in folders.items():
+        settings: dict[str, Any] = {"digest": suite.digest, "samples": samples, "seed": request.seed}
+        for group in ("model", "sampling"):
+            settings |= {f"{group}.{key}": value for key, value in _plain(config[group]).items()}
+        settings["weights"] = "base" if checkpoint is None or name == "base" else _identity(checkpoint)
+        _same_settings(folder, settings)
+    with _other_ranks(work) as others:
+        share(work, 0, others)
+        others(None)
+    result: dict[str, Any] = {
+        "suite": suite.name,
+        "digest": suite.digest,
+        "published": suite.published,
+        "run": request.run and composed.run_dir,
+        "prompts": len(items),
+        "samples_per_prompt": samples,
+        "seed": request.seed,
+        "scored_by": work.scored_by,
+        "official": {name: suite.kind.then.format(folder=folder) for name, folder in folders.items()},
+    }
+    if work.scored_by is not None:
+        result |= _numbers_of(work)
+        shutil.rmtree(out / SCORES)
+    for line in _table(result) if work.scored_by else [f"official scores: {v}" for v in result["official"].values()]:
         print(line, file=sys.stderr)
     write_json(out / RESULT, result)
     return out / RESULT
+
+
+def share(work: Work, rank: int, between: Callable[[float], None]) -> None:
+    """Make the missing images of every `ranks`-th prompt, and score those that no rank has scored yet; `between` is
+    called before each prompt.
+
+    Raises as `benchmark` does.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the ranks of a run: the same bits
+    import torch
+
+    from digenrl import devices
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    devices.take(rank)
+    own = work.items[rank :: work.ranks]
+    with ExitStack() as stack:
+        score = _scorer(work, stack)
+        _make(work, own, rank, between)
+        if score is None:
+            return
+        for folder in work.folders.values():
+            for item in own:
+                if work.scores(folder, item) is None:
+                    between(0.0)
+                    found = score(item, _images(work.files(folder, item), work.samples))
+                    note = work.note(folder, item)
+                    note.parent.mkdir(parents=True, exist_ok=True)
+                    write_json(note, {"by": work.scored_by, "scores": found})
+
+
+def _ranks(asked: int | None, prompts: int) -> int:
+    """How many processes share the prompts.
+
+    Raises:
+        SuiteError: more than there are GPUs.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if asked is not None and 0 < gpus < asked:
+        raise SuiteError(f"ranks={asked}: this machine has {gpus} GPUs, and each process takes one; lower it.")
+    return min(asked or max(1, gpus), prompts)
+
+
+class RankLost(RuntimeError):
+    """Another process of the benchmark failed; images and scores so far are kept."""
+
+
+@contextmanager
+def _other_ranks(work: Work) -> Iterator[Callable[[float | None], None]]:
+    """Processes that do the shares of ranks 1 and up, until the body is left. What it gets raises what became of one
+    that failed, and waits so many seconds for news (None: until all are done)."""
+    context, processes = get_context("spawn"), list[Any]()
+    waiting: dict[Any, int] = {}
+    for rank in range(1, work.ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=_other_rank, args=(work, rank, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        waiting[ours] = rank
+
+    def news(timeout_s: float | None) -> None:
+        while waiting and (ready := connection.wait([*waiting], timeout_s)):
+            pipe: Any
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    kind, told = pipe.recv()
+                except EOFError:
+                    processes[rank - 1].join()
+                    code = processes[rank - 1].exitcode
+                    kind, told = RankLost, f"it died (exit code {code}); the same command goes on where it was"
+                if told:
+                    raise kind(f"rank {rank}: {told}")
+
+    try:
+        yield news
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _other_rank(work: Work, rank: int, pipe: connection.Connection) -> None:
+    """The whole of another process: its share; then what went wrong, or nothing, is sent."""
+
+    def between(_: float) -> None:
+        if not (parent := parent_process()) or not parent.is_alive():
+            raise SystemExit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all, and the first rank ends the others
+    try:
+        share(work, rank, between)
+        answer: tuple[type[Exception], str] = (RankLost, "")
+    except (ValueError, OSError) as error:
+        answer = (SuiteError, str(error))
+    except Exception as error:
+        answer = (RankLost, f"{type(error).__name__}: {error}")
+    with suppress(OSError):  # nobody listens any more
+        pipe.send(answer)
 
 
 def _plain(group: Any) -> dict[str, Any]:
@@ -129,21 +291,9 @@ def _plain(group: Any) -> dict[str, Any]:
     return dict(plain)
 
 
-def _scored_by(request: Request, suite: Suite) -> str | None:
-    if request.reward:
-        return f"reward={request.reward}"
-    if suite.name == "scenes":
-        return "GenEval's rules over the detector of the drawn scenes"
-    if suite.name == "geneval" and request.detector:
-        return (
-            f"GenEval's rules over detector={request.detector} threshold={request.threshold} counting_threshold="
-            + str(request.counting_threshold)
-        )
-    return None
-
-
-def _scorer(request: Request, suite: Suite, words: Sequence[str], stack: ExitStack) -> Scorer | None:
+def _scorer(work: Work, stack: ExitStack) -> Scorer | None:
     """What scores the images; None: nothing here does."""
+    request, suite, words = work.request, work.suite, work.words
     if request.reward is not None:
         from digenrl.cli.score import reward_config, reward_suite
         from digenrl.rewards.suite import combine
@@ -182,27 +332,36 @@ def _scorer(request: Request, suite: Suite, words: Sequence[str], stack: ExitSta
     return by_rules
 
 
-def _checkpoint(run_dir: Path, step: str) -> tuple[dict[str, Any], int]:
-    """The checkpoint `step` (last, or its RL step) and its RL step. Raises NoCheckpoint."""
-    from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, step_of
+def _checkpoint(run_dir: Path, step: str) -> Path:
+    """The whole checkpoint `step` (last, or its RL step). Raises NoCheckpoint."""
+    from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, verify
 
-    if step == "last":
-        return last_checkpoint(run_dir)
-    there = {step_of(folder): folder for folder in (run_dir / "checkpoints").glob("step-*")}
-    if int(step) not in there:
-        names = ", ".join(map(str, sorted(there))) or "none"
-        raise NoCheckpoint(f"step={step}: {run_dir} keeps no checkpoint of it; there are: {names}.")
+    folder = run_dir / "checkpoints"
+    there = {str(step_of(found)): found for found in folder.glob("step-*")}
     try:
-        return DirectoryCheckpointIO().load_checkpoint(there[int(step)]), int(step)
+        if step == "last":
+            return newest_valid(folder, say=partial(print, file=sys.stderr))
+        if step not in there:
+            names = ", ".join(sorted(there, key=int)) or "none"
+            raise NoCheckpoint(f"step={step}: {run_dir} keeps no checkpoint of it; there are: {names}.")
+        verify(there[step])
+        return there[step]
     except CheckpointError as error:
         raise NoCheckpoint(str(error)) from error
 
 
-def _identity(run_dir: Path, name: str) -> str:
+def _name(checkpoint: Path) -> str:
+    """Of the folder of its images."""
+    from digenrl.strategy.checkpoint_io import step_of
+
+    return f"step-{step_of(checkpoint):06d}"
+
+
+def _identity(checkpoint: Path) -> str:
     """A digest of a checkpoint's content."""
     from digenrl.strategy.checkpoint_io import MANIFEST
 
-    return str(json.loads((run_dir / "checkpoints" / name / MANIFEST).read_text())["xxh3"])
+    return str(json.loads((checkpoint / MANIFEST).read_text())["xxh3"])
 
 
 def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -223,25 +382,11 @@ def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
     write_json(note, settings)
 
 
-def _files(folder: Path, suite: Suite, item: Item, samples: int) -> list[Path]:
-    """The files of a prompt, in order."""
-    number = samples if "{sample" in suite.kind.layout else 1
-    return [folder / suite.kind.layout.format(key=item.key, prompt=item.prompt, sample=i) for i in range(number)]
-
-
-def _make(
-    folders: dict[str, Path],
-    suite: Suite,
-    items: Sequence[Item],
-    samples: int,
-    seed: int,
-    config: Any,
-    checkpoint: tuple[dict[str, Any], int] | None,
-) -> None:
-    """Write the images that are missing, the base model's first."""
+def _make(work: Work, own: Sequence[Item], rank: int, between: Callable[[float], None]) -> None:
+    """Write the images of `own` prompts that are missing, the base model's first."""
     missing = {
-        name: [item for item in items if not all(path.exists() for path in _files(folder, suite, item, samples))]
-        for name, folder in folders.items()
+        name: [item for item in own if not all(path.exists() for path in work.files(folder, item))]
+        for name, folder in work.folders.items()
     }
     if not any(missing.values()):
         return
@@ -250,22 +395,26 @@ def _make(
 
     from digenrl.rollout.engine import ode_samples
     from digenrl.run import sampling_spec
+    from digenrl.strategy.checkpoint_io import read
     from digenrl.types import Prompt
 
-    policy = configuration.instantiate(config.model)
-    module = configuration.instantiate(config.algorithm, policy=policy)
+    policy = configuration.instantiate(work.config.model)
+    module = configuration.instantiate(work.config.algorithm, policy=policy)
     module.to("cuda" if torch.cuda.is_available() else "cpu")
-    for name, folder in folders.items():
+    sampling, seed = sampling_spec(work.config), work.request.seed
+    for name, folder in work.folders.items():
         if name != "base":
-            assert checkpoint is not None
-            restore(module, checkpoint[0])
+            assert work.checkpoint is not None
+            restore(module, read(work.checkpoint))
         with nullcontext() if name == "base" else module.averaged():
             for done, item in enumerate(missing[name]):
-                media, _ = ode_samples(policy.eval(), sampling_spec(config), [Prompt(item.prompt)], samples, seed)
-                _write(_files(folder, suite, item, samples), media, suite, item)
-                if sys.stderr.isatty():
+                between(0.0)
+                media, _ = ode_samples(policy.eval(), sampling, [Prompt(item.prompt)], work.samples, seed)
+                _write(work.files(folder, item), media, work.suite, item)
+                if rank == 0 and sys.stderr.isatty():
                     print(f"\r{name}: {done + 1} of {len(missing[name])} prompts", end="", file=sys.stderr)
-        print(f"{name}: {len(missing[name])} of {len(items)} prompts sampled, in {folder}", file=sys.stderr)
+        told = f" by rank {rank} of {work.ranks}" if work.ranks > 1 else ""
+        print(f"{name}: {len(missing[name])} of {len(own)} prompts sampled{told}, in {folder}", file=sys.stderr)
 
 
 def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item) -> None:
@@ -300,18 +449,15 @@ def _images(files: Sequence[Path], samples: int) -> list[Tensor]:
     return [tile for row in media[0].chunk(rows, 1) for tile in row.chunk(columns, 2)][:samples]
 
 
-def _scored(
-    folders: dict[str, Path], suite: Suite, items: Sequence[Item], samples: int, score: Scorer, rules: bool
-) -> dict[str, Any]:
+def _numbers_of(work: Work) -> dict[str, Any]:
     """The numbers of benchmark.json; a line for each image in `images.jsonl` of each folder."""
     values: dict[str, dict[str, float]] = {}
     models: dict[str, Any] = {}
-    for name, folder in folders.items():
+    for name, folder in work.folders.items():
         lines: list[dict[str, Any]] = []
         values[name] = {}
-        for item in items:
-            files = _files(folder, suite, item, samples)
-            scores = score(item, _images(files, samples))
+        for item in work.items:
+            files, scores = work.files(folder, item), work.scores(folder, item) or []
             for row, (value, reason) in enumerate(scores):
                 file = files[min(row, len(files) - 1)].relative_to(folder)
                 facts = {"file": str(file), "sample": row, "tags": item.tags, "prompt": item.prompt}
@@ -320,14 +466,14 @@ def _scored(
                 values[name][item.key] = fmean(there)
         with replaced(folder / IMAGES) as unfinished:
             unfinished.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-        estimate = of_shares if rules else of_values
-        tags = _by_tag(items, values[name], estimate)
+        estimate = of_shares if work.request.reward is None else of_values
+        tags = _by_tag(work.items, values[name], estimate)
         models[name] = _numbers(tags) | {"folder": folder, "missing": sum(line["score"] is None for line in lines)}
     result: dict[str, Any] = {"models": models}
     if len(values) == 2:
         before, after = values.values()
         both = {key: after[key] - before[key] for key in after.keys() & before.keys()}
-        result["difference"] = _numbers(_by_tag(items, both, of_values))
+        result["difference"] = _numbers(_by_tag(work.items, both, of_values))
     return result
 
 

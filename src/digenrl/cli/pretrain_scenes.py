@@ -1,9 +1,11 @@
 """`make pretrain-scenes`: train the scenes base model and its judge again, into the files that the repository commits.
 
     python -m digenrl.cli.pretrain_scenes [key=value ...]
+    python -m digenrl.cli.pretrain_scenes task=edits steps=1664 decay_steps=2600 wrong_captions=0.4 wrong_from=1344
 
 Deterministic on one machine with one thread; about fifteen minutes on one core, which `budget_s` cuts into pieces: the
-same command then goes on. `wrong_captions` sets how much reinforcement learning has left to improve.
+same command then goes on. `wrong_captions` sets how much reinforcement learning has left to improve. task=edits trains
+the base of the edits, which begins as that of the scenes; they share the judge.
 """
 
 from __future__ import annotations
@@ -14,19 +16,20 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from digenrl.cli.pretrain import save
 from digenrl.config.help import Arguments, own_command
-from digenrl.config.schema import AtLeast1, File, Positive, Share
+from digenrl.config.schema import AtLeast0, AtLeast1, File, Positive, Share
 
 if TYPE_CHECKING:  # torch is imported only when the settings are read
     import torch
     from torch import Tensor
 
-    from digenrl.models.scenes import ScenesPolicy
+    from digenrl.models.scenes import ScenesEditPolicy, ScenesPolicy
+    from reward_models.drawn_edits import Edit
     from reward_models.drawn_scenes import Kind, Scene
 
 CHUNK = 2048
@@ -39,10 +42,13 @@ MUON_LR = 6e-3
 class Settings(Arguments):
     """What the command line may set."""
 
+    task: Literal["scenes", "edits"] = Field("scenes", description="whose base model; scenes: and the judge")
     base: File | None = Field(None, description="where the base model is written; null: the committed file")
     judge: File | None = Field(None, description="where the judge is written; null: the committed file")
-    wrong_captions: Share = Field(0.2, description="share of the captions that are wrong in one word")
+    wrong_captions: Share = Field(0.2, description="share of the captions that are wrong in one word, or of the edits")
+    wrong_from: AtLeast0 = Field(0, description="step before which half as many are wrong, so that words are learned")
     steps: AtLeast1 = Field(3200, description="optimizer steps of the base model")
+    decay_steps: AtLeast1 | None = Field(None, description="of the base, over which the rate falls; null: all")
     judge_steps: AtLeast1 = Field(2400, description="optimizer steps of the judge")
     batch: AtLeast1 = Field(64, description="pictures of a step of the base model")
     lr: Positive = Field(2e-3, description="learning rate at its peak, of what Muon does not train")
@@ -51,8 +57,8 @@ class Settings(Arguments):
 
 
 def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
-    """Flow matching on scenes drawn for it: regress eps - x0 at sigma ~ shift(logit-normal(0, 1)), of captions of which
-    a share is wrong in one word. The result is the moving average of the weights.
+    """Flow matching on scenes or edits drawn for it: regress eps - x0 at sigma ~ shift(logit-normal(0, 1)), of captions
+    of which a share is wrong. The result is the moving average of the weights.
 
     None: `settings.budget_s` is spent; the state lies in `unfinished`, and the next call goes on from there.
     """
@@ -60,11 +66,12 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
     from torch.nn import functional
 
     from digenrl.diffusion.sigmas import static_shift
-    from digenrl.models.scenes import ScenesPolicy, text_features
-    from reward_models.drawn_scenes import SCENES
+    from digenrl.models.scenes import ScenesEditPolicy, ScenesPolicy
 
     started = time.monotonic()
-    policy = ScenesPolicy(path="random", seed=settings.seed)
+    editing = settings.task == "edits"
+    policy = _with_scenes(ScenesEditPolicy("random")) if editing else ScenesPolicy("random", seed=settings.seed)
+    drawn = _edited if editing else _captioned
     network = policy.transformer
     matrices = [p for n, p in network.named_parameters() if p.ndim == 2 and "blocks." in n]
     inner = {id(parameter) for parameter in matrices}
@@ -75,13 +82,14 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
     ]
 
     def rate(step: int) -> float:
-        return min(1.0, (step + 1) / 100) * (0.515 + 0.485 * math.cos(math.pi * step / settings.steps))
+        done = min(1.0, step / (settings.decay_steps or settings.steps))
+        return min(1.0, (step + 1) / 100) * (0.515 + 0.485 * math.cos(math.pi * done))
 
     rates = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     parts: list[Any] = [*optimizers, *rates]
     average = {name: value.clone() for name, value in network.state_dict().items()}
     generator = torch.Generator().manual_seed(settings.seed)
-    chunk: tuple[Tensor, Tensor] | None = None
+    chunk: tuple[Tensor, dict[str, Tensor]] | None = None
     first, losses = 0, list[float]()
     if unfinished.exists():
         state = torch.load(unfinished, weights_only=True)
@@ -90,7 +98,6 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
         generator.set_state(state["generator"])
         for part, saved in zip(parts, state["parts"], strict=True):
             part.load_state_dict(saved)
-    conditions = text_features([scene.text for scene in SCENES])
     per_chunk = CHUNK // settings.batch
     for step in range(first, settings.steps):
         if chunk is None or step % per_chunk == 0:
@@ -108,12 +115,11 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
                 )
                 print(f"step {step}/{settings.steps}: the time is spent; the same command goes on", file=sys.stderr)
                 return None
-            chunk = _captioned(settings.wrong_captions, generator)
+            chunk = drawn(settings.wrong_captions * (1.0 if step >= settings.wrong_from else 0.5), generator)
         rows = slice(step % per_chunk * settings.batch, (step % per_chunk + 1) * settings.batch)
-        clean, captions = chunk[0][rows], chunk[1][rows]
+        clean, condition = chunk[0][rows], {key: value[rows] for key, value in chunk[1].items()}
         noise = torch.randn(clean.shape, generator=generator)
         sigmas = static_shift(torch.sigmoid(torch.randn(len(clean), generator=generator)), policy.shift)
-        condition = {key: value[captions] for key, value in conditions.items()}
         velocity = policy.velocity(torch.lerp(clean, noise, sigmas[:, None, None]), sigmas, condition)
         loss = functional.mse_loss(velocity, noise - clean)
         network.zero_grad()
@@ -133,14 +139,27 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
     return policy
 
 
-def _captioned(wrong: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Latents [CHUNK, 36, 48] of drawn scenes, and the index of each one's caption in SCENES."""
+def _with_scenes(policy: ScenesEditPolicy) -> ScenesEditPolicy:
+    """With the weights of the scenes' base, and none for the channels of the source."""
+    from safetensors.torch import load_file
+    from torch.nn.functional import pad
+
+    from digenrl.models.scenes import BASE_FILE
+
+    weights, name = load_file(BASE_FILE), "x_embedder.weight"
+    width = policy.transformer.get_parameter(name).shape[1]
+    weights[name] = pad(weights[name], (0, width - weights[name].shape[1]))
+    policy.transformer.load_state_dict(weights)
+    return policy
+
+
+def _captioned(wrong: float, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+    """Latents [CHUNK, 36, 48] of drawn scenes, and the conditioning that their captions make."""
     import torch
 
     from digenrl.models.scenes import pack
-    from reward_models.drawn_scenes import SCENES, draw_scenes, near_misses
+    from reward_models.drawn_scenes import draw_scenes, near_misses
 
-    numbers = {scene: index for index, scene in enumerate(SCENES)}
     scenes, pictures = draw_scenes(CHUNK, generator)
     mistaken = torch.rand(CHUNK, generator=generator) < wrong
     choice = torch.rand(CHUNK, generator=generator)
@@ -148,20 +167,69 @@ def _captioned(wrong: float, generator: torch.Generator) -> tuple[Tensor, Tensor
         near_misses(scene)[int(choice[row] * len(near_misses(scene)))] if mistaken[row] else scene
         for row, scene in enumerate(scenes)
     ]
-    return pack(pictures), torch.tensor([numbers[caption] for caption in captions])
+    return pack(pictures), _features([caption.text for caption in captions])
+
+
+def _edited(wrong: float, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+    """Latents [CHUNK, 36, 48] of edited scenes, and the conditioning of source and prompt; a third of the scenes has
+    one object, and of all edits a share `wrong` is one of the mistakes."""
+    import torch
+
+    from digenrl.models.scenes import pack
+    from reward_models.drawn_edits import EDITS
+    from reward_models.drawn_scenes import draw, draw_places
+
+    single = sum(len(edit.before.kinds) == 1 for edit in EDITS)  # they come first
+    plain = torch.randint(single, (CHUNK,), generator=generator)
+    pairs = torch.randint(single, len(EDITS), (CHUNK,), generator=generator)
+    chosen = torch.where(torch.rand(CHUNK, generator=generator) < 1 / 3, plain, pairs)
+    edits = [EDITS[int(row)] for row in chosen]
+    places = draw_places([edit.before for edit in edits], generator)
+    mistaken = torch.rand(CHUNK, generator=generator) < wrong
+    choice = torch.rand(CHUNK, generator=generator)
+    results = [
+        edit.mistakes[int(choice[row] * len(edit.mistakes))] if mistaken[row] else edit.after
+        for row, edit in enumerate(edits)
+    ]
+    before, after = (draw([scene.kinds for scene in s], places) for s in ([edit.before for edit in edits], results))
+    return pack(after), _features([edit.text for edit in edits]) | {"image": pack(before)}
+
+
+def _features(texts: Sequence[str]) -> dict[str, Tensor]:
+    """`text_features` of texts that recur."""
+    from digenrl.models.scenes import text_features
+
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    rows = [numbers[text] for text in texts]
+    return {key: value[rows] for key, value in text_features(list(numbers)).items()}
 
 
 def sample_scenes(policy: ScenesPolicy, scenes: list[Scene], steps: int, seed: int = 0) -> Tensor:
     """Pictures [N, 3, 24, 24] of N scenes by the plain Euler ODE."""
+    return _sampled(policy, _features([scene.text for scene in scenes]), steps, seed)
+
+
+def sample_edits(policy: ScenesPolicy, edits: list[Edit], steps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Sources, drawn for it, and results [N, 3, 24, 24] of N edits."""
     import torch
 
-    from digenrl.models.scenes import text_features
+    from digenrl.models.scenes import pack
+    from reward_models.drawn_scenes import draw, draw_places
 
-    latents = torch.randn(len(scenes), *policy.latent_shape, generator=torch.Generator().manual_seed(seed))
-    condition = text_features([scene.text for scene in scenes])
+    before = [edit.before for edit in edits]
+    sources = draw([s.kinds for s in before], draw_places(before, torch.Generator().manual_seed(seed)))
+    condition = _features([edit.text for edit in edits]) | {"image": pack(sources)}
+    return sources, _sampled(policy, condition, steps, seed)
+
+
+def _sampled(policy: ScenesPolicy, condition: dict[str, Tensor], steps: int, seed: int) -> Tensor:
+    import torch
+
+    rows = len(condition["text"])
+    latents = torch.randn(rows, *policy.latent_shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for sigma, after in pairwise(policy.sigma_grid(steps)):
-            latents = latents + (after - sigma) * policy.velocity(latents, sigma.expand(len(scenes)), condition)
+            latents = latents + (after - sigma) * policy.velocity(latents, sigma.expand(rows), condition)
         return policy.decode(latents)
 
 
@@ -238,23 +306,31 @@ def main(arguments: Sequence[str]) -> int:
     def work(settings: Settings, _: list[str]) -> None:
         import torch
 
-        from digenrl.models.scenes import BASE_FILE
+        from digenrl.models.scenes import BASE_FILE, EDIT_BASE_FILE
+        from reward_models.drawn_edits import EDITS
         from reward_models.drawn_scenes import SCENES
         from reward_models.scene_judges import JUDGE_FILE, SceneDetector, SceneJudge, spread
 
         torch.set_num_threads(1)
-        base, judge_file = Path(settings.base or BASE_FILE), Path(settings.judge or JUDGE_FILE)
+        editing = settings.task == "edits"
+        base = Path(settings.base or (EDIT_BASE_FILE if editing else BASE_FILE))
+        judge_file = Path(settings.judge or JUDGE_FILE)
         policy = pretrain_base(settings, base.with_suffix(".tmp"))
         if policy is None:
             return
         save(_halved(policy.transformer), base)
-        save(_halved(fit_judge(settings.seed + 3, settings.judge_steps)), judge_file)
-        scenes = [scene for scene in SCENES[::11] for _ in range(8)]
-        pictures = sample_scenes(policy, scenes, steps=6)
+        if editing:
+            edits = list(EDITS[::7])
+            scenes, pictures = [edit.after for edit in edits], sample_edits(policy, edits, steps=6)[1]
+        else:
+            save(_halved(fit_judge(settings.seed + 3, settings.judge_steps)), judge_file)
+            scenes = [scene for scene in SCENES[::11] for _ in range(8)]
+            pictures = sample_scenes(policy, scenes, steps=6)
         perfect = SceneDetector(perfect=True).judge(pictures, scenes).mean()
         judged = SceneJudge(str(judge_file)).judge(pictures, scenes).mean()
-        print(f"base model: all assertions hold in {perfect:.3f}, by the judge {judged:.3f} ({len(scenes)} samples); "
-              f"centres spread by {spread(pictures, scenes)[1]:.2f} pixels")  # fmt: skip
+        told = "" if editing else f"; centres spread by {spread(pictures, scenes)[1]:.2f} pixels"
+        counted = f"({len(scenes)} samples){told}"
+        print(f"base model: all assertions hold in {perfect:.3f}, by the judge {judged:.3f} {counted}")
 
     return own_command(Settings, __doc__, arguments, work)
 

@@ -5,6 +5,9 @@ hashes of words, with pixels for latents: 4x4 patches, tokens [36, 48]. Two thin
 edges: it sees the row and column of each token as 12 more input channels, and its output is the clean picture, from
 which the velocity follows. The committed base model (`make pretrain-scenes`) learned from captions of which
 a share is wrong in one word on purpose, so that reinforcement learning has something to improve.
+
+`ScenesEditPolicy` is the same network with a picture beside the noise, as further input channels: it edits that
+picture. Its base began as that of the scenes, and learned from edits of which a share goes wrong on purpose.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
@@ -27,6 +32,7 @@ from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.prompt_store import Wording
 
 BASE_FILE = Path(__file__).with_name("scenes_base.safetensors")
+EDIT_BASE_FILE = Path(__file__).with_name("scenes_edit_base.safetensors")
 SIDE = 24
 PAPER = torch.tensor((250, 245, 235)) / 255.0
 """What scenes are drawn on (as `reward_models.drawn_scenes` has it): zero in latents."""
@@ -41,11 +47,12 @@ TEXT_LENGTH = 7
 """Words of a prompt, "of" left out: "a red circle left of a blue square"."""
 
 
-def build_transformer() -> FluxTransformer2DModel:
-    """The untrained network: one double-stream and three single-stream FLUX blocks, 4 heads of 24."""
+def build_transformer(sources: int = 0) -> FluxTransformer2DModel:
+    """The untrained network: one double-stream and three single-stream FLUX blocks, 4 heads of 24. Its channels: those
+    of the noisy picture, row and column, and those of `sources` pictures to edit."""
     return FluxTransformer2DModel(
         patch_size=1,
-        in_channels=CHANNELS + 2 * ROWS,
+        in_channels=CHANNELS + 2 * ROWS + sources * CHANNELS,
         out_channels=CHANNELS,
         num_layers=1,
         num_single_layers=3,
@@ -98,6 +105,7 @@ class ScenesPolicy(Policy):
     """
 
     family = "scenes"
+    base_file: ClassVar[Path] = BASE_FILE
     where: Tensor
     paper: Tensor
     block_lists = ("transformer_blocks", "single_transformer_blocks")
@@ -125,7 +133,9 @@ class ScenesPolicy(Policy):
                 f"scenes has no unconditional branch: guidance_scale={guidance_scale}; set sampling.guidance_scale=1"
             )
         super().__init__(
-            base_network(build_transformer, path, BASE_FILE, "make pretrain-scenes", dtype, seed),
+            base_network(
+                partial(build_transformer, len(self.reads)), path, self.base_file, "make pretrain-scenes", dtype, seed
+            ),
             latent_shape=(TOKENS, CHANNELS),
             guidance_scale=guidance_scale,
             lora=lora,
@@ -142,9 +152,9 @@ class ScenesPolicy(Policy):
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """Velocity [B, 36, 48] of latents [B, 36, 48] at sigmas [B] under `text` [B, 7, 40] and `pooled` [B, 64]."""
-        where = self.where.to(latents.dtype).expand(len(latents), -1, -1)
+        seen = [self.where.expand(len(latents), -1, -1), *(condition[role] for role in self.reads)]
         clean = self.network(
-            hidden_states=torch.cat([latents, where], 2),
+            hidden_states=torch.cat([latents, *(each.to(latents.dtype) for each in seen)], 2),
             timestep=sigmas.to(latents.dtype),
             encoder_hidden_states=condition["text"].to(latents.dtype),
             pooled_projections=condition["pooled"].to(latents.dtype),
@@ -167,3 +177,17 @@ class ScenesPolicy(Policy):
     def sigma_grid(self, steps: int) -> Tensor:
         """[steps + 1] fp32 from 1 to 0 with the static shift."""
         return static_grid(steps, self.shift)
+
+
+class ScenesEditPolicy(ScenesPolicy):
+    """The scenes flow model that edits the picture of its prompt; arguments in `ScenesPolicy`."""
+
+    family = "scenes_edit"
+    reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
+    base_file = EDIT_BASE_FILE
+
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
+        """`text_features`, and the packed pictures `image` [B, 36, 48]."""
+        fitted = np.stack([np.asarray(wording.images[0].fitted(SIDE, SIDE)) for wording in wordings])
+        pictures = torch.from_numpy(fitted).movedim(-1, 1) / 255.0
+        return {**super().encode_prompts(wordings), "image": pack(pictures).to(self.device)}

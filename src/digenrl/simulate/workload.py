@@ -54,6 +54,7 @@ REWARD_CPU_SECONDS = {
     "jpeg": 0.01,
     "digits": 0.001,
     "scenes": 0.002,
+    "edit": 0.003,
     "edit_done": 0.01,
 }
 """Seconds per sample of scorers that run in a CPU thread, beside the GPU: they delay a group, they occupy no GPU."""
