@@ -516,9 +516,8 @@ def test_what_is_much_slower_undisturbed_does_not_win_by_bearing_disturbances(co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "share"), [(256, 0.92), (512, 0.90)])
-def test_more_gpus_than_tasks_share_the_tokens_of_one(count: int, share: float) -> None:
-    words = ["experiment=wan21_flowgrpo", "hardware=testbed_c", f"hardware.pools.c.count={count}"]
+def test_more_gpus_than_tasks_share_the_tokens_of_one() -> None:
+    words = ["experiment=wan21_flowgrpo", "hardware=testbed_c", "hardware.pools.c.count=256"]
     best = make_plan(costing_of(configuration.load(words, "plan"))).outcomes[0]
     assert best.candidate.spec.context == best.candidate.rollout_context == 2
-    assert best.efficiency > share
+    assert best.efficiency > 0.92

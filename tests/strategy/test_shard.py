@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def test_hsdp_on_a_two_by_two_mesh_equals_the_reference(tmp_path: Path) -> None:
         job.name: checkpoint(c.run_dir)["algorithm"]["ema"] for job, c in run_series(tmp_path / "1", 1, 1, jobs())
     }
     equal, unequal = jobs(*HSDP), jobs(*HSDP, "schedule.shares=[3,3,1,1]")  # one node has more blocks at once
-    runs = [*run_series(tmp_path / "4", 4, 1, equal), *run_series(tmp_path / "unequal", 4, 1, unequal)]
-    for job, cluster in runs:
+    runs = (run_series(tmp_path / "4", 4, 1, equal), run_series(tmp_path / "unequal", 4, 1, unequal))
+    for job, cluster in itertools.chain.from_iterable(runs):
         found, wanted = completed(cluster), reference_of(job.config)
         assert all(norm(gradient) > 0.05 for gradient in wanted.gradients), "clipping would not be tested"
         assert_equal_runs(found, wanted, exact=False, double=True, weight_bound=1e-12)

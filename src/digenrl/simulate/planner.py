@@ -31,7 +31,7 @@ HOPELESS = 1.25
 """A candidate whose second step takes so many times the step of the best ones is not simulated to its end."""
 FINALISTS = 2
 """Of each kind, simulated rank by rank."""
-MOST_FINALISTS = 5
+MOST_FINALISTS = 10
 """... while the quick steps of others promise more than the exact ones found."""
 ROUNDS = 4
 """The neighbourhood of the best is searched so often."""
@@ -368,9 +368,9 @@ def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
 
 
 def _promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates of the lowest floors: from each pool first, with lending and without, of each fragment size and way
-    to hold the model; on-policy ones, whose floors say less, also with each task size. Floors within 1% are taken for equal, and then the
-    fewest trainers win: they lend least, which no floor charges for."""
+    """The candidates of the lowest floors: from each pool first, with lending and without, of each fragment size and
+    way to hold the model; on-policy ones, whose floors say less, also with each task size. Floors within 1% are taken
+    for equal, and then the fewest trainers win: they lend least, which no floor charges for."""
     fitting = [candidate for candidate in dict.fromkeys(candidates) if not costing.misfits(candidate)]
     unit = 0.01 * costing.bound().seconds
     ranked = sorted(fitting, key=lambda candidate: (round(costing.floor(candidate) / unit), candidate.trainers))
