@@ -138,6 +138,16 @@ def test_gradients_are_apart_under_guidance_and_where_blocks_are_repeated() -> N
     check_apart(policy, FlowSDE(0.7), Clipped(), "none", 1e-10)
 
 
+def test_what_cannot_be_taken_apart_is_refused() -> None:
+    policy = adapted()
+    latents, sigmas = torch.zeros(2, *policy.latent_shape, dtype=torch.float64), torch.ones(2)
+    condition = denoise.expand_condition(policy.encode([Prompt("a three")]), 2)
+    with policy.samples_apart(3), pytest.raises(ValueError, match=r"2 rows for 3 samples.*sampling\.task_size=1"):
+        policy.velocity(latents, sigmas, condition)
+    with pytest.raises(ValueError, match=r"set sampling\.task_size=1"), DigitsPolicy().samples_apart(2):
+        pass
+
+
 def check_apart(policy: Policy, kernel: Kernel, surrogate: Surrogate, step_weight: str, bound: float) -> None:
     module = grpo(policy, sde=kernel, surrogate=surrogate, step_weight=step_weight, advantage=Advantage(std="none"))
     rewards, found = torch.tensor([[1.0, -1.0, 0.5, -0.5]]), {}
