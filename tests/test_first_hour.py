@@ -104,10 +104,11 @@ def test_the_runs_and_plans_of_every_page_compose(document: Path) -> None:
 
 
 def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:
-    (lines,) = re.findall(r"```json\n(.*?)```", (DOCS / "data.md").read_text(encoding="utf-8"), re.DOTALL)
+    lines, edit = re.findall(r"```json\n(.*?)```", (DOCS / "data.md").read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "prompts.jsonl").write_text(lines)
     first, second = prompts.read(tmp_path / "prompts.jsonl").records
     assert (first.target, first.metadata, second.negative) == ("OPEN", {"id": 7, "style": "neon"}, "people")
+    assert edit in prompts.locate("drawn_edits.jsonl").read_text(), "the example is one of those shipped"
 
 
 @pytest.mark.heavy

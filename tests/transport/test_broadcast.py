@@ -220,5 +220,6 @@ def test_where_a_broadcast_cannot_be_is_said_in_one_message(words: tuple[str, ..
     [("cpu", (), "stream"), ("testbed_b", (), "broadcast"), ("testbed_b", ("launch=ray",), "stream")],
 )
 def test_auto_broadcasts_between_gpus_alone(hardware: str, words: tuple[str, ...], chosen: str) -> None:
-    composed = configuration.load(["experiment=sd35_flowgrpo", f"hardware={hardware}", "model.path=x", *words])
+    words = ("experiment=sd35_flowgrpo", f"hardware={hardware}", "model.path=x", "network.publication=auto", *words)
+    composed = configuration.load(words)
     assert publication(composed.config, 1) == chosen
