@@ -31,8 +31,8 @@ def running(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_a_scorer_that_never_returns_is_a_rollouts_death_and_a_disk_a_trainers(running: Any) -> None:
-    """The run goes on with rank 3, until rank 0 cannot save; rank 2 says where it was."""
-    rollout, trainer = fault("scorer", 2, "hang", call=3), fault("save", 0, "hang", name="later", call=2)
+    """The run goes on with rank 3, until rank 0 cannot save what comes after; rank 2 says where it was."""
+    rollout, trainer = fault("scorer", 2, "hang", call=3), fault("save", 0, "hang", name="later", call=3)
     train = running(*IMPATIENT, "max_rl_steps=9", *rollout, trainer[-1], fork=True)
     assert_failed(train, "rank 0 (trainer) hangs in stage checkpoint (thread ", within=60.0)
     assert "raise limits.stage_floor_s" in train.summary["cause"]
