@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
@@ -66,6 +66,14 @@ class _Unmasked(JointAttention):
         return super().__call__(attn, hidden_states, encoder_hidden_states, None, image_rotary_emb)
 
 
+CONTEXT_PLAN: dict[str, Any] = {
+    "rope": {part: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for part in (0, 1)},
+    "transformer_blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
+    "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+}
+"""How ranks divide the tokens of a network with `JointAttention`: those of the video, the text is whole on each."""
+
+
 class HunyuanVideoPolicy(DiffusersPolicy):
     """HunyuanVideo text-to-video; arguments in `DiffusersPolicy`.
 
@@ -84,11 +92,7 @@ class HunyuanVideoPolicy(DiffusersPolicy):
     feed_forward = FEED_FORWARD
     single_attention = SINGLE_ATTENTION
     single_feed_forward = ("proj_mlp",)
-    context_plan: ClassVar[dict[str, Any]] = {
-        "rope": {part: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for part in (0, 1)},
-        "transformer_blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
-        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
-    }
+    context_plan = CONTEXT_PLAN
 
     def keep_padding(self, on: bool) -> None:
         super().keep_padding(on)

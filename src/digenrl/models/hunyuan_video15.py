@@ -4,18 +4,17 @@ latents [32, f, h, w], one pixel of which stands for 16 x 16."""
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any
 
 import diffusers
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
-from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 from torch import Tensor
 
 from digenrl.models import deferred
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
-from digenrl.models.hunyuan_video import JointAttention
+from digenrl.models.hunyuan_video import CONTEXT_PLAN, JointAttention
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.prompt_store import Condition
 
@@ -95,11 +94,7 @@ class HunyuanVideo15Policy(DiffusersPolicy):
         {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"}
     )
     unused = ("image_embedder",)
-    context_plan: ClassVar[dict[str, Any]] = {
-        "rope": {part: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for part in (0, 1)},
-        "transformer_blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
-        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
-    }
+    context_plan = CONTEXT_PLAN
 
     def trimmed(self, condition: Condition) -> Condition:
         """Text and letters each by their own mask; without letters in either branch none are left."""
