@@ -6,7 +6,8 @@
 Every GPU of the testbed is a process of `digenrl.cli.train` with `hardware.emulate=true`; `time_scale` makes a step
 last about `--seconds`, and three steps are measured after one that warms up. The prediction is the simulator's, with
 the same sleeps and with this machine's own overheads in place of the profile's links and optimizer. The overheads come
-from a short run apart with as many ranks (`overheads`), never from the runs compared.
+from two short runs apart with as many ranks (`overheads`; one has rollouts, in the other every rank generates and
+trains), never from the runs compared.
 
 Stated subset: trainers that each hold the whole model (ddp), because sharded ones would gather tiny tensors where the
 real ones gather gigabytes; advantages of each group by itself; the allocation of each schedule is the simulator's best.
@@ -31,6 +32,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -90,12 +92,15 @@ class Overheads:
     """A finished task on its way to the trainers."""
     move: float = 0.0
     """A suspended task on its way to another rank."""
+    turn: float = 0.0
+    """Between publication and the next RL step, for each trainer: the loop of Lightning and its callbacks. All have it
+    at the same moment and share the cores."""
 
 
 def emulated_cluster(costing: Costing, candidate: Candidate, time_scale: float, overheads: Overheads) -> Cluster:
     """What the simulator must be given to predict an emulated run: scaled sleeps, and this machine's own seconds in
     place of the profile's links and optimizer."""
-    cluster = costing.cluster(candidate)
+    cluster, turn = costing.cluster(candidate), overheads.turn * candidate.trainers
     ranks = tuple(
         replace(
             rank,
@@ -114,8 +119,8 @@ def emulated_cluster(costing: Costing, candidate: Candidate, time_scale: float, 
         ranks=ranks,
         reduce_seconds=overheads.update,
         optimizer_seconds=0.0,
-        snapshot_seconds=overheads.publish,
-        publish_seconds=overheads.weights,
+        snapshot_seconds=overheads.publish + turn,
+        publish_seconds=overheads.weights - turn,
         deliver_seconds=overheads.deliver,
         move_seconds=overheads.move,
         switch_seconds=0.0,
@@ -233,16 +238,22 @@ def published(run_dir: Path) -> list[float]:
     return [float(span["end"]) for span in spans]
 
 
-def overheads(testbed: str, output: Path) -> Overheads:
-    """What this machine adds to sleeps when it runs as many ranks as `testbed` has GPUs, half of them trainers.
+def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
+    """What this machine adds to sleeps when it runs as many ranks as `testbed` has GPUs: half of them trainers, or all
+    (`colocated`), whose rounds of generation begin at one moment.
 
     A run of its own: another group size and other lengths than any of the runs compared. Each figure is the mean of
     (span - sleep): ranks that wake up together queue for the cores, and the mean counts that.
     """
     gpus = bench_of(MODELS[0], testbed)[0].hardware.gpus
-    half, run_dir = gpus // 2, output / f"{testbed}-overheads"
+    trainers, maker = (gpus, "trainer") if colocated else (gpus // 2, "rollout")
+    run_dir = output / f"{testbed}-overheads{'-colocated' if colocated else ''}"
     words = [f"experiment={MODELS[0]}", f"hardware={testbed}", "schedule=gap_tsp", "schedule.tsp.batch=1"]
-    words += [f"allocation.trainers={half}", f"allocation.rollouts={gpus - half}", f"data.group_size={2 * gpus}"]
+    words += [
+        f"allocation.trainers={trainers}",
+        f"allocation.rollouts={gpus - trainers}",
+        f"data.group_size={2 * gpus}",
+    ]
     words += [
         PER_GROUP,
         "data.prompts_per_batch=4",
@@ -251,23 +262,28 @@ def overheads(testbed: str, output: Path) -> Overheads:
         "algorithm.train_steps.stop=4",
     ]
     composed = configuration.load([*words, "hardware.emulate=true"])
-    unscaled = durations(composed, half, gpus - half)
+    unscaled = durations(composed, trainers, gpus - trainers)
     scale = STEP_SLEEP * gpus / max(rank.step for rank in unscaled)
     sleeps = [rank.scaled(scale) for rank in unscaled]
     train(run_dir, scale, 3, words)
     count = trained_steps(composed.config)
-    spec = run.schedule_spec(composed.config, count, half)
+    spec = run.schedule_spec(composed.config, count, trainers)
     spans = spans_of(run_dir)
     steps, tasks = [], []
-    for earlier, later in _pairs(spans["rollout", "generate"]):
+    training: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for span in spans[maker, "train"]:
+        training[span["rank"]].append(span)
+    for earlier, later in _pairs(spans[maker, "generate"]):
         sleep = sleeps[earlier["rank"]]
         steps.append(_seconds(earlier) / spec.denoise_steps - sleep.step)
         encoded = sleep.encode if later["group"] != earlier["group"] else 0.0
-        if later["version"] == earlier["version"]:
+        between = (earlier["start"], later["start"])
+        trains = any(between[0] < span["start"] < between[1] for span in training[earlier["rank"]])
+        if later["version"] == earlier["version"] and not trains:
             tasks.append(later["start"] - earlier["end"] - sleep.decode - encoded)
     micro = []
     for span in spans["trainer", "train"]:
-        own = place(spec, half, (span["group"],))[span["rank"]]
+        own = place(spec, trainers, (span["group"],))[span["rank"]]
         slept = sleeps[span["rank"]].cell * sum(len(block.steps) for blocks in own for block in blocks)
         micro.append((_seconds(span) - slept) / len(own))
     published = {span["version"]: span for span in spans["trainer", "publish"] if span["rank"] == 0}
@@ -281,9 +297,10 @@ def overheads(testbed: str, output: Path) -> Overheads:
         micro_batch=mean(micro),
         update=mean(max(0.0, published[step + 1]["start"] - end) for step, end in ended.items()),
         publish=mean(_seconds(span) for span in published.values()),
-        weights=mean(span["end"] - published[span["version"]]["end"] for span in adopted),
-        deliver=mean(_until_sent(span, spans["rollout", "send"]) for span in spans["rollout", "decode"]),
-        move=mean(_seconds(span) for span in spans["rollout", "send"]),
+        weights=mean(span["end"] - published[span["version"]]["end"] for span in adopted) if adopted else 0.0,
+        deliver=mean(_until_sent(span, spans[maker, "send"]) for span in spans[maker, "decode"]),
+        move=mean(_seconds(span) for span in spans[maker, "send"]),
+        turn=mean(_turns(spans)) / trainers,
     )
 
 
@@ -297,6 +314,22 @@ def _pairs(spans: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], di
         yield from pairwise([span for span in spans if span["rank"] == rank])
 
 
+def _turns(spans: dict[tuple[str, str], list[dict[str, Any]]]) -> Iterator[float]:
+    """Of each trainer and RL step, the seconds from its publication to what it does next."""
+    for rank in {span["rank"] for span in spans["trainer", "train"]}:
+        own = sorted(
+            (float(span["start"]), float(span["end"]), stage)
+            for (role, stage), found in spans.items()
+            for span in found
+            if (role, span["rank"]) == ("trainer", rank)
+        )
+        yield from (
+            later[0] - earlier[1]
+            for earlier, later in pairwise(own)
+            if earlier[2] == "publish" and later[2] != "publish"
+        )
+
+
 def _until_sent(decode: dict[str, Any], sends: Sequence[dict[str, Any]]) -> float:
     """From the end of a decode until its rank has sent the next result."""
     own = [span for span in sends if span["rank"] == decode["rank"] and span["start"] >= decode["end"]]
@@ -307,10 +340,12 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Markdown: a table per testbed and model, and whether the simulator ranks the schedules as the runs do."""
     for testbed, model in dict.fromkeys((row["testbed"], row["model"]) for row in rows):
         own = [row for row in rows if (row["testbed"], row["model"]) == (testbed, model)]
-        apart = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in own[0]["overheads"].items())
         speeds = {row["schedule"]: row["measured_s"] / row["time_scale"] for row in own}
         yield f"\n### {testbed}, {model}\n"
-        yield f"Overheads of this machine, measured apart (ms): {apart}.\n"
+        kinds = {"with rollouts" if SCHEDULES[row["schedule"]] else "colocated": row for row in own}
+        for name, first in kinds.items():
+            apart = ", ".join(f"{what} {1e3 * seconds:.1f}" for what, seconds in first["overheads"].items())
+            yield f"Overheads of this machine, measured apart, {name} (ms): {apart}.\n"
         yield "| schedule | ranks | b | K | time scale | measured | predicted | error | of bound | x naive | cores |"
         yield "|---|---|---|---|---|---|---|---|---|---|---|"
         for row in own:
@@ -367,10 +402,19 @@ def main() -> None:
         for model in arguments.models.split(",")
         for schedule in arguments.schedules.split(",")
     ]
-    measured: dict[str, Overheads] = {}
+
+    @cache
+    def own(testbed: str, schedule: str) -> Overheads:
+        return overheads(testbed, SCHEDULES[schedule] is None, arguments.output)
+
     if arguments.overheads:
-        measured = {testbed: overheads(testbed, arguments.output) for testbed in arguments.testbeds.split(",")}
-        rows = [predicted_again(row, measured[row["testbed"]]) if row["testbed"] in measured else row for row in rows]
+        again = {(case.testbed, case.model, case.schedule) for case in wanted}
+        rows = [
+            predicted_again(row, own(row["testbed"], row["schedule"]))
+            if (row["testbed"], row["model"], row["schedule"]) in again
+            else row
+            for row in rows
+        ]
         keep(rows)
     for case in wanted:
         known = [
@@ -380,9 +424,7 @@ def main() -> None:
         ]
         if known and not arguments.again:
             continue
-        if case.testbed not in measured:
-            measured[case.testbed] = overheads(case.testbed, arguments.output)
-        row = run_case(case, measured[case.testbed], arguments.output)
+        row = run_case(case, own(case.testbed, case.schedule), arguments.output)
         if row is None:
             print(f"{case.name}: no replicated trainer fits into memory", flush=True)
             continue

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from benchmarks._shared import Report, options
 from digenrl import config as configuration
 from digenrl.config.stored import read_stored
 from digenrl.data import load_prompts
+from digenrl.diffusion.divergence import trajectories
 from digenrl.diffusion.sde import Kernel
-from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.models.mixture import MixtureFlow, MixturePolicy
 
 BASE_SAMPLES = 5_000
@@ -93,18 +94,12 @@ def rolled(
 ) -> tuple[Tensor, Tensor]:
     """One trajectory for each row of `directions` [B, D], noise in every step, of the trained weights or of the base:
     (points [B, D], KL to the base [B])."""
-    grid, kl = policy.sigma_grid(steps), torch.zeros(len(directions))
-    x, condition = torch.randn(directions.shape, generator=generator), {"direction": directions}
-    for step in range(steps):
-        sigmas, noise = step_sigmas(grid, torch.full((len(x),), step)), torch.randn(x.shape, generator=generator)
-        with policy.reference():
-            base = made = kernel.transition(x, policy.velocity(x, sigmas[0], condition), *sigmas, noise=noise)
-        if trained:
-            made = kernel.transition(x, policy.velocity(x, sigmas[0], condition), *sigmas, noise=noise)
-        scale = (made.std * made.sqrt_h)[:, None]
-        kl += ((made.mean - base.mean) / scale).square().sum(1) / 2
-        x = made.next_latents
-    return x, kl
+
+    def draw(step: int) -> Tensor:
+        return torch.randn(directions.shape, generator=generator)
+
+    with nullcontext() if trained else policy.reference():
+        return trajectories(policy, {"direction": directions}, policy.sigma_grid(steps), draw, kernel)
 
 
 def weighted(base: Tensor, beta: float) -> tuple[float, float]:

@@ -411,6 +411,9 @@ def trainers_must_evaluate(config: Any, rollouts: int) -> str | None:
         return "no rank only generates"
     if len(_evaluations(config)) > 1:
         return f"there are {len(_evaluations(config))} evaluations among the callbacks, and rollouts make one"
+    copied = config.model.get("keep_reference") and config.model.get("lora") is None
+    if copied and any(node.get("kl_samples", 1) for node in _evaluations(config)):
+        return "trainers alone keep the base model, and callbacks.evaluation.kl_samples asks for the distance to it"
     return None
 
 

@@ -164,7 +164,7 @@ def build(
         default_root_dir=str(session.run_dir),
     )
     _encode(config, policy, data, named, world.rank, session)
-    _announce_record(config, world, engine, spec, data, session.run_dir)
+    _announce_record(config, world, engine, spec, data, session.run_dir, base=module.needs_base_means)
     return Rank(trainer, module, data, strategy)
 
 
@@ -211,15 +211,23 @@ def _trainers_score(config: DictConfig, spec: ScheduleSpec, callbacks: Sequence[
 
 
 def _announce_record(
-    config: DictConfig, world: World, engine: RolloutEngine, spec: ScheduleSpec, data: PromptData, run_dir: Path
+    config: DictConfig,
+    world: World,
+    engine: RolloutEngine,
+    spec: ScheduleSpec,
+    data: PromptData,
+    run_dir: Path,
+    base: bool,
 ) -> None:
-    """Say before the first step how large the record of trajectories will be, where there is one."""
+    """Say before the first step how large the record of trajectories will be, where there is one; with what the base
+    model gives for each cell, or without."""
     if not config.record.trajectories or world.rank > 0:
         return
     trainers = world.trainers
     lockstep = (sharding(config) != "ddp" and trainers > 1) or spec.context > 1
     outline = engine.outline(group_tasks(spec, 0, 0)[0], data.sampler.batch(0)[0])
-    step = step_bytes(spec, trainers, lockstep, outline) / 2**20
+    means = torch.empty(engine.policy.drawn_shape, device="meta") if base else None
+    step = step_bytes(spec, trainers, lockstep, outline, means) / 2**20
     steps, limit = config.max_rl_steps, config.record.trajectories_mib
     said = f"{step:.3g} MiB an RL step, {step * steps:.4g} MiB for {steps}, {free_space(run_dir)}"
     if step * steps > limit:

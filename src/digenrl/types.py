@@ -77,6 +77,8 @@ class Transitions:
     """[b, *L]: the samples' clean latents (forward-process methods: NFT, DPO); None when nobody uses them."""
     means: Tensor | None = None
     """[b, K, *L] fp32: rollout means (GRPO-Guard, Flow-DPPO); None when unused."""
+    base_means: Tensor | None = None
+    """[b, K, *L]: the base model's, as a record has them (`replay`); None: whoever needs them computes them."""
     gradients: dict[str, Tensor] | None = None
     """Trained parameter -> gradients [b, ...] that were taken while generating (`diffusion.lean`), on the rank that
     did; None where the transitions are replayed. Latents and next_latents are empty then. A block keeps those of all
@@ -109,7 +111,7 @@ class CellBlock(Transitions):
         """The rows at `keep` ([b] bool); all of them without a copy, as are the gradients of any."""
         if bool(keep.all()):
             return self
-        batched = ("latents", "next_latents", "log_probs", "final", "means")
+        batched = ("latents", "next_latents", "log_probs", "final", "means", "base_means")
         kept = {name: value[keep] for name in batched if (value := getattr(self, name)) is not None}
         return replace(self, rows=tuple(n for n, here in zip(self.numbers, keep.tolist(), strict=True) if here), **kept)
 

@@ -175,10 +175,12 @@ def test_measure_leaves_missing_scores_out_and_counts_them() -> None:
     prompts = (Prompt("a"), Prompt("b"))
     nan = float("nan")
     rewards = {"x": torch.tensor([1.0, nan]), "y": torch.tensor([0.0, 1.0]), "z": torch.tensor([0.25, 0.75])}
-    pictures = Pictures(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), prompts, rewards)
+    pictures = Pictures(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), prompts, rewards, torch.tensor([1.0, torch.nan]))
     numbers = measure(pictures, {"x": 0.5}, heldout="z")
     assert numbers["reward"] == 0.5
     assert numbers["missing"] == 1
+    assert numbers["kl"] == 1.0
+    assert "kl" not in measure(replace(pictures, kl=pictures.kl.fill_(torch.nan)), {"x": 0.5})
     assert (numbers["heldout"], numbers["heldout/y"]) == (0.5, 0.5)
     assert "heldout/x" not in numbers
     assert measure(pictures, {"x": 0.5})["heldout"] == numbers["heldout/y"]
@@ -191,7 +193,9 @@ def test_measure_leaves_missing_scores_out_and_counts_them() -> None:
 def test_saved_pictures_keep_the_first_of_each_prompt_in_any_order(tmp_path: Path) -> None:
     prompts = (Prompt("a"), Prompt("b"), Prompt("a"), Prompt("b"))
     media = torch.arange(4, dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 1, 8, 8)
-    save_pictures(tmp_path / "eval-1.npz", Pictures(media, prompts, {"r": torch.arange(4.0)}), per_prompt=1)
+    save_pictures(
+        tmp_path / "eval-1.npz", Pictures(media, prompts, {"r": torch.arange(4.0)}, torch.zeros(4)), per_prompt=1
+    )
     kept = read_samples(tmp_path / "eval-1.npz")
     assert kept.media[:, 0, 0, 0].tolist() == [0, 1]
     assert kept.scores["r"].tolist() == [0.0, 1.0]

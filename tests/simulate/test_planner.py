@@ -25,7 +25,7 @@ from digenrl.simulate.hardware import Hardware, Line, Pool, assign
 from digenrl.simulate.outcome import evaluate
 from digenrl.simulate.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
 from digenrl.simulate.planner import Plan, PlanError, fitted, lean_run, make_plan, task_sizes
-from digenrl.simulate.workload import Workload
+from digenrl.simulate.workload import Drawn, Workload
 
 pytestmark = pytest.mark.heavy
 
@@ -451,18 +451,27 @@ def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> N
     by = {on: Costing(replace(FLUX, evaluated=4, rollouts_evaluate=on), hardware) for on in (True, False)}
     candidate = by[True].candidate(4, 4, first="fast")
     assert {name for name, role in by[True].placed(candidate) if role == "rollout"} == {"slow"}
-    one, five = (by[True].evaluation_seconds(prompts, 4, candidate) for prompts in (1, 5))
+    first, second = Drawn(1, 4, FLUX.steps), Drawn(5, 4, FLUX.steps)
+    one, five = (by[True].evaluation_seconds(drawn, candidate) for drawn in (first, second))
     assert five == pytest.approx(2 * one)
-    assert by[False].evaluation_seconds(5, 4, candidate) == pytest.approx(2 * one), "trainers wait for the slowest GPU"
-    assert by[True].evaluation_seconds(5, 4, by[True].candidate(8, 0)) == pytest.approx(one), "nobody else is there"
+    forwards = one - by[True].evaluation_seconds(replace(first, steps=0), candidate)
+    assert by[True].evaluation_seconds(replace(first, steps=28), candidate) == pytest.approx(
+        one + (28 / FLUX.steps - 1) * forwards
+    )
+    assert by[True].evaluation_seconds(replace(first, compared=4), candidate) == pytest.approx(one + 2 * forwards)
+    assert by[False].evaluation_seconds(second, candidate) == pytest.approx(2 * one), (
+        "trainers wait for the slowest GPU"
+    )
+    assert by[True].evaluation_seconds(second, by[True].candidate(8, 0)) == pytest.approx(one), "nobody else is there"
     outcome, theirs = (evaluate(costing, candidate, costing.bound()) for costing in (by[True], by[False]))
-    assert theirs.evaluation_s(5, 4) == theirs.costing.evaluation_seconds(5, 4, candidate)
-    assert 0.0 <= outcome.evaluation_s(1, 4) <= one
-    long = outcome.evaluation_s(400, 4)
-    assert by[True].evaluation_seconds(400, 4, candidate) - outcome.step_s < long
-    assert outcome.evaluation_s(800, 4) - long == pytest.approx(100 * one)
-    short = Booking(10, None, 2, 5, 4).hours(outcome) * 3600
-    assert short == pytest.approx(10 * outcome.step_s + outcome.evaluation_s(5, 4) + five)
+    assert theirs.evaluation_s(second) == theirs.costing.evaluation_seconds(second, candidate)
+    assert 0.0 <= outcome.evaluation_s(first) <= one
+    many = replace(first, prompts=400)
+    long = outcome.evaluation_s(many)
+    assert by[True].evaluation_seconds(many, candidate) - outcome.step_s < long
+    assert outcome.evaluation_s(replace(first, prompts=800)) - long == pytest.approx(100 * one)
+    short = Booking(10, None, 2, second).hours(outcome) * 3600
+    assert short == pytest.approx(10 * outcome.step_s + outcome.evaluation_s(second) + five)
 
 
 @pytest.mark.slow

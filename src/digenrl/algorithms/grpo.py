@@ -122,6 +122,11 @@ class GRPO(PolicyModule):
         """GRPO-Guard and Flow-DPPO compare with the rollout's means."""
         return self.surrogate.needs_means
 
+    @property
+    def needs_base_means(self) -> bool:
+        """For the KL term."""
+        return self.kl_weight > 0
+
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Every surrogate is proportional to the advantage: only a KL term gives a cell of advantage 0 a gradient."""
         if self.kl_weight > 0:
@@ -144,10 +149,7 @@ class GRPO(PolicyModule):
             )
         staleness = batch.version - block.version
         proximal = self._proximal(block, batch)
-        reference = None
-        if self.kl_weight > 0:
-            with torch.no_grad(), self.policy.reference():
-                reference = replay(self.policy, block, self.sde).mean
+        reference = self._base_means(block, live) if self.needs_base_means else None
         new = self._transitions(block)
         cells = self._cells(block, new, advantages, proximal)
         weight, kl_weight = self._step_weights(block, new)
@@ -160,6 +162,16 @@ class GRPO(PolicyModule):
             with torch.no_grad():
                 self._count_ratios(cells, staleness, live)
         return losses
+
+    def _base_means(self, block: CellBlock, live: bool) -> Tensor:
+        """[b, K, *L]: a record's, or computed (and kept, where somebody records)."""
+        if block.base_means is not None:
+            return block.base_means
+        with torch.no_grad(), self.policy.reference():
+            means = replay(self.policy, block, self.sde).mean
+        if self.keep_base_means is not None and live:
+            self.keep_base_means(block, means)
+        return means
 
     def _transitions(self, block: CellBlock) -> Replay:
         """The block under the present weights; without the network where its gradients were taken already."""

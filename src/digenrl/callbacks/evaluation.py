@@ -39,7 +39,7 @@ def measure(
 
     `reward` is the weighted sum of the optimised rewards' means, `reward/<name>` their means; every reward without
     weight is `heldout/<name>`, and `heldout` repeats the one that is named (None: the first). `missing` counts NaN
-    scores, which no mean includes.
+    scores, which no mean includes. `kl` is there where it was measured: nats per sample between policy and base model.
 
     Raises:
         ValueError: `heldout` names no reward without weight, or two statistics give the same key.
@@ -56,6 +56,8 @@ def measure(
     if unoptimised:
         numbers["heldout"] = means[heldout or unoptimised[0]]
         numbers |= {f"heldout/{name}": means[name] for name in unoptimised}
+    if not bool(pictures.kl.isnan().all()):
+        numbers["kl"] = float(torch.nanmean(pictures.kl.double()))
     numbers["missing"] = sum(int(scores.isnan().sum()) for scores in pictures.rewards.values())
     numbers["samples"] = len(pictures.prompts)
     media = pictures.media.float() / 255.0
@@ -129,6 +131,9 @@ class Evaluation(pl.Callback):
         saved_per_prompt: pictures of each prompt in the npz file.
         shown_prompts: the first so many go to the loggers as pictures, and the best and worst samples; 0 = no pictures.
         shown_samples: pictures of each of them, of the best and of the worst.
+        kl_samples: of each prompt, whose divergence from the base model becomes `kl`: trajectories with noise, two
+            forwards a step (`RolloutEngine.divergence`); 0 = it is not measured, nor without a base model (all weights
+            are trained and `model.keep_reference` is false).
 
     Raises:
         ValueError: a count out of range.
@@ -149,6 +154,7 @@ class Evaluation(pl.Callback):
         saved_per_prompt: int = 16,
         shown_prompts: int = 8,
         shown_samples: int = 4,
+        kl_samples: int = 1,
     ) -> None:
         for name, value, low in (
             ("samples_per_prompt", samples_per_prompt, 1),
@@ -157,14 +163,20 @@ class Evaluation(pl.Callback):
             ("saved_per_prompt", saved_per_prompt, 1),
             ("shown_prompts", shown_prompts, 0),
             ("shown_samples", shown_samples, 1),
+            ("kl_samples", kl_samples, 0),
         ):
             if value < low:
                 raise ValueError(f"callbacks.evaluation.{name} must be >= {low}, got {value}")
+        if kl_samples > samples_per_prompt:
+            raise ValueError(
+                f"callbacks.evaluation.kl_samples={kl_samples} is more than samples_per_prompt={samples_per_prompt}"
+            )
         self.prompts = load_prompts(prompts if heldout_prompts is None else heldout_prompts)[:max_prompts]
         self.samples_per_prompt, self.every, self.seed, self.steps = samples_per_prompt, every, seed, steps
         self.heldout_reward, self.statistics = heldout_reward, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
         self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
+        self.kl_samples = kl_samples
         self._first: Pictures | None = None
         self._canaries = Canaries()
         self._open: int | None = None
@@ -173,7 +185,7 @@ class Evaluation(pl.Callback):
     @property
     def drawn(self) -> FixedSamples:
         """What every evaluation draws."""
-        return FixedSamples(tuple(self.prompts), self.samples_per_prompt, self.seed, self.steps)
+        return FixedSamples(tuple(self.prompts), self.samples_per_prompt, self.seed, self.steps, self.kl_samples)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         began = trainer.current_epoch
@@ -321,6 +333,7 @@ class Evaluation(pl.Callback):
             media=_gathered(trainer, local.media)[:rows],
             prompts=tuple(self.prompts[number] for number in pieces for _ in range(self.samples_per_prompt)),
             rewards={name: _gathered(trainer, scores)[:rows] for name, scores in local.rewards.items()},
+            kl=_gathered(trainer, local.kl)[:rows],
         )
 
 

@@ -42,6 +42,7 @@ from digenrl.simulate.hardware import assign
 from digenrl.simulate.outcome import Outcome, evaluate
 from digenrl.simulate.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
 from digenrl.simulate.planner import Plan, PlanError, lean_run, make_plan
+from digenrl.simulate.workload import Drawn
 
 NOTHING_FITS = 3
 """Exit code."""
@@ -163,8 +164,14 @@ def booking_of(settings: Any) -> Booking:
     if evaluation is None:
         return Booking(steps, settings.plan.price_per_gpu_hour)
     times = 2 if not evaluation.every else 1 + -(-steps // evaluation.every)
-    prompts = evaluation.max_prompts or settings.data.prompts_per_batch
-    return Booking(steps, settings.plan.price_per_gpu_hour, times, prompts, evaluation.samples_per_prompt)
+    sampling, model = settings.sampling, settings.model
+    drawn = Drawn(
+        evaluation.max_prompts or settings.data.prompts_per_batch,
+        evaluation.samples_per_prompt,
+        evaluation.steps or sampling.steps,
+        evaluation.kl_samples if model.get("lora") or model.get("keep_reference") else 0,
+    )
+    return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)
 
 
 def idle_gpus(costing: Costing, allocation: Any) -> int:

@@ -112,7 +112,8 @@ class Policy(nn.Module, ABC):
         checkpointing.enable(
             transformer, [b for b in self.wrap_units() if b in trained], parse_recompute(gradient_checkpointing)
         )
-        self._in_reference = False
+        self.in_reference = False
+        """Whether `velocity` is the base model's at present."""
         self.before_velocity: Callable[[Tensor, Tensor, dict[str, Tensor]], None] | None = None
         """Called with the arguments of each `velocity`: other ranks may have to compute it too."""
         self.graphs: Graphs | None = None
@@ -191,7 +192,7 @@ class Policy(nn.Module, ABC):
     @property
     def network(self) -> nn.Module:
         """The transformer that `predict` must call: the trained one, or the reference inside `reference()`."""
-        if self._in_reference and self.reference_transformer is not None:
+        if self.in_reference and self.reference_transformer is not None:
             return self.reference_transformer
         return self.transformer
 
@@ -221,8 +222,7 @@ class Policy(nn.Module, ABC):
             self.before_velocity(latents, sigmas, condition)
         if self.graphs is None or not self.graphs.serve(latents):
             return self._velocity(latents, sigmas, condition)
-        adapter_off = any(layer._disable_adapters for layer in self._adapted[:1])
-        facts = self.guidance_scale, self.cfg_scale, self._in_reference, adapter_off
+        facts = self.guidance_scale, self.cfg_scale, self.in_reference
         return self.graphs(self._velocity, facts, latents, sigmas, condition)
 
     def _velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
@@ -328,23 +328,23 @@ class Policy(nn.Module, ABC):
 
         Raises RuntimeError in full fine-tuning without `keep_reference=True`.
         """
-        if self.lora is not None:
-            # peft's enable_adapters() would also switch requires_grad of every layer, twice per forward of the base.
-            for layer in self._adapted:
-                layer._disable_adapters = True
-            try:
-                yield
-            finally:
-                for layer in self._adapted:
-                    layer._disable_adapters = False
-            return
-        if self.reference_transformer is None:
+        if not self.has_reference:
             raise RuntimeError("full fine-tuning keeps no reference model; set model.keep_reference=true or train LoRA")
-        self._in_reference = True
+        before, self.in_reference = self.in_reference, True
+        # peft's enable_adapters() would also switch requires_grad of every layer, twice per forward of the base.
+        for layer in self._adapted:
+            layer._disable_adapters = True
         try:
             yield
         finally:
-            self._in_reference = False
+            self.in_reference = before
+            for layer in self._adapted:
+                layer._disable_adapters = before
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether this rank has the base model: under an adapter, or as a frozen copy."""
+        return self.lora is not None or self.reference_transformer is not None
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """name in `transformer` -> parameter, in the transformer's own order; those that require a gradient."""

@@ -132,20 +132,24 @@ def policy(run: Run) -> Figure | None:
 
 
 def diversity(run: Run) -> Figure | None:
-    """What learning cost in variety: relative to real data or between CLIP features, and the distance to real data."""
+    """What learning cost in variety: relative to real data or between CLIP features, and the distance to real data; and
+    how far the policy is from its base model."""
     panels = [
         ("diversity_ratio", "Within-class diversity / real data", "ratio", GREEN),
         ("nn_distance", "Distance to the nearest real sample", "distance", BLUE),
         ("clip_diversity", "CLIP distance within a prompt", "1 − cosine", GREEN),
         ("clip_kid", "KID to the reference (CLIP)", "MMD²", BLUE),
+        ("kl", "KL to the base model", "nats per sample", BLUE),
     ]
     panels = [panel for panel in panels if run.column(panel[0], "eval")[1]]
     if not panels:
         return None
-    figure = Figure(figsize=(WIDTH * (0.55 if len(panels) == 1 else 1.0), 2.7), layout="constrained")
-    for axes, (key, title, label, colour) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    columns, rows = min(2, len(panels)), -(-len(panels) // 2)
+    figure = Figure(figsize=(WIDTH * (0.55 if columns == 1 else 1.0), 2.7 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (key, title, label, colour) in zip(grid, panels, strict=False):
         steps, values = run.column(key, "eval")
         level, note = (1.0, "real data") if key == "diversity_ratio" else (values[0], "base model")
         draw_level(axes, level, note, FAINT)

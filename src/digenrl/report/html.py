@@ -85,7 +85,7 @@ def _evaluations(run: Run) -> Iterable[list[str]]:
     if not run.evals:
         return
     known = {key for row in run.evals for key in row if is_number(row[key])} - {"rl_step", "time"}
-    told = ("reward", "heldout", "diversity_ratio", "nn_distance", "clip_diversity", "clip_kid")
+    told = ("reward", "heldout", "diversity_ratio", "nn_distance", "clip_diversity", "clip_kid", "kl")
     first = [key for key in told if key in known]
     keys = [*first, *sorted(known - set(first))]
     yield ["RL step", *keys]

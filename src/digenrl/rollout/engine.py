@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from digenrl.diffusion import denoise, keys
+from digenrl.diffusion.divergence import trajectories
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan, StepSelection
 from digenrl.models.policy import Policy, wide
@@ -27,6 +28,8 @@ from digenrl.types import Prompt, Trajectory
 
 EVAL_STREAM = "evaluation"
 """Noise stream of evaluation: never the noise of any rollout."""
+DIVERGENCE = "divergence"
+"""Likewise, of the trajectories along which a policy is compared with its base model."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Evaluation:
     """name -> [N] fp32, held-out rewards included; NaN = missing."""
     final: Tensor
     """[N, *L] clean latents, on CPU."""
+    kl: Tensor
+    """[N] nats, on CPU: see `RolloutEngine.divergence`; NaN where it was not asked for."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +278,7 @@ class RolloutEngine:
         seed: int,
         steps: int | None = None,
         before_step: Callable[[], None] = lambda: None,
+        kl_samples: int = 0,
     ) -> Evaluation:
         """ODE samples with noise that depends on (seed, prompt, sample) alone, scored by every reward.
 
@@ -282,10 +288,31 @@ class RolloutEngine:
             seed: of the evaluation noise.
             steps: ODE steps; None = `sampling.eval_steps`.
             before_step: called before each of them; an exception ends the evaluation.
+            kl_samples: of each prompt, whose divergence from the base model is measured too.
         """
         media, final = ode_samples(self.policy, self.sampling, prompts, samples_per_prompt, seed, steps, before_step)
         rows = tuple(prompt for prompt in prompts for _ in range(samples_per_prompt))
-        return Evaluation(media, rows, self._rewards.score(media, rows, heldout=True), final)
+        kl = torch.full((len(prompts), samples_per_prompt), torch.nan)
+        for row, prompt in enumerate(prompts):
+            if kl_samples:
+                kl[row, :kl_samples] = self.divergence(prompt, kl_samples, seed, before_step).cpu()
+        return Evaluation(media, rows, self._rewards.score(media, rows, heldout=True), final, kl.flatten())
+
+    def divergence(
+        self, prompt: Prompt, samples: int, seed: int, before_step: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """KL(policy || base model) [samples] in nats per sample, of trajectories on the grid and with the guidance of
+        rollouts (`diffusion.divergence`); arguments as of `evaluate`."""
+        shape, device = self.policy.latent_shape, self.policy.device
+        condition, dtype = self.policy.encode([prompt]), wide(self.sampling.storage_dtype)
+        found = []
+        for rows in torch.arange(samples).split(self.sampling.eval_batch or samples):
+
+            def draw(step: int, rows: Tensor = rows) -> Tensor:
+                return keys.noise(seed, 0, prompt.uid, rows.tolist(), step, shape, DIVERGENCE).to(device, dtype)
+
+            found.append(trajectories(self.policy, condition, self._grid, draw, before_forward=before_step)[1])
+        return torch.cat(found)
 
     def rescore(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Scores of media [N, ...] in [0, 1] that somebody kept: name -> [N], held-out rewards included."""

@@ -29,6 +29,8 @@ class Pictures:
     """N."""
     rewards: dict[str, Tensor]
     """name -> [N] fp32, NaN = missing."""
+    kl: Tensor
+    """[N] nats between policy and base model (`RolloutEngine.divergence`), NaN = not measured."""
 
 
 def joined(parts: Sequence[Pictures]) -> Pictures:
@@ -37,6 +39,7 @@ def joined(parts: Sequence[Pictures]) -> Pictures:
         media=torch.cat([part.media for part in parts]),
         prompts=tuple(prompt for part in parts for prompt in part.prompts),
         rewards={name: torch.cat([part.rewards[name] for part in parts]) for name in parts[0].rewards},
+        kl=torch.cat([part.kl for part in parts]),
     )
 
 
@@ -47,6 +50,7 @@ def split(pictures: Pictures, rows: int) -> list[Pictures]:
             media=pictures.media[start : start + rows],
             prompts=pictures.prompts[start : start + rows],
             rewards={name: scores[start : start + rows] for name, scores in pictures.rewards.items()},
+            kl=pictures.kl[start : start + rows],
         )
         for start in range(0, len(pictures.prompts), rows)
     ]
@@ -80,17 +84,20 @@ class FixedSamples:
     """Of the noise."""
     steps: int | None
     """Of the ODE; None = `sampling.eval.steps`."""
+    kl_samples: int
+    """Of each prompt, whose divergence from the base model is measured, where there is one."""
 
     def draw(
         self, engine: RolloutEngine, numbers: Sequence[int], before_step: Callable[[], None] = lambda: None
     ) -> Pictures:
         """The pieces `numbers`, by the weights that `engine` has. `before_step`: as in `RolloutEngine.evaluate`."""
-        parts = []
+        parts, compared = [], self.kl_samples if engine.policy.has_reference else 0
         for number in numbers:
-            made = engine.evaluate([self.prompts[number]], self.per_prompt, self.seed, self.steps, before_step)
+            asked = [self.prompts[number]]
+            made = engine.evaluate(asked, self.per_prompt, self.seed, self.steps, before_step, compared)
             media = made.media.mul(255.0).round().to(torch.uint8).cpu()
             scores = {name: values.float().cpu() for name, values in made.rewards.items()}
-            parts.append(Pictures(media, made.prompts, scores))
+            parts.append(Pictures(media, made.prompts, scores, made.kl))
         return joined(parts)
 
 
@@ -106,6 +113,7 @@ class Piece:
         """The piece without its prompt."""
         return {
             "media": self.pictures.media,
+            "kl": self.pictures.kl,
             **{f"rewards/{name}": scores for name, scores in self.pictures.rewards.items()},
             **{f"canaries/{name}": scores for name, scores in self.canaries.items()},
         }
@@ -118,4 +126,4 @@ class Piece:
             return {key.removeprefix(kind): value for key, value in tensors.items() if key.startswith(kind)}
 
         media = tensors["media"]
-        return cls(Pictures(media, (prompt,) * len(media), named("rewards/")), named("canaries/"))
+        return cls(Pictures(media, (prompt,) * len(media), named("rewards/"), tensors["kl"]), named("canaries/"))

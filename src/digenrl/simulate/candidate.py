@@ -28,7 +28,7 @@ from digenrl.simulate.memory import (
     trainer_memory,
 )
 from digenrl.simulate.virtual_cluster import Cluster, Rank
-from digenrl.simulate.workload import HEADS, Workload
+from digenrl.simulate.workload import HEADS, Drawn, Workload
 
 
 @dataclass(frozen=True)
@@ -467,23 +467,28 @@ class Costing:
                 table[stage][f"{pool} {role}"] = seconds[pool] if able else None
         return solve_bound(seats, self.work_units(), table).seconds
 
-    def evaluation_seconds(self, prompts: int, samples: int, candidate: Candidate) -> float:
-        """One evaluation: its ranks generate, decode and score `samples` of each of `prompts` prompts. Rollouts take
-        the next one as soon as they are free; trainers have equally many each, and wait for the slowest."""
-        costs, at_once = self.costs, min(samples, self.work.evaluated or samples)
+    def evaluation_seconds(self, drawn: Drawn, candidate: Candidate) -> float:
+        """One evaluation: its ranks generate, decode and score what is `drawn`. Rollouts take the next prompt as soon
+        as they are free; trainers have equally many each, and wait for the slowest."""
+        costs, room = self.costs, self.work.evaluated or drawn.samples
+
+        def forwards(pool: Pool, samples: int, together: int) -> float:
+            at_once = max(1, min(samples, room))
+            return samples * costs.step_seconds(pool, at_once, together) / at_once
 
         def prompt(pool: Pool, together: int = 1) -> float:
-            sample = self.work.steps * costs.step_seconds(pool, at_once, together) / at_once
-            sample += costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1)
-            return samples * sample + costs.encode_seconds(pool)
+            seconds = drawn.steps * forwards(pool, drawn.samples, together)
+            seconds += 2 * self.work.steps * forwards(pool, drawn.compared, together)
+            seconds += drawn.samples * (costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1))
+            return seconds + costs.encode_seconds(pool)
 
         if not (self.work.rollouts_evaluate and candidate.rollouts):
-            return math.ceil(prompts / candidate.trainers) * max(prompt(pool) for pool in self.hardware.pools)
+            return math.ceil(drawn.prompts / candidate.trainers) * max(prompt(pool) for pool in self.hardware.pools)
         together = candidate.rollout_context
         names = [name for name, _ in self.placed(candidate)[candidate.trainers :: together]]
         seconds = [prompt(self.hardware.pool(name), together) for name in names]
         ends = [0.0] * len(names)
-        for _ in range(prompts):
+        for _ in range(drawn.prompts):
             soonest = min(range(len(names)), key=lambda rank: ends[rank])
             ends[soonest] += seconds[soonest]
         return max(ends)

@@ -14,6 +14,7 @@ from digenrl.simulate.candidate import Candidate, Costing
 from digenrl.simulate.records import MOST_STEPS, Simulated
 from digenrl.simulate.virtual_cluster import Cluster, Disturbance, Rank, waves
 from digenrl.simulate.virtual_run import steady
+from digenrl.simulate.workload import Drawn
 
 WAVES = 8
 """Ranks that a quick simulation keeps at least."""
@@ -63,12 +64,12 @@ class Outcome:
                 table[cause] = table.get(cause, 0.0) + seconds / total
         return table
 
-    def evaluation_s(self, prompts: int, samples: int) -> float:
+    def evaluation_s(self, drawn: Drawn) -> float:
         """Seconds that an evaluation adds to its RL step. Rollouts make it when their tasks are done, and trainers wait
         for it before the update: what it takes longer than rollouts would have waited for the update adds to the step.
         Trainers do nothing else meanwhile when they make it."""
         candidate, costing = self.candidate, self.costing
-        once = costing.evaluation_seconds(prompts, samples, candidate)
+        once = costing.evaluation_seconds(drawn, candidate)
         if not (costing.work.rollouts_evaluate and candidate.rollouts):
             return once
         cluster = costing.cluster(candidate)

@@ -9,6 +9,7 @@ from digenrl.recompute import AUTO, Recompute
 from digenrl.simulate.candidate import Candidate
 from digenrl.simulate.outcome import Outcome
 from digenrl.simulate.planner import Plan
+from digenrl.simulate.workload import Drawn
 
 SLOWER = 1.2
 """Denoising against what is assumed, in the plan's question about it."""
@@ -137,16 +138,15 @@ class Booking:
     rl_steps: int
     price_per_gpu_hour: float | None = None
     evaluations: int = 0
-    evaluation_prompts: int = 0
-    evaluation_samples: int = 0
+    drawn: Drawn | None = None
+    """By each of them; None: there are none."""
 
     def hours(self, outcome: Outcome) -> float:
         """Of the whole run, its evaluations included."""
-        drawn = self.evaluation_prompts, max(1, self.evaluation_samples)
         seconds = self.rl_steps * outcome.step_s
-        if self.evaluations:  # nothing is trained beside the last one
-            seconds += (self.evaluations - 1) * outcome.evaluation_s(*drawn)
-            seconds += outcome.costing.evaluation_seconds(*drawn, outcome.candidate)
+        if self.drawn is not None:  # nothing is trained beside the last one
+            seconds += (self.evaluations - 1) * outcome.evaluation_s(self.drawn)
+            seconds += outcome.costing.evaluation_seconds(self.drawn, outcome.candidate)
         return seconds / 3600
 
     def gpu_hours(self, outcome: Outcome) -> float:

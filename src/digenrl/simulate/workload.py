@@ -69,6 +69,20 @@ def facts() -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What one evaluation draws."""
+
+    prompts: int
+    samples: int
+    """Of each."""
+    steps: int
+    """Of the ODE."""
+    compared: int = 0
+    """Samples of each prompt that are drawn once more as rollouts draw them, with two forwards a step: the policy's and
+    the base model's."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """One RL step of one experiment."""
 

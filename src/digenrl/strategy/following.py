@@ -1,7 +1,8 @@
 """Rollouts that generate together: the first of a group leads, the others follow.
 
     leader     claims, draws noise, takes the denoising steps, decodes, scores, sends; before each forward it tells
-    followers  latents, noise levels, conditioning, guidance and version; then all compute the forward together
+    followers  latents, noise levels, conditioning, guidance, version, and whether the base model's is meant; then all
+               compute the forward together
 
 A follower keeps nothing of a task, so that what may happen to one (hand-off, scouts, evaluation) is the leader's alone.
 Weights come to every rank of a group as they come to all rollouts. A forward names the version that it needs, and a
@@ -12,7 +13,7 @@ one version.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -43,7 +44,8 @@ def leading(policy: Policy, link: Link, followers: Sequence[int], version: Calla
         once = {name: value[:1] if value.stride(0) == 0 else value for name, value in condition.items()}
         tensors = {"latents": latents, "sigmas": sigmas, **once}
         for rank in followers:
-            link.send(rank, Message(Kind.FORWARD, {"version": version(), "guidance": policy.guidance_scale}, tensors))
+            facts = {"version": version(), "guidance": policy.guidance_scale, "reference": policy.in_reference}
+            link.send(rank, Message(Kind.FORWARD, facts, tensors))
 
     policy.before_velocity = tell if followers else None
     yield
@@ -78,7 +80,8 @@ class Follower:
                 with self._spans.span("generate", quiet=True, version=self._version):
                     given = {name: value.to(self._policy.device) for name, value in forward.tensors.items()}
                     latents, sigmas = (given.pop(name) for name in _OWN)
-                    with self._policy.guided(float(forward.meta["guidance"])):
+                    base = self._policy.reference() if forward.meta["reference"] else nullcontext()
+                    with self._policy.guided(float(forward.meta["guidance"])), base:
                         self._policy.velocity(latents, sigmas, expand_condition(given, len(latents)))
 
     def _next(self) -> Message:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -10,10 +10,14 @@ from torch import Tensor
 
 from digenrl.models.policy import Policy
 from digenrl.schedule import ScheduleSpec
+from digenrl.types import CellBlock
 
 
 class Learner(Protocol):
     """An algorithm, as the Strategy sees it."""
+
+    keep_base_means: Callable[[CellBlock, Tensor], None] | None
+    """Called with what the base model gives for a trained block, where that was computed."""
 
     def rollout_parameters(self) -> dict[str, Tensor]:
         """The weights that rollouts must use, by the names of `policy.trained_parameters()`."""

@@ -6,8 +6,12 @@ order in which they came, in place of generating anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+
+import torch
+from torch import Tensor
 
 from digenrl.data import PromptSampler
 from digenrl.record.span_log import SpanLog
@@ -16,8 +20,8 @@ from digenrl.schedule import ScheduleSpec, place
 from digenrl.schedule.claims import Claim
 from digenrl.strategy.stream import Inbox
 from digenrl.transport.cells import Part, StepBoard, joined, owned_positions, pack
-from digenrl.transport.wire import Message, decode, encode
-from digenrl.types import Trajectory
+from digenrl.transport.wire import Kind, Message, decode, encode
+from digenrl.types import CellBlock, Trajectory
 
 Fragment = tuple[int, ...]
 
@@ -36,6 +40,12 @@ class Recording:
             for name in ("means", "final"):
                 self._facts[name] = bool(self._facts.get(name)) or name in message.tensors
             self._files.take(step, encode(message))
+
+    def keep_base_means(self, block: CellBlock, means: Tensor) -> None:
+        """As of `PolicyModule`."""
+        if self._files is not None:
+            cells = {"group": block.group, "first_sample": block.first_sample, "steps": block.steps.tolist()}
+            self._files.take(block.step, encode(Message(Kind.BASE_MEANS, cells, {"base_means": means.cpu()})))
 
     def finish(self, step: int) -> None:
         """RL step `step` is trained."""
@@ -89,12 +99,20 @@ class Replay:
 
     def _fill(self, step: int) -> None:
         prompts = self._sampler.batch(step)
-        by_rank = [
-            {(message.meta["group"], message.meta["first_sample"]): message for message in self._messages(rank, step)}
-            for rank in range(len(self._recorded.ranks))
-        ]
-        for task in by_rank[0]:
-            part = Part(joined([messages[task] for messages in by_rank]))
+        by_rank: list[dict[tuple[int, int], Message]] = []
+        base: dict[tuple[int, int], dict[int, Tensor]] = {}
+        for rank in range(len(self._recorded.ranks)):
+            by_rank.append({})
+            for message in self._messages(rank, step):
+                task = message.meta["group"], message.meta["first_sample"]
+                if message.kind is Kind.CELLS:
+                    by_rank[-1][task] = message
+                else:
+                    means = message.tensors["base_means"].unbind(1)
+                    base.setdefault(task, {}).update(zip(message.meta["steps"], means, strict=True))
+        whole = {task: joined([messages[task] for messages in by_rank]) for task in by_rank[0]}
+        for task, message in _with_base_means(whole, base).items():
+            part = Part(message)
             if part.meta["uid"] != prompts[task[0]].uid:
                 raise TrajectoryError(
                     f"data.prompts: group {task[0]} of RL step {step} was recorded with another prompt than "
@@ -114,11 +132,29 @@ class Replay:
             yield decode(read, len(data))
 
 
-def step_bytes(spec: ScheduleSpec, trainers: int, lockstep: bool, outline: Trajectory) -> int:
-    """Bytes of the tensors that all trainers get in an RL step whose tasks are like `outline`."""
+def _with_base_means(
+    tasks: Mapping[tuple[int, int], Message], base: Mapping[tuple[int, int], Mapping[int, Tensor]]
+) -> Mapping[tuple[int, int], Message]:
+    """The messages with the means [b, *L] that `base` has of their steps, if it has all: sharded trainers must know
+    alike whether the base model is to be computed."""
+    found = {}
+    for task, message in tasks.items():
+        known, rows = base.get(task, {}), len(message.tensors["log_probs"])
+        means = [known[step] for step in message.tensors["steps"].tolist() if step in known]
+        if [len(mean) for mean in means] != [rows] * len(message.tensors["steps"]):
+            return tasks
+        found[task] = replace(message, tensors={**message.tensors, "base_means": torch.stack(means, dim=1)})
+    return found
+
+
+def step_bytes(spec: ScheduleSpec, trainers: int, lockstep: bool, outline: Trajectory, base: Tensor | None) -> int:
+    """Bytes of the tensors that all trainers get in an RL step whose tasks are like `outline`, and of what the base
+    model gives for a cell of it (`base`; None: it is not asked)."""
 
     def size(rank: int, part: int) -> int:
         positions = owned_positions(spec, partial(place, spec, trainers), rank, 0, part, lockstep)
         return sum(tensor.nbytes for tensor in pack(outline, positions, Claim(0, 0, 0), 0.0).tensors.values())
 
-    return spec.prompts * sum(size(rank, part) for rank in range(trainers) for part in range(spec.tasks_per_group))
+    cells = 0 if base is None else spec.prompts * spec.group_size * spec.trained_steps * base.nbytes
+    sizes = (size(rank, part) for rank in range(trainers) for part in range(spec.tasks_per_group))
+    return spec.prompts * sum(sizes) + cells

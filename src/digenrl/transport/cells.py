@@ -143,6 +143,7 @@ class Part:
             condition=condition,
             final=t.get("final"),
             means=t["means"][:, index] if "means" in t else None,
+            base_means=t["base_means"][:, index] if "base_means" in t else None,
             gradients=gradients or None,
         )
 
