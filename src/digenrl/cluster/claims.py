@@ -97,8 +97,9 @@ def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
 
 
 def _work(text: str) -> Work:
-    version, task, step_seconds, step, group, until, idle = text.split(":")
-    return Work(int(version), float(task), float(step_seconds), int(step), int(group), float(until), int(idle))
+    version, task, step_seconds, step, group, until, idle, waiting = text.split(":")
+    now = int(step), int(group), float(until), int(idle), float(waiting)
+    return Work(int(version), float(task), float(step_seconds), *now)
 
 
 def _owner_key(version: int, position: int) -> str:

@@ -264,9 +264,11 @@ class SchedulePolicy:
 
     @_noted("decision")
     def loan_receiver(self, rank: int, task_step: int, step: int, ready: bool, now: float) -> int | None:
-        """Who finishes the task that trainer `rank` generates: the rollout rank that is free first, as soon as a
-        fragment is `ready`. A loan of the next step's tasks runs to its end (see `hand_over`)."""
-        return self._first_free(now) if ready and task_step == step else None
+        """Who finishes the task that trainer `rank` generates, as soon as a fragment is `ready`: the rollout rank that
+        is free first, and as all trainers that lend see the fragment at one moment, the next one for the next of them.
+        A loan of the next step's tasks runs to its end (see `hand_over`)."""
+        lenders = sum(work.busy for other, work in self._ranks.items() if other < rank)
+        return self._first_free(now, lenders) if ready and task_step == step else None
 
     @_noted("decision")
     def first_free(self, now: float) -> int | None:
@@ -278,15 +280,17 @@ class SchedulePolicy:
         """Who goes on with a task that `rank`, which leaves, began with `version`: the rollout rank with these weights
         that is free first; None where there is none, and for a task of a later step (see `hand_over`)."""
         others = [
-            (work.free_in(now), other)
+            (work.free_in(now) + work.waiting, other)
             for other, work in self._ranks.items()
             if other >= self.roles.trainers and other != rank and work.version == version == task_step
         ]
         return min(others, default=(0.0, None))[1]
 
-    def _first_free(self, now: float) -> int | None:
+    def _first_free(self, now: float, place: int = 0) -> int | None:
+        """The rollout rank in this `place` of those that are first done with what they have, going round."""
         working = self._known_speed(self._generators)
-        return min(working, key=lambda rank: (working[rank].free_in(now), rank), default=None)
+        order = sorted(working, key=lambda rank: (working[rank].free_in(now) + working[rank].waiting, rank))
+        return order[place % len(order)] if order else None
 
     # ---- trainers
 

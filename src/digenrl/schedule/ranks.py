@@ -29,6 +29,8 @@ class Work:
     """When that task should be done, seconds on the run's clock."""
     idle: int = 0
     """Above 0: it waits for a task, for the idle-th time."""
+    waiting: float = 0.0
+    """Seconds of the tasks that were handed to it and that it has not begun."""
 
     @property
     def values(self) -> tuple[Any, ...]:

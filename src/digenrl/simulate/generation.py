@@ -113,10 +113,11 @@ class Generation:
         rank, task = worker.rank, worker.task
         idle = worker.waits if self.spec.handoff and worker.idle_since is not None else 0
         seconds = rank.task_seconds(self.spec.denoise_steps), rank.step_seconds
+        waiting = sum(handed.remaining for handed in worker.waiting) * rank.step_seconds
         if task is None:
-            work = Work(worker.held, *seconds, idle=idle)
+            work = Work(worker.held, *seconds, idle=idle, waiting=waiting)
         else:
-            work = Work(worker.held, *seconds, task.step, task.group, worker.free_at)
+            work = Work(worker.held, *seconds, task.step, task.group, worker.free_at, idle, waiting)
         self.policy.saw_rank(rank.rank, work)
 
     def part(self, worker: Worker, tasks: int) -> range:

@@ -82,6 +82,8 @@ class TaskRunner:
         self._task_seconds = task_seconds
         self._unshipped: deque[Future[None]] = deque()
         self._withdrawn = world.follows
+        self.waiting_steps: Callable[[], int] = lambda: 0
+        """Denoising steps of the tasks that were handed to this rank and that it has not begun."""
         self._tell(Work())
 
     # ---- claims
@@ -150,7 +152,8 @@ class TaskRunner:
         """Tell the others what this rank does now: the last `share` of `task`, or nothing; `idle` as in `Work`."""
         step, group = (task.step, task.group) if task is not None else (-1, -1)
         until = self._spans.now() + share * self._task_seconds
-        self._tell(Work(version, self._task_seconds, self._step_seconds, step, group, until, idle))
+        waiting = self.waiting_steps() * self._step_seconds
+        self._tell(Work(version, self._task_seconds, self._step_seconds, step, group, until, idle, waiting))
 
     def _tell(self, work: Work) -> None:
         if not self._withdrawn:
@@ -280,8 +283,7 @@ class RolloutWorker:
     """The life of a rollout rank: adopt a version, empty its queue, take part in its evaluation, wait for the next one.
 
     With hand-off, a rank that waits says so, and a slower rank may give it the rest of a task, a busy one the tasks
-    that wait for it: trainers end their loans at one moment, see the same rollout rank free first, and all give it
-    their tasks. A rank that shall leave gives all of its tasks away, at the next denoising step.
+    that wait for it: trainers end their loans at one moment, and may give several to one rank. A rank that shall leave gives all of its tasks away, at the next denoising step.
 
     Args:
         leave: set when this rank shall leave.
@@ -307,6 +309,8 @@ class RolloutWorker:
         self._arrivals = Arrivals(self._parameters)
         self._weights: deque[Version] = deque()
         self._suspended: deque[Suspended] = deque()
+        steps = runner.policy.spec.denoise_steps
+        runner.waiting_steps = lambda: sum(steps - task.next_step for task in self._suspended)
         self._asked: list[tuple[int, int]] = []
         """(rank that joined, the least version that it wants)."""
         self._source: int | None = None
