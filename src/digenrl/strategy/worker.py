@@ -283,7 +283,8 @@ class RolloutWorker:
     """The life of a rollout rank: adopt a version, empty its queue, take part in its evaluation, wait for the next one.
 
     With hand-off, a rank that waits says so, and a slower rank may give it the rest of a task, a busy one the tasks
-    that wait for it: trainers end their loans at one moment, and may give several to one rank. A rank that shall leave gives all of its tasks away, at the next denoising step.
+    that wait for it: trainers end their loans at one moment, and may give several to one rank. A rank that shall leave
+    gives all of its tasks away, at the next denoising step.
 
     Args:
         leave: set when this rank shall leave.
