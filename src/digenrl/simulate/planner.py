@@ -21,8 +21,9 @@ from digenrl.simulate.outcome import Outcome, evaluate
 
 PROMISING = (1, 2)
 """Disaggregated candidates of the lowest floors that are simulated, of each kind: on-policy, asynchronous."""
-NEAR = 1
-"""Candidates whose neighbourhood is searched, of each kind: with lending or without, replicated or sharded."""
+NEAR = 2
+"""Candidates whose neighbourhood is searched, of each kind: with lending or without, replicated or sharded, the pool
+that trainers come from first."""
 WORTHWHILE = 0.999
 """What is not faster than so many times the best is not sought."""
 RIVAL = 1.05
@@ -140,10 +141,8 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
         best = tried(candidates)
         for _ in range(ROUNDS):
             around = [near for outcome in _centres(best) for near in _neighbours(costing, outcome.candidate)]
-            better = tried(around, best)
-            improved = bool(better) and better[0].expected_s < WORTHWHILE * best[0].expected_s
-            best = better
-            if not improved:
+            before, best = _rivals(best), tried(around, best)
+            if all(seconds >= WORTHWHILE * before.get(held, math.inf) for held, seconds in _rivals(best).items()):
                 break
         replayed: list[Outcome] = []
         finalists_of_kind = FINALISTS if not best or best[0].expected_s <= RIVAL * on_policy else 1
@@ -175,11 +174,18 @@ def _ranked(outcomes: Collection[Outcome]) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: (not outcome.settled, slow(outcome), outcome.robust_s))
 
 
+def _rivals(ranked: list[Outcome]) -> dict[str, float]:
+    """Way to hold the model -> seconds of its best run, where others are not much faster."""
+    fastest = {outcome.candidate.sharding: outcome.expected_s for outcome in reversed(ranked)}
+    return {held: seconds for held, seconds in fastest.items() if seconds <= RIVAL * min(fastest.values())}
+
+
 def _centres(ranked: list[Outcome]) -> list[Outcome]:
-    """The best of `ranked` with lending and the best without, whichever way the model is held."""
-    kinds: dict[tuple[bool, str], list[Outcome]] = {}
+    """The best of `ranked` with lending and without, of each way to hold the model and each pool first."""
+    kinds: dict[tuple[bool, str, str | None], list[Outcome]] = {}
     for outcome in ranked:
-        kinds.setdefault((outcome.candidate.spec.tag, outcome.candidate.sharding), []).append(outcome)
+        candidate = outcome.candidate
+        kinds.setdefault((candidate.spec.tag, candidate.sharding, candidate.first), []).append(outcome)
     return [outcome for kind in kinds.values() for outcome in kind[:NEAR]]
 
 
