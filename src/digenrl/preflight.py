@@ -489,7 +489,8 @@ def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
     fitting = [trial for trial in trials if not costing.trainer_misfits(trial)]
 
     def seconds(trial: Candidate) -> float:
-        return sum(training_floor(costing.spec(trial), costing.cluster(trial)))
+        fragment, updates = training_floor(costing.spec(trial), costing.cluster(trial))
+        return fragment + max(updates)
 
     return min(fitting, key=lambda trial: (round(seconds(trial), 4), -trial.spec.tsp_batch), default=None)
 

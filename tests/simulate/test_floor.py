@@ -23,14 +23,19 @@ FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pi
 
 @pytest.mark.parametrize("pools", [(SLOW,), (FAST, SLOW)], ids=["equal", "unequal"])
 @pytest.mark.parametrize(
-    ("async_steps", "split"),
-    [(0, "groups"), (1, "groups"), *(pytest.param(n, "samples", marks=pytest.mark.slow) for n in (0, 1))],
+    ("async_steps", "split", "trained"),
+    [
+        (0, "groups", None),
+        (1, "groups", None),
+        (1, "samples", 4),
+        *(pytest.param(n, *how, marks=pytest.mark.slow) for n in (0, 1) for how in (("samples", None), ("groups", 2))),
+    ],
 )
 def test_no_simulated_step_is_shorter_than_its_floor(
-    pools: tuple[Pool, ...], async_steps: int, split: Literal["groups", "samples"]
+    pools: tuple[Pool, ...], async_steps: int, split: Literal["groups", "samples"], trained: int | None
 ) -> None:
     nodes = tuple(replace(pool, per_node=2) for pool in pools)
-    costing = Costing(replace(FLUX, updates_split=split), Hardware(nodes))
+    costing = Costing(replace(FLUX, updates_split=split, trained_samples=trained), Hardware(nodes))
     bound, gpus, ratios = costing.bound(), costing.hardware.gpus, []
     choices = itertools.product((1, gpus // 2, gpus - 1, gpus), ("ddp", "hsdp", "fsdp"), (1, 4), (0, 4), (False, True))
     for trainers, sharding, size, gap, lending in choices:
@@ -55,6 +60,8 @@ def test_sharded_trainers_pay_whole_rounds_for_each_fragment() -> None:
     spec, cluster = costing.spec(candidate), costing.cluster(candidate)
     cell = cluster.trainers[0].cell_seconds + cluster.trainers[0].exposed_seconds
     # One task of five trained steps: five blocks on three ranks take two rounds; four groups an update.
-    assert training_floor(spec, cluster) == pytest.approx((2 * cell, 8 * cell))
+    fragment, updates = training_floor(spec, cluster)
+    assert fragment == pytest.approx(2 * cell)
+    assert updates == pytest.approx([8 * cell] * 2)
     whole = candidate.but(gap=4)
-    assert training_floor(costing.spec(whole), costing.cluster(whole))[1] == pytest.approx(7 * cell)
+    assert training_floor(costing.spec(whole), costing.cluster(whole))[1] == pytest.approx([7 * cell] * 2)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, fragments, group_version, place
+from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.virtual_cluster import Cluster, Disturbance, Rank, waves
 from digenrl.simulate.virtual_run import simulate, steady
 
@@ -231,6 +232,25 @@ def test_waves_of_equal_ranks_take_as_long_as_the_ranks() -> None:
     smaller, fewer = waves(spec, cluster, 8)
     assert len(fewer.ranks) == 8 < len(cluster.ranks)
     assert steady(smaller, fewer).step_s == pytest.approx(steady(spec, cluster).step_s, rel=0.01)
+
+
+@pytest.mark.parametrize("together", [0, 8])
+def test_waves_of_sharded_trainers_wait_for_the_fullest_of_the_ranks(together: int) -> None:
+    """A third of the samples has a gradient, and not the same number on each rank: four ranks as one would not show
+    it."""
+    numbers = {"prompts": 32, "group_size": 24, "task_size": 1, "denoise_steps": 9, "trained_steps": 9}
+    spec = ScheduleSpec(**{**BASE, **numbers}, gap=1, tsp_shard=True)
+    whole = replace(even(16, 16), lockstep=True, together=together, useful=1 / 3)
+    whole = replace(whole, ranks=tuple(replace(rank, cell_seconds=9.0) for rank in whole.ranks))
+    smaller, fewer = waves(spec, whole, 8)
+    exact, quick, blind = (
+        steady(spec, cluster).step_s
+        for spec, cluster in ((spec, whole), (smaller, fewer), (smaller, replace(fewer, whole=None)))
+    )
+    assert len(fewer.ranks) == 8
+    assert quick == pytest.approx(exact, rel=0.01)
+    assert blind < 0.9 * exact
+    assert 0.9 * exact < floor_seconds(spec, whole) <= exact
 
 
 def test_groups_of_sharded_trainers_wait_for_their_own_and_at_the_update() -> None:

@@ -10,17 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from digenrl.schedule import ScheduleSpec
+from digenrl.schedule import ScheduleSpec, fragments
 from digenrl.schedule.order import stale_groups
-from digenrl.simulate.virtual_cluster import Cluster
+from digenrl.simulate.virtual_cluster import Cluster, micro_batches
 
 
 def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
     """Lower bound of seconds per step of `spec` on `cluster`."""
-    fragment, update = training_floor(spec, cluster)
-    training = spec.updates_per_batch * (update + cluster.reduce_seconds + cluster.optimizer_seconds)
-    training += cluster.snapshot_seconds
-    later = (spec.slices - 1) * (update + cluster.reduce_seconds + cluster.optimizer_seconds)  # they need all groups
+    fragment, updates = training_floor(spec, cluster)
+    updates = [seconds + cluster.reduce_seconds + cluster.optimizer_seconds for seconds in updates]
+    training = sum(updates) + cluster.snapshot_seconds
+    later = sum(sorted(updates)[: spec.slices - 1])  # they need all groups
     last = fragment + later if spec.gap else training  # to be trained when the last task is done
     if not cluster.rollouts:
         own = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers]
@@ -50,28 +50,37 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
     return low
 
 
-def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of training one fragment (0 where a rank without blocks of it trains others) and all of an update."""
-    trainers, tasks = len(cluster.trainers) // spec.context, spec.tasks_per_portion
+def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[float]]:
+    """Seconds of training one fragment (0 where a rank without blocks of it trains others) and all of each update."""
+    if cluster.lockstep:
+        lasting = [
+            [_unit_seconds(spec, cluster, fragment) for fragment in fragments(spec, update)]
+            for update in range(spec.updates_per_batch)
+        ]
+        longest = min(max(units) for update in lasting for units in update)
+        return longest, [max(map(sum, zip(*update, strict=True))) for update in lasting]
+    trainers, tasks = len(cluster.trainers), spec.tasks_per_portion
     steps = spec.trained_steps / spec.blocks_per_task
     blocks = [steps * rank.cell_seconds + rank.exposed_seconds for rank in cluster.trainers]
     useful = (
         cluster.useful if spec.task_size > 1 else round(tasks * cluster.useful) / tasks
     )  # tasks of one sample, whole
     if spec.shares or not spec.tsp_shard:
-        speed = sum(1.0 / block for block in blocks) / spec.context
-        return 0.0, useful * spec.groups_per_update * tasks * spec.blocks_per_task / speed
+        speed = sum(1.0 / block for block in blocks)
+        each = useful * spec.groups_per_update * tasks * spec.blocks_per_task / speed
+        return 0.0, [each] * spec.updates_per_batch
     per_group = math.floor(useful * tasks * spec.blocks_per_task + 1e-9)
-
-    def rounds(groups: int, odd_ones: bool) -> float:
-        """Full rounds last as long as the slowest rank's block; what is left over may be the fastest's."""
-        full, odd = divmod(groups * per_group, trainers)
-        return full * max(blocks) + (odd_ones and odd > 0) * min(blocks)
-
-    whole, rest = divmod(spec.groups_per_update, spec.fragment_groups)
-    if cluster.lockstep and not cluster.together:
-        return rounds(spec.fragment_groups, True), whole * rounds(spec.fragment_groups, True) + rounds(rest, True)
     # Odd blocks go round the ranks from fragment to fragment, and so does what is not useful.
-    update = math.ceil(spec.groups_per_update * per_group / trainers) * min(blocks)
-    every = whole * rounds(spec.fragment_groups, False) + rounds(rest, False) if useful == 1.0 else 0.0
-    return 0.0, max(update, every)
+    each = math.ceil(spec.groups_per_update * per_group / trainers) * min(blocks)
+    if useful == 1.0:
+        whole, rest = divmod(spec.groups_per_update, spec.fragment_groups)
+        full = whole * (spec.fragment_groups * per_group // trainers) + rest * per_group // trainers
+        each = max(each, full * max(blocks))
+    return 0.0, [each] * spec.updates_per_batch
+
+
+def _unit_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> list[float]:
+    """Of `fragment` on each unit of trainers, whose every micro-batch lasts as long as on its slowest rank."""
+    table = micro_batches(spec, cluster, fragment)
+    rows = ([table[rank] for rank in ranks] for ranks in cluster.units)
+    return [sum(max(column) for column in zip(*own, strict=True)) for own in rows]

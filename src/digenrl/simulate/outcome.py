@@ -43,6 +43,11 @@ class Outcome:
         return self.result.step_s
 
     @property
+    def expected_s(self) -> float:
+        """`step_s`, or what no run beats where that is longer: one that has not settled may live on a buffer."""
+        return max(self.step_s, self.costing.floor(self.candidate))
+
+    @property
     def bound_s(self) -> float:
         return self.bound.seconds
 

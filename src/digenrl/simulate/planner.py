@@ -21,8 +21,9 @@ from digenrl.simulate.outcome import Outcome, evaluate
 
 PROMISING = (1, 2)
 """Disaggregated candidates of the lowest floors that are simulated, of each kind: on-policy, asynchronous."""
-NEAR = 1
-"""Candidates whose neighbourhood is searched, of each kind: with lending or without, replicated or sharded."""
+NEAR = 2
+"""Candidates whose neighbourhood is searched, of each kind: with lending or without, replicated or sharded, the pool
+that trainers come from first."""
 WORTHWHILE = 0.999
 """What is not faster than so many times the best is not sought."""
 RIVAL = 1.05
@@ -83,18 +84,20 @@ def make_plan(
     Raises:
         PlanError: no candidate fits; says what is missing where.
     """
-    with _collecting_only_own_garbage():
+    with _collecting_nothing():
         return _make_plan(costing, steps, fixed or {}, asynchronous)
 
 
 @contextmanager
-def _collecting_only_own_garbage() -> Iterator[None]:
-    """Inside, the collector leaves alone what was there before: with torch loaded that is most of its work."""
-    gc.freeze()
+def _collecting_nothing() -> Iterator[None]:
+    """A plan leaves no cycles behind, and makes so many objects that looking for some is a sixth of its work."""
+    enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], asynchronous: bool) -> Plan:
@@ -114,8 +117,8 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
         ]
         for candidate in sorted(fitting, key=costing.floor):
             if candidate not in seen:
-                best = sorted(outcome.step_s for outcome in found.values())[:FINALISTS]
-                alike = (o.step_s for o in found.values() if o.candidate.sharding == candidate.sharding)
+                best = sorted(outcome.expected_s for outcome in found.values())[:FINALISTS]
+                alike = (o.expected_s for o in found.values() if o.candidate.sharding == candidate.sharding)
                 limits = [WORTHWHILE * min(alike, default=math.inf), RIVAL * min(best, default=math.inf)]
                 if known and not candidate.spec.async_steps:
                     limits.append(on_policy)
@@ -124,7 +127,7 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
                 hopeless = HOPELESS * best[-1] if len(best) == FINALISTS else math.inf
                 seen[candidate] = evaluate(costing, candidate, bound, hopeless=hopeless)
             found[candidate] = seen[candidate]
-        return sorted(found.values(), key=lambda outcome: outcome.step_s)
+        return sorted(found.values(), key=lambda outcome: outcome.expected_s)
 
     coarse = [_colocated(costing)] if not fixed.get("rollouts") else []
     if fixed.get("rollouts") != 0:
@@ -138,24 +141,22 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
         best = tried(candidates)
         for _ in range(ROUNDS):
             around = [near for outcome in _centres(best) for near in _neighbours(costing, outcome.candidate)]
-            better = tried(around, best)
-            improved = bool(better) and better[0].step_s < WORTHWHILE * best[0].step_s
-            best = better
-            if not improved:
+            before, best = _rivals(best), tried(around, best)
+            if all(seconds >= WORTHWHILE * before.get(held, math.inf) for held, seconds in _rivals(best).items()):
                 break
         replayed: list[Outcome] = []
-        finalists_of_kind = FINALISTS if not best or best[0].step_s <= RIVAL * on_policy else 1
+        finalists_of_kind = FINALISTS if not best or best[0].expected_s <= RIVAL * on_policy else 1
         for outcome in _contenders(best):
-            fastest_s = min((other.step_s for other in replayed), default=math.inf)
-            enough = len(replayed) >= finalists_of_kind and outcome.step_s >= fastest_s
+            steady = [other.step_s for other in replayed if other.settled]
+            enough = len(steady) >= finalists_of_kind and outcome.expected_s >= min(steady)
             enough = enough or len(replayed) == MOST_FINALISTS
-            if enough or outcome.step_s > RIVAL * best[0].step_s:
+            if enough or outcome.expected_s > RIVAL * best[0].expected_s:
                 continue
             exact = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
             replayed.append(replace(exact, quick_s=outcome.step_s))
         finalists |= {outcome.candidate: outcome for outcome in replayed}
         if best and not best[0].candidate.spec.async_steps:
-            on_policy = min(on_policy, best[0].step_s)
+            on_policy = min(on_policy, best[0].expected_s)
     if not seen:
         raise PlanError(_why_nothing(costing))
     return Plan(costing, bound, tuple(_ranked(finalists.values())), len(seen))
@@ -173,11 +174,18 @@ def _ranked(outcomes: Collection[Outcome]) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: (not outcome.settled, slow(outcome), outcome.robust_s))
 
 
+def _rivals(ranked: list[Outcome]) -> dict[str, float]:
+    """Way to hold the model -> seconds of its best run, where others are not much faster."""
+    fastest = {outcome.candidate.sharding: outcome.expected_s for outcome in reversed(ranked)}
+    return {held: seconds for held, seconds in fastest.items() if seconds <= RIVAL * min(fastest.values())}
+
+
 def _centres(ranked: list[Outcome]) -> list[Outcome]:
-    """The best of `ranked` with lending and the best without, whichever way the model is held."""
-    kinds: dict[tuple[bool, str], list[Outcome]] = {}
+    """The best of `ranked` with lending and without, of each way to hold the model and each pool first."""
+    kinds: dict[tuple[bool, str, str | None], list[Outcome]] = {}
     for outcome in ranked:
-        kinds.setdefault((outcome.candidate.spec.tag, outcome.candidate.sharding), []).append(outcome)
+        candidate = outcome.candidate
+        kinds.setdefault((candidate.spec.tag, candidate.sharding, candidate.first), []).append(outcome)
     return [outcome for kind in kinds.values() for outcome in kind[:NEAR]]
 
 
@@ -363,8 +371,9 @@ def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
     few = _few_tasks(costing)
     gaps = {0} if costing.work.whole_batch else {1, half if typical.spec.async_steps else 1}
     sizes, widths = (task_sizes(costing)[:1], WIDTHS) if few else (task_sizes(costing), WIDTHS[:1])
-    for size, gap, tag, width in itertools.product(sizes, gaps, (False, True), widths):
-        yield typical.but(task_size=size, gap=gap, tag=tag, rollout_context=width)
+    stale = {0.5, 1.0} if typical.spec.async_steps and not costing.work.whole_batch else {typical.spec.stale_fraction}
+    for size, gap, tag, width, part in itertools.product(sizes, gaps, (False, True), widths, sorted(stale)):
+        yield typical.but(task_size=size, gap=gap, tag=tag, rollout_context=width, stale_fraction=part)
 
 
 def _promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -389,6 +398,9 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
     if base.spec.tag:  # what lending trainers generate, rollout ranks need not
         offsets = [-0.03, 0.0, 0.03, 0.06, 0.09, 0.12]
     numbers = {min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}
+    if costing.work.useful < 1.0:  # each trains its own steps of whatever tasks are left; with lending, all may train
+        each = base.spec.blocks_per_task
+        numbers |= {n for n in range(each, gpus, each) if min(numbers) <= n and (base.spec.tag or n <= max(numbers))}
     blocks = base.spec.groups_per_update * base.spec.tasks_per_portion * base.spec.blocks_per_task
     if blocks < ROUNDING * balance:  # full rounds, of trainers alone or of two that share tokens
         full = {n * math.ceil(blocks / rounds) for rounds in range(1, 2 * ROUNDING) for n in (1, 2)}

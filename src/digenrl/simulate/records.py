@@ -79,18 +79,19 @@ class Simulated:
 
 
 def settled_from(ends: Sequence[float], least: float) -> int | None:
-    """The step whose end begins a steady window, or None: a window at the end whose mean step is that of the equally
-    long one before it, and not below `least`, what no endless run can beat (a buffer that is still being emptied).
-    Steps that differ among themselves must repeat, or be so many that the mean no longer depends on where it begins."""
+    """The step whose end begins a steady window, or None: one that repeats itself with some period, or at the end one
+    whose mean step is that of the equally long one before it; not below `least`, what no endless run can beat (a buffer
+    that is still being emptied). Steps that do not repeat must be so many that the mean no longer depends on where it
+    begins."""
     width = min(MOST_STEPS // 3, (len(ends) - 1) // 2)
     if width < 1:
         return None
     steps = [after - before for before, after in pairwise(ends[-1 - 2 * width :])]
-    earlier, later = steps[:width], steps[width:]
-    mean = sum(later) / width
-    if abs(mean - sum(earlier) / width) > TOLERANCE * mean or mean < (1 - TOLERANCE) * least:
+    mean = sum(steps[width:]) / width
+    for period in range(1, width + 1):
+        if all(abs(a - b) <= TOLERANCE * mean for a, b in zip(steps, steps[period:], strict=False)):
+            window = 2 * width // period * period
+            return len(ends) - 1 - window if sum(steps[-window:]) >= (1 - TOLERANCE) * least * window else None
+    if abs(mean - sum(steps[:width]) / width) > TOLERANCE * mean or mean < (1 - TOLERANCE) * least:
         return None
-    repeats = all(abs(a - b) <= TOLERANCE * mean for a, b in zip(earlier, later, strict=True))
-    if not repeats and max(steps) - min(steps) > SPREAD * width * mean:
-        return None
-    return len(ends) - 1 - 2 * width
+    return None if max(steps) - min(steps) > SPREAD * width * mean else len(ends) - 1 - 2 * width

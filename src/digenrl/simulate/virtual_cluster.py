@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -9,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from digenrl.schedule import ScheduleSpec
+from digenrl.schedule import ScheduleSpec, place
+from digenrl.schedule.timesteps import without
 
 FEW_TASKS = 200
 FEW_RANKS = 64
@@ -85,6 +87,8 @@ class Cluster:
     """A copy of the published weights is kept, so trainers may lend after the first update of a batch."""
     static_claims: bool = False
     """Tasks are split equally beforehand (what published colocated loops do) instead of claimed."""
+    whole: tuple[ScheduleSpec, Cluster] | None = None
+    """Of `waves`: the run that they stand for."""
 
     @cached_property
     def trainers(self) -> tuple[Rank, ...]:
@@ -93,6 +97,13 @@ class Cluster:
     @cached_property
     def rollouts(self) -> tuple[Rank, ...]:
         return tuple(rank for rank in self.ranks if rank.role == "rollout")
+
+    @cached_property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """Trainers that act together: those whose forwards are collectives, else one by one."""
+        ids = tuple(rank.rank for rank in self.trainers)
+        width = (self.together or len(ids)) if self.lockstep else 1
+        return tuple(ids[first : first + width] for first in range(0, len(ids), width))
 
     def __post_init__(self) -> None:
         if not self.trainers:
@@ -127,7 +138,39 @@ def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSp
         ranks += [first.at(speed, len(ranks) + extra) for extra in range(number)]
         shares += [spec.shares[run[0].rank] * speed] * number if trains and spec.shares else []
     smaller = replace(spec, group_size=spec.group_size // width, shares=tuple(shares))
-    return smaller, replace(cluster, ranks=tuple(ranks), together=together)
+    return smaller, replace(cluster, ranks=tuple(ranks), together=together, whole=(spec, cluster))
+
+
+def micro_batches(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+    """Seconds of each micro-batch of `fragment` on each trainer, from the placement that the runtime uses."""
+    alike = replace(spec, order="canonical", tag=False, handoff=False, async_steps=0)  # placed in the same way
+    trainers, rows_kept = cluster.trainers, 1.0 if spec.task_size == 1 else cluster.useful  # of each task, some rows
+    return tuple(
+        tuple(rank.cell_seconds * rows_kept * cells + rank.exposed_seconds * blocks for cells, blocks in own)
+        for rank, own in zip(trainers, _loads(alike, len(trainers), cluster.useful, fragment), strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _loads(
+    spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int, ...]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """(cells, blocks) of each micro-batch of `fragment` on each trainer."""
+    placement = place(spec, trainers, fragment)
+    if spec.task_size == 1:
+        placement = without(placement, _useless(spec, useful, fragment))
+    return tuple(tuple((sum(len(block.steps) for block in micro), len(micro)) for micro in own) for own in placement)
+
+
+def _useless(spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]) -> frozenset[tuple[int, int]]:
+    """Tasks (group, part) of one sample that have no gradient: as many of each portion as `useful` leaves, drawn anew
+    for each portion but not for each step."""
+    count = spec.tasks_per_portion - round(spec.tasks_per_portion * useful)
+    return frozenset(
+        (group, part)
+        for group, portion in zip(spec.groups_of(fragment), fragment, strict=True)
+        for part in random.Random(portion).sample(spec.parts_of(portion), count)
+    )
 
 
 @dataclass(frozen=True)

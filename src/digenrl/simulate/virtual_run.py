@@ -10,22 +10,21 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from digenrl.record.spans import Span
-from digenrl.schedule import ScheduleSpec, Task, fragments, next_fragment, place, queue
+from digenrl.schedule import ScheduleSpec, Task, fragments, next_fragment, queue
 from digenrl.schedule.order import group_version, later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, Record, SchedulePolicy
 from digenrl.schedule.ranks import Roles
 from digenrl.schedule.staleness import Ledger, check_staleness
-from digenrl.schedule.timesteps import cells_by_rank, without
+from digenrl.schedule.timesteps import cells_by_rank
 from digenrl.simulate.floor import floor_seconds
 from digenrl.simulate.generation import Generation, Worker
 from digenrl.simulate.records import MOST_STEPS, Led, Simulated, Unit, settled_from
-from digenrl.simulate.virtual_cluster import Cluster, Disturbance
+from digenrl.simulate.virtual_cluster import Cluster, Disturbance, micro_batches
 
 ENDLESS = 1 << 30
 """Number of the last RL step of a run that has none."""
@@ -74,7 +73,7 @@ def steady(
             fourth on average) is not watched on, and counts as unsettled.
     """
     run = _VirtualRun(spec, cluster, ENDLESS, disturbance or Disturbance(), trace, None)
-    least = floor_seconds(spec, cluster)
+    least = floor_seconds(*(cluster.whole or (spec, cluster)))
     fewest = 3 + 2 * spec.tag + 4 * spec.async_steps
     hoped = 2 + 2 * spec.async_steps
 
@@ -99,38 +98,10 @@ def steady(
     return result
 
 
-def micro_batches(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
-    """Seconds of each micro-batch of `fragment` on each trainer, from the placement that the runtime uses."""
-    trainers, rows_kept = cluster.trainers, 1.0
-    placement = place(spec, len(trainers), fragment)
-    if spec.task_size == 1:
-        placement = without(placement, _useless(spec, cluster.useful, fragment))
-    else:
-        rows_kept = cluster.useful  # of each task, some rows
-    return tuple(
-        tuple(
-            sum(rank.cell_seconds * rows_kept * len(block.steps) + rank.exposed_seconds for block in micro)
-            for micro in own
-        )
-        for rank, own in zip(trainers, placement, strict=True)
-    )
-
-
 def fragment_staleness(spec: ScheduleSpec, version: int, fragment: tuple[int, ...]) -> int:
     """The most versions that samples of `fragment` are behind trainers of `version`."""
     made = (group_version(spec, version, group) for group in spec.groups_of(fragment))
     return max(check_staleness(own, version, spec.async_steps) for own in made)
-
-
-def _useless(spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]) -> frozenset[tuple[int, int]]:
-    """Tasks (group, part) of one sample that have no gradient: as many of each portion as `useful` leaves, drawn anew
-    for each portion but not for each step."""
-    count = spec.tasks_per_portion - round(spec.tasks_per_portion * useful)
-    return frozenset(
-        (group, part)
-        for group, portion in zip(spec.groups_of(fragment), fragment, strict=True)
-        for part in random.Random(portion).sample(spec.parts_of(portion), count)
-    )
 
 
 class _VirtualRun:
@@ -163,10 +134,15 @@ class _VirtualRun:
             spec, cluster, self.policy, self.plan, self._factor, self._post, self._span, self._fragment_waits
         )
         ids = [rank.rank for rank in cluster.trainers]
-        width = (cluster.together or len(ids)) if cluster.lockstep else 1
-        self.units = [Unit(tuple(ids[first : first + width])) for first in range(0, len(ids), width)]
+        self.units = [Unit(ranks) for ranks in cluster.units]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
-        self.micro_batches = functools.cache(functools.partial(micro_batches, spec, cluster))
+        whole = cluster.whole
+        if whole is None or len(whole[1].units) != len(cluster.units):
+            whole = spec, cluster
+        self.micro_batches = functools.cache(functools.partial(micro_batches, *whole))
+        self._members = dict(zip(cluster.units, whole[1].units, strict=True))
+        """Unit -> trainers whose cells say how long it trains: of waves those of the whole run, where it has the same
+        units, since who waits for whom depends on every trainer's cells."""
         self.together = self._together if disturbance.jitter else functools.cache(self._together)
         self.led: list[Led] = []
         """What the first unit of trainers in lock-step has done in the present update."""
@@ -499,7 +475,10 @@ class _VirtualRun:
 
     def _together(self, unit: Unit, fragment: tuple[int, ...]) -> tuple[float, ...]:
         """Seconds of each micro-batch of `fragment` on `unit`: as long as on its slowest rank."""
-        rows = [[own * self._factor(rank) for own in self.micro_batches(fragment)[rank]] for rank in unit.ranks]
+        table, members = self.micro_batches(fragment), self._members[unit.ranks]
+        alike = (unit.ranks[i * len(unit.ranks) // len(members)] for i in range(len(members)))
+        pairs = zip(alike, members, strict=True)
+        rows = [[own * self._factor(rank) for own in table[member]] for rank, member in pairs]
         return tuple(max(column) for column in zip(*rows, strict=True))
 
     def _train(self, unit: Unit, fragment: tuple[int, ...], led: Led | None = None) -> None:
