@@ -280,6 +280,8 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
             seconds = costing.cell_seconds(trial)
             if best is None or seconds < best[0] * 0.999:
                 best = seconds, trial
+            if costing.keeps_everything(trial):
+                break
     return best[1] if best is not None else None
 
 
