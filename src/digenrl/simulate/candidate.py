@@ -171,6 +171,10 @@ class Costing:
             return candidate.recompute
         return self._fastest(pool, *self._batches(candidate, pool))
 
+    def keeps_everything(self, candidate: Candidate) -> bool:
+        """Whether no trainer computes anything again."""
+        return all(self.recompute(candidate, pool) == Recompute() for pool in self._trainer_pools(candidate))
+
     @_once
     def _fastest(self, pool: Pool, *batches: Any) -> Recompute:
         units = int(self.work.sizes["blocks"])

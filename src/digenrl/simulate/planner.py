@@ -280,6 +280,8 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
             seconds = costing.cell_seconds(trial)
             if best is None or seconds < best[0] * 0.999:
                 best = seconds, trial
+            if costing.keeps_everything(trial):
+                break
     return best[1] if best is not None else None
 
 
@@ -398,6 +400,8 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
     if base.spec.tag:  # what lending trainers generate, rollout ranks need not
         offsets = [-0.03, 0.0, 0.03, 0.06, 0.09, 0.12]
     numbers = {min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}
+    node = min(pool.per_node for pool in costing.hardware.pools)  # whole ones hold the model in groups of their own
+    numbers |= {n for n in range(node, gpus, node) if abs(n - balance) < node}
     if costing.work.useful < 1.0:  # each trains its own steps of whatever tasks are left; with lending, all may train
         each = base.spec.blocks_per_task
         numbers |= {n for n in range(each, gpus, each) if min(numbers) <= n and (base.spec.tag or n <= max(numbers))}
