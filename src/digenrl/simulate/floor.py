@@ -40,6 +40,8 @@ def _rate(seconds: Sequence[float]) -> float:
 
 def _makespan(tasks: int, seconds: Sequence[float]) -> float:
     """The least time in which ranks of so many seconds per task, all free at 0, end `tasks` whole ones."""
+    if not tasks:
+        return 0.0
     alike = Counter(own for own in seconds if math.isfinite(own))
     low = tasks / _rate(seconds)
     high = low + max(alike)
