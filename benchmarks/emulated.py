@@ -142,8 +142,9 @@ class Case:
         return f"{self.testbed}-{self.model}-{self.schedule}"
 
 
-def chosen(costing: Costing, task_size: int, schedule: str) -> Outcome | None:
-    """The simulator's best candidate with replicated trainers for a schedule; None when none fits."""
+def chosen(costing: Costing, task_size: int, schedule: str, like: dict[str, Any] | None = None) -> Outcome | None:
+    """The simulator's best candidate with replicated trainers for a schedule, of those `like` a kept result; None when
+    none fits."""
     mechanism = SCHEDULES[schedule]
     if mechanism is not None:
         trials = [c for c in disaggregated(costing, MECHANISMS[mechanism]) if c.sharding == "ddp"]
@@ -153,9 +154,16 @@ def chosen(costing: Costing, task_size: int, schedule: str) -> Outcome | None:
             sizes = sorted({1, task_size})
             shared = [c.but(static_claims=False, task_size=b, recompute=None) for c in trials for b in sizes]
             trials = [c.but(gap=gap) for c in shared if not costing.misfits(c) for gap in (0, 1)]
+    if like is not None:
+        trials = [c for c in trials if _shape(c) == {name: like[name] for name in _shape(c)}]
     bound_s = costing.bound()
     best = min((evaluate(costing, c, bound_s) for c in trials), key=lambda outcome: outcome.step_s, default=None)
     return best and evaluate(costing, best.candidate, bound_s, exact=True)
+
+
+def _shape(candidate: Candidate) -> dict[str, Any]:
+    spec, ranks = candidate.spec, f"{candidate.trainers}+{candidate.rollouts}"
+    return {"ranks": ranks, "task_size": spec.task_size, "tsp_batch": spec.tsp_batch}
 
 
 def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
@@ -171,9 +179,7 @@ def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
     ends = published(output / case.name)
     return {
         **asdict(case),
-        "ranks": f"{candidate.trainers}+{candidate.rollouts}",
-        "task_size": candidate.spec.task_size,
-        "tsp_batch": candidate.spec.tsp_batch,
+        **_shape(candidate),
         "time_scale": scale,
         "measured_s": (ends[WARM_UP + STEPS - 1] - ends[WARM_UP - 1]) / STEPS,
         "predicted_s": predict(costing, candidate, scale, own),
@@ -187,8 +193,8 @@ def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
 def predicted_again(row: dict[str, Any], own: Overheads) -> dict[str, Any]:
     """A kept result with the prediction that other overheads give."""
     costing, task_size = bench_of(row["model"], row["testbed"], PER_GROUP)
-    outcome = chosen(costing, task_size, row["schedule"])
-    assert outcome is not None
+    outcome = chosen(costing, task_size, row["schedule"], row)
+    assert outcome is not None, f"{row['testbed']}, {row['schedule']}: nobody plans such a run; run it again (--again)"
     predicted = predict(costing, outcome.candidate, row["time_scale"], own)
     return row | {"predicted_s": predicted, "overheads": asdict(own)}
 
@@ -263,7 +269,11 @@ def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
     ]
     composed = configuration.load([*words, "hardware.emulate=true"])
     unscaled = durations(composed, trainers, gpus - trainers)
-    scale = STEP_SLEEP * gpus / max(rank.step for rank in unscaled)
+    if colocated:  # nobody waits for samples: every rank has an event as often as its sleeps are short
+        event = min(min(rank.step, rank.cell) for rank in unscaled)
+    else:
+        event = max(rank.step for rank in unscaled)
+    scale = STEP_SLEEP * gpus / event
     sleeps = [rank.scaled(scale) for rank in unscaled]
     train(run_dir, scale, 3, words)
     count = trained_steps(composed.config)
@@ -404,8 +414,11 @@ def main() -> None:
     ]
 
     @cache
+    def measured(testbed: str, colocated: bool) -> Overheads:
+        return overheads(testbed, colocated, arguments.output)
+
     def own(testbed: str, schedule: str) -> Overheads:
-        return overheads(testbed, SCHEDULES[schedule] is None, arguments.output)
+        return measured(testbed, SCHEDULES[schedule] is None)
 
     if arguments.overheads:
         again = {(case.testbed, case.model, case.schedule) for case in wanted}
