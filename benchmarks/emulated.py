@@ -254,42 +254,41 @@ def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
     gpus = bench_of(MODELS[0], testbed)[0].hardware.gpus
     trainers, maker = (gpus, "trainer") if colocated else (gpus // 2, "rollout")
     run_dir = output / f"{testbed}-overheads{'-colocated' if colocated else ''}"
-    words = [f"experiment={MODELS[0]}", f"hardware={testbed}", "schedule=gap_tsp", "schedule.tsp.batch=1"]
-    words += [
+    words = [
+        f"experiment={MODELS[0]}",
+        f"hardware={testbed}",
+        "schedule=gap_tsp",
+        "schedule.tsp.batch=1",
+        "parallel.sharding=ddp",
         f"allocation.trainers={trainers}",
         f"allocation.rollouts={gpus - trainers}",
         f"data.group_size={2 * gpus}",
-    ]
-    words += [
-        PER_GROUP,
         "data.prompts_per_batch=4",
         "sampling.steps=5",
         "sampling.task_size=1",
         "algorithm.train_steps.stop=4",
+        PER_GROUP,
     ]
     composed = configuration.load([*words, "hardware.emulate=true"])
     unscaled = durations(composed, trainers, gpus - trainers)
-    if colocated:  # nobody waits for samples: every rank has an event as often as its sleeps are short
-        event = min(min(rank.step, rank.cell) for rank in unscaled)
-    else:
-        event = max(rank.step for rank in unscaled)
-    scale = STEP_SLEEP * gpus / event
+    # Where nobody waits for samples, every rank has an event as often as its sleeps are short.
+    slowest, shortest = max(rank.step for rank in unscaled), min(min(rank.step, rank.cell) for rank in unscaled)
+    scale = STEP_SLEEP * gpus / (shortest if colocated else slowest)
     sleeps = [rank.scaled(scale) for rank in unscaled]
     train(run_dir, scale, 3, words)
     count = trained_steps(composed.config)
     spec = run.schedule_spec(composed.config, count, trainers)
     spans = spans_of(run_dir)
     steps, tasks = [], []
-    training: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for span in spans[maker, "train"]:
-        training[span["rank"]].append(span)
+    others: dict[int, list[float]] = defaultdict(list)  # rank -> when it began to train or to wait
+    for span in (*spans[maker, "train"], *spans[maker, "wait"]):
+        others[span["rank"]].append(span["start"])
     for earlier, later in _pairs(spans[maker, "generate"]):
         sleep = sleeps[earlier["rank"]]
         steps.append(_seconds(earlier) / spec.denoise_steps - sleep.step)
         encoded = sleep.encode if later["group"] != earlier["group"] else 0.0
-        between = (earlier["start"], later["start"])
-        trains = any(between[0] < span["start"] < between[1] for span in training[earlier["rank"]])
-        if later["version"] == earlier["version"] and not trains:
+        at_once = not any(earlier["start"] < begun < later["start"] for begun in others[earlier["rank"]])
+        if later["version"] == earlier["version"] and at_once:
             tasks.append(later["start"] - earlier["end"] - sleep.decode - encoded)
     micro = []
     for span in spans["trainer", "train"]:
