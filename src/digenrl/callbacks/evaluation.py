@@ -131,8 +131,8 @@ class Evaluation(pl.Callback):
         saved_per_prompt: pictures of each prompt in the npz file.
         shown_prompts: the first so many go to the loggers as pictures, and the best and worst samples; 0 = no pictures.
         shown_samples: pictures of each of them, of the best and of the worst.
-        kl_samples: of each prompt, whose divergence from the base model becomes `kl`: trajectories with noise, two
-            forwards a step (`RolloutEngine.divergence`); 0 = it is not measured, nor without a base model (all weights
+        kl_samples: of each prompt (at most all), whose divergence from the base model becomes `kl`: trajectories with
+            noise, two forwards a step (`RolloutEngine.divergence`); 0 = it is not measured, nor without a base model (all weights
             are trained and `model.keep_reference` is false).
 
     Raises:
@@ -167,16 +167,12 @@ class Evaluation(pl.Callback):
         ):
             if value < low:
                 raise ValueError(f"callbacks.evaluation.{name} must be >= {low}, got {value}")
-        if kl_samples > samples_per_prompt:
-            raise ValueError(
-                f"callbacks.evaluation.kl_samples={kl_samples} is more than samples_per_prompt={samples_per_prompt}"
-            )
         self.prompts = load_prompts(prompts if heldout_prompts is None else heldout_prompts)[:max_prompts]
         self.samples_per_prompt, self.every, self.seed, self.steps = samples_per_prompt, every, seed, steps
         self.heldout_reward, self.statistics = heldout_reward, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
         self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
-        self.kl_samples = kl_samples
+        self.kl_samples = min(kl_samples, samples_per_prompt)
         self._first: Pictures | None = None
         self._canaries = Canaries()
         self._open: int | None = None

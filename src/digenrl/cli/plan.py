@@ -169,7 +169,9 @@ def booking_of(settings: Any) -> Booking:
         evaluation.max_prompts or settings.data.prompts_per_batch,
         evaluation.samples_per_prompt,
         evaluation.steps or sampling.steps,
-        evaluation.kl_samples if model.get("lora") or model.get("keep_reference") else 0,
+        min(evaluation.kl_samples, evaluation.samples_per_prompt)
+        if model.get("lora") or model.get("keep_reference")
+        else 0,
     )
     return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)
 
