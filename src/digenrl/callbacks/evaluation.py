@@ -132,8 +132,8 @@ class Evaluation(pl.Callback):
         shown_prompts: the first so many go to the loggers as pictures, and the best and worst samples; 0 = no pictures.
         shown_samples: pictures of each of them, of the best and of the worst.
         kl_samples: of each prompt (at most all), whose divergence from the base model becomes `kl`: trajectories with
-            noise, two forwards a step (`RolloutEngine.divergence`); 0 = it is not measured, nor without a base model (all weights
-            are trained and `model.keep_reference` is false).
+            noise, two forwards a step (`RolloutEngine.divergence`); 0 = it is not measured, nor without a base model
+            (all weights are trained and `model.keep_reference` is false).
 
     Raises:
         ValueError: a count out of range.
