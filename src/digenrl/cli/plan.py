@@ -164,14 +164,12 @@ def booking_of(settings: Any) -> Booking:
     if evaluation is None:
         return Booking(steps, settings.plan.price_per_gpu_hour)
     times = 2 if not evaluation.every else 1 + -(-steps // evaluation.every)
-    sampling, model = settings.sampling, settings.model
+    samples, model = evaluation.samples_per_prompt, settings.model
     drawn = Drawn(
-        evaluation.max_prompts or settings.data.prompts_per_batch,
-        evaluation.samples_per_prompt,
-        evaluation.steps or sampling.steps,
-        min(evaluation.kl_samples, evaluation.samples_per_prompt)
-        if model.get("lora") or model.get("keep_reference")
-        else 0,
+        prompts=evaluation.max_prompts or settings.data.prompts_per_batch,
+        samples=samples,
+        steps=evaluation.steps or settings.sampling.steps,
+        compared=min(evaluation.kl_samples, samples) if model.get("lora") or model.get("keep_reference") else 0,
     )
     return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)
 

@@ -267,8 +267,10 @@ class SchedulePolicy:
         """Who finishes the task that trainer `rank` generates, as soon as a fragment is `ready`: the rollout rank that
         is free first, and as all trainers that lend see the fragment at one moment, the next one for the next of them.
         A loan of the next step's tasks runs to its end (see `hand_over`)."""
+        if not ready or task_step != step:
+            return None
         lenders = sum(work.busy for other, work in self._ranks.items() if other < rank)
-        return self._first_free(now, lenders) if ready and task_step == step else None
+        return self._first_free(now, lenders)
 
     @_noted("decision")
     def first_free(self, now: float) -> int | None:
