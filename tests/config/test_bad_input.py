@@ -302,12 +302,12 @@ TARGETS: dict[str, Case] = {
     ),
     "private helper": (["model._target_=lightning.fabric.utilities.cloud_io._load"], ["_load", "refused"]),
     "misspelt class": (
-        ["model._target_=digenrl.models.digits.DigitPolicy"],
-        ["defines no DigitPolicy", "nearest: digenrl.models.digits.DigitsPolicy"],
+        ["model._target_=digenrl.extensions.tasks.digits.DigitPolicy"],
+        ["defines no DigitPolicy", "nearest: digenrl.extensions.tasks.digits.DigitsPolicy"],
     ),
     "misspelt module": (
         ["model._target_=digenrl.models.digts.DigitsPolicy"],
-        ["no module digenrl.models.digts", "nearest: digenrl.models.digits"],
+        ["no module digenrl.models.digts", "nearest: digenrl.extensions.tasks.digits"],
     ),
     "no text": (["model._target_=3"], ["model._target_ = 3", "dotted name"]),
 }

@@ -20,7 +20,7 @@ def test_finds_targets_at_any_depth() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("digenrl.models.digits.DigitsPolicy", True),
+        ("digenrl.extensions.tasks.digits.DigitsPolicy", True),
         ("torch.optim.AdamW", True),
         ("torch.load", False),
         ("torch.optimx.Y", False),

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
+from digenrl.extensions.planner.workload import HEADS
 from digenrl.models import tiny_builds
-from digenrl.simulate.workload import HEADS
 from tests.strategy.processes import FP64, SGD, Job, Record, completed, relative, run_series
 
 SMALL = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", "reward=video_quality", "max_rl_steps=1")

@@ -461,7 +461,7 @@ class Model(Open):
 
 class Efficiency(Closed):
     """hardware.efficiency.* for all pools, hardware.pools.NAME.efficiency.* for one; the defaults are those of the kind
-    of GPU (digenrl.simulate.gpus)."""
+    of GPU (digenrl.gpus)."""
 
     generate: Positive = Field(ABSENT, description="share of the peak that a forward's products reach")
     attention: Positive = Field(ABSENT, description="share of the peak that PyTorch's attention reaches")
