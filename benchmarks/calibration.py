@@ -4,8 +4,8 @@
 
 `rows` is a CSV of the layout of src/digenrl/extensions/planner/published.csv, which is the default: family,
 parameters in billions, pixels, frames, steps, passes of guidance, batch, GPU, engine, measured seconds, their unit and
-source. s/sample = denoising, conditioning and decode; s/step = one denoising step; s/forward = one pass. Prints a line per row
-and `within 25%: N of M`. A row of an unknown model or GPU is named, and not counted.
+source. s/sample = denoising, conditioning and decode; s/step = one denoising step; s/forward = one pass. Prints a line
+per row and `within 25%: N of M`. A row of an unknown model or GPU is named, and not counted.
 """
 
 from __future__ import annotations

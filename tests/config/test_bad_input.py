@@ -306,8 +306,8 @@ TARGETS: dict[str, Case] = {
         ["defines no DigitPolicy", "nearest: digenrl.extensions.tasks.digits.DigitsPolicy"],
     ),
     "misspelt module": (
-        ["model._target_=digenrl.models.digts.DigitsPolicy"],
-        ["no module digenrl.models.digts", "nearest: digenrl.extensions.tasks.digits"],
+        ["model._target_=digenrl.extensions.tasks.digts.DigitsPolicy"],
+        ["no module digenrl.extensions.tasks.digts", "nearest: digenrl.extensions.tasks.digits"],
     ),
     "no text": (["model._target_=3"], ["model._target_ = 3", "dotted name"]),
 }
