@@ -1,10 +1,10 @@
 """The embedded scenes family: a text-conditional flow model of drawn scenes, 24x24 RGB, that needs no download.
 
-As the digits (`extensions/tasks/digits.py`) it is a small diffusers `FluxTransformer2DModel` (0.83M parameters) on frozen
-hashes of words, with pixels for latents: 4x4 patches, tokens [36, 48]. Two things let so small a network draw sharp
-edges: it sees the row and column of each token as 12 more input channels, and its output is the clean picture, from
-which the velocity follows. The committed base model (`make pretrain-scenes`) learned from captions of which
-a share is wrong in one word on purpose, so that reinforcement learning has something to improve.
+As the digits (`extensions/tasks/digits.py`) it is a small diffusers `FluxTransformer2DModel` (0.83M parameters) on
+frozen hashes of words, with pixels for latents: 4x4 patches, tokens [36, 48]. Two things let so small a network draw
+sharp edges: it sees the row and column of each token as 12 more input channels, and its output is the clean picture,
+from which the velocity follows. The committed base model (`make pretrain-scenes`) learned from captions of which a
+share is wrong in one word on purpose, so that reinforcement learning has something to improve.
 
 `ScenesEditPolicy` is the same network with a picture beside the noise, as further input channels: it edits that
 picture. Its base began as that of the scenes, and learned from edits of which a share goes wrong on purpose.
