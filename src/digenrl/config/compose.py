@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.removed import REMOVED
 from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of
@@ -200,6 +201,8 @@ class KnownKeys:
         """The message for a key that does not exist: key, value, nearest valid key and what that one may hold."""
         shown = MASK if is_secret_name(key) else redact_text(str(value))
         group, _, leaf = key.partition(".")
+        if key in REMOVED:
+            return f"{key} = {shown}: was removed; {REMOVED[key]}."
         if group == "trainer" and leaf in DERIVED_TRAINER_KEYS:
             return f"{key} = {shown}: is derived; {DERIVED_TRAINER_KEYS[leaf]}."
         if any(name == key or name.startswith(f"{key}.") for name in self._schema):

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.compose import composed, config_directory, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.removed import REMOVED
 from digenrl.config.schema import RESUMABLE, SCHEMAS, may_change
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of, shown
@@ -31,7 +32,7 @@ _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNOR
 
 
 def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
-    """RUN/config.yaml, completed by keys that came after it; and a note of them.
+    """Return RUN/config.yaml without removed keys and with the keys that came after it, and notes of both.
 
     Args:
         word: the key of the command line that names the run, for messages.
@@ -61,9 +62,25 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
             ]
         )
     tree["allow_targets"], tree["confirm_hosts"] = [], []
-    added = _complete(tree)
-    note = f"{file} lacks keys that came after it; from the defaults: {', '.join(added)}."
-    return tree, [note] if added else []
+    dropped, added = _drop_removed(tree), _complete(tree)
+    notes = []
+    if dropped:
+        notes.append(f"{file} holds keys that were removed, which are dropped: {', '.join(dropped)}.")
+    if added:
+        notes.append(f"{file} lacks keys that came after it; from the defaults: {', '.join(added)}.")
+    return tree, notes
+
+
+def _drop_removed(tree: DictConfig) -> list[str]:
+    """Delete the keys that this version no longer has, in place; return them as key=value."""
+    dropped = []
+    for key in REMOVED:
+        head, _, leaf = key.rpartition(".")
+        parent = OmegaConf.select(tree, head) if head else tree
+        if isinstance(parent, DictConfig) and leaf in parent:
+            dropped.append(f"{key}={shown(parent[leaf])}")
+            del parent[leaf]
+    return dropped
 
 
 def _no_run(run: Path, word: str) -> str:
