@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def test_an_extension_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.M
     assert extension("digenrl.extensions.shelf.books.NUMBER", "number = 7", "use number=0") == 7
     assert not installed("deleted")
     said = "number = 7: needs digenrl.extensions.deleted, which this installation lacks; use number=0."
-    with pytest.raises(ExtensionMissing, match=said):
+    with pytest.raises(ExtensionMissing, match=re.escape(said)):
         extension("digenrl.extensions.deleted.books.NUMBER", "number = 7", "use number=0")
 
 
@@ -40,7 +41,7 @@ def test_a_fault_inside_an_extension_is_not_a_missing_one(tmp_path: Path, monkey
 
 
 def test_only_extensions_are_reached_this_way() -> None:
-    with pytest.raises(ValueError, match="os.system: an extension lies in digenrl.extensions"):
+    with pytest.raises(ValueError, match=r"os\.system: an extension lies in digenrl\.extensions"):
         extension("os.system", "a = b", "use a=c")
 
 
