@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.removed import REMOVED
+from digenrl.config.removed import reason
 from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of
@@ -201,10 +201,10 @@ class KnownKeys:
         """The message for a key that does not exist: key, value, nearest valid key and what that one may hold."""
         shown = MASK if is_secret_name(key) else redact_text(str(value))
         group, _, leaf = key.partition(".")
-        if key in REMOVED:
-            return f"{key} = {shown}: was removed; {REMOVED[key]}."
         if group == "trainer" and leaf in DERIVED_TRAINER_KEYS:
             return f"{key} = {shown}: is derived; {DERIVED_TRAINER_KEYS[leaf]}."
+        if (why := reason(key, value)) is not None:
+            return f"{key} = {shown}: was removed; {why}."
         if any(name == key or name.startswith(f"{key}.") for name in self._schema):
             return f"{key} = {shown}: nothing sets it here; +{key}=... adds it."
         known = [name for name in self._keys if name != key and not name.startswith(f"{key}.")]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from digenrl.config.removed import REMOVED
+from digenrl.config.removed import reason
 from digenrl.record.redact import redact_text
 
 ANY_NAME = "NAME"
@@ -163,12 +163,12 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
     assert said is not None
     if error["type"] == "missing":
         return f"{key}: missing; allowed: {said.allowed}{f' ({said.meaning})' if said.meaning else ''}."
-    if (gone := f"{key}={error['input']}") in REMOVED:
-        return f"{key} = {shown(error['input'])}: was removed; {REMOVED[gone]}."
     wrong = _complaint(error)
     if located.in_item:
         wrong = f"holds {error['input']!r}, which {wrong}"
     value = functools.reduce(lambda node, part: node[part], key.split("."), tree)
+    if (why := reason(key, value)) is not None:
+        return f"{key} = {shown(value)}: was removed; {why}."
     return f"{key} = {shown(value)}: {wrong}; allowed: {said.allowed}."
 
 
