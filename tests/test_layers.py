@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": set(),
     "recompute": set(),
     "gpus": set(),
+    "extension": set(),
     "hardware": {"gpus"},
     "config": {"prompts", "record", "images", "schedule"},
     "diffusion": {"types"},
@@ -37,7 +38,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": {"cluster", "hardware", "config.relations"},
     "cluster": {"record", "schedule"},
     "transport": {"types", "schedule", "diffusion", "cluster", "record"},
-    "strategy": {"types", "schedule", "diffusion", "models", "rollout", "data", "record", "cluster", "transport"},
+    "strategy": {
+        "types",
+        "schedule",
+        "diffusion",
+        "models",
+        "rollout",
+        "data",
+        "record",
+        "cluster",
+        "transport",
+        "extension",
+    },
     "callbacks": {"types", "images", "data", "record", "models", "rewards", "rollout", "gallery"},
 }
 """Room -> what it may import besides itself. Rooms not listed are the top and may import everything."""
@@ -45,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 TYPES_ONLY: dict[str, set[str]] = {"diffusion": {"models.policy"}}
 """Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point upwards."""
 
-STANDARD_LIBRARY_ONLY = ("schedule", "prompts", "recompute")
+STANDARD_LIBRARY_ONLY = ("schedule", "prompts", "recompute", "extension")
 TORCH_FREE = (
     "digenrl.schedule",
     "digenrl.record.spans",

@@ -187,7 +187,6 @@ CHOICES = {
     "model.offload_encoders": "encoders",
     "schedule.gap": "gap",
     "schedule.claims": "static_claims",
-    "schedule.order": "order",
     "schedule.tsp.batch": "tsp_batch",
     "schedule.tsp.shard": "tsp_shard",
     "schedule.tag": "tag",
@@ -371,8 +370,6 @@ def without_effect(config: Any) -> Iterator[str]:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:
         yield idle(f"gap = {schedule.gap}", f"an update has {groups} groups: it is the same as {groups}")
-    if schedule.order == "arrival" and not 0 < schedule.gap < groups:
-        yield idle("order = arrival", f"with schedule.gap={schedule.gap} an update is one fragment")
     if schedule.shares != "equal" and trainers == 1:
         yield idle(f"shares = {schedule.shares}", "only one rank trains")
     elif schedule.shares == "measured" and config.parallel.sharding != "ddp":
@@ -653,7 +650,7 @@ def workload(composed: Composed) -> Workload:
         rewards=tuple(config.reward.get("rewards", {})),
         heldout=tuple(config.reward.get("heldout") or {}),
         evaluated=max((min(n, sampling.eval.batch or n) for n in drawn), default=0),
-        engine=_ENGINES[model.get("compile", False)],
+        engine="compiled" if model.get("compile", False) else "eager",
         fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
@@ -661,10 +658,6 @@ def workload(composed: Composed) -> Workload:
     able = bool(drawn) and trainers_must_evaluate(config, 1 if most == AUTO else most) is None
     asked = config.allocation.evaluation == "rollouts"
     return replace(work, rollouts_evaluate=able and (asked or _has_room(config, work)))
-
-
-_ENGINES = {False: "eager", True: "compiled", "graphs": "compiled_graphs"}
-"""`model.compile` -> engine of `simulate.gpus`."""
 
 
 def _has_room(config: Any, work: Workload) -> bool:

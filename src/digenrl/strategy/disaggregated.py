@@ -317,7 +317,6 @@ class DisaggregatedStrategy(DDPStrategy):
             device = self.root_device.type
             mesh = shard.mesh_of(self.sharding, self.world.trainers, self._shard_group, device)
             shard.shard(self.engine.policy, shard.bounded(mesh, self._timeout))
-            self.engine.policy.graphs = None  # which would not gather
             self.engine.policy.fill(self.root_device)
         super().model_to_device()
         ranks = self.spec.context if self.world.is_trainer else self.world.role_size
