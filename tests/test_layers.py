@@ -28,7 +28,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gallery": set(),
     "models": {"types", "diffusion", "recompute", "gallery", "images"},
     "algorithms": {"types", "diffusion", "models.policy"},
-    "extension": set(),
     "rewards": {"types", "reward_models", "images", "extension"},
     "reward_models": {"types", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
