@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from digenrl.cli.commands import commands as command_table
 from tests.conftest import ROOT
 from tests.strategy.faults import InjectedError
 from tests.strategy.processes import TINY
@@ -129,7 +130,8 @@ def _main(root: Path, command: str, words: list[str]) -> None:
         os.dup2(os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     signal.signal(signal.SIGALRM, _raise)
-    os._exit(importlib.import_module(f"digenrl.cli.{command}").main(words))
+    module = command_table()[command].module
+    os._exit(importlib.import_module(module).main(words))
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
