@@ -123,8 +123,6 @@ class RolloutEngine:
         seed: the run's seed.
         keep_means: ship the rollout's transition means (GRPO-Guard, Flow-DPPO).
         keep_final: ship the clean latents (forward-process methods).
-        weigh: of an algorithm, whose log-prob gradients are then taken while generating
-            (`algorithms.grpo.GRPO.log_prob_weights`); None: its transitions are replayed.
     """
 
     def __init__(
@@ -137,12 +135,11 @@ class RolloutEngine:
         seed: int,
         keep_means: bool = False,
         keep_final: bool = False,
-        weigh: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.policy = policy.eval()
         self._rewards, self._kernel, self._selection = rewards, kernel, selection
         self.sampling, self.seed = sampling, seed
-        self._keep_means, self._keep_final, self._weigh = keep_means, keep_final, weigh
+        self._keep_means, self._keep_final = keep_means, keep_final
         self._grid = policy.sigma_grid(sampling.steps)
         self._scorer = AsyncScorer(rewards)
 
@@ -174,20 +171,9 @@ class RolloutEngine:
             rows = self._scouted(generation.task, generation.prompt)
             key = replace(before.key, samples=rows)
             before = denoise.start(key, self.policy.latent_shape, self.sampling.storage_dtype, self.policy.device)
-        plan, step = self._plan(generation.task, generation.prompt), before.next_step
-        weight = None
-        if self._weigh is not None and step in plan.trained:
-            weight = self._weigh(self._grid, torch.tensor([step]))
-        state = denoise.advance(
-            self.policy,
-            self.policy.encode([generation.prompt]),
-            before,
-            self._grid,
-            self._kernel,
-            plan,
-            self._keep_means,
-            weight,
-        )
+        condition = self.policy.encode([generation.prompt])
+        plan = self._plan(generation.task, generation.prompt)
+        state = denoise.advance(self.policy, condition, before, self._grid, self._kernel, plan, self._keep_means)
         return replace(generation, state=state)
 
     @torch.no_grad()
