@@ -264,7 +264,8 @@ def _with(composed: Composed, words: list[str]) -> DictConfig:
 
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
-    """The configuration with values for allocation, `parallel.sharding`, `schedule.tsp.batch` and `model.gradient_checkpointing`.
+    """Return the configuration with values for allocation, `parallel.sharding`, `schedule.tsp.batch` and
+    `model.gradient_checkpointing`.
 
     `auto` sharding is the first that fits: replicas, a copy of the weights per node, one over all trainers. `auto`
     steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish first;

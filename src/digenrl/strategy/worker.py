@@ -265,7 +265,6 @@ class TaskRunner:
             place, lockstep = partial(self._place, step=task.step), self.policy.roles.lockstep
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
-                    own = self._world.rank
                     positions = owned_positions(self._spec, place, rank, task.group, part, lockstep)
                     self._link.send(rank, pack(trajectory, positions, claim, seconds))
             if (trouble := self._engine.reward_trouble()) is not None:

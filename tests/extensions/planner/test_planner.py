@@ -21,7 +21,7 @@ from digenrl.extensions.planner.cli import plan as plan_command
 from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
-from digenrl.extensions.planner.planner import PlanError, fitted, make_plan
+from digenrl.extensions.planner.planner import PlanError, fitted, make_plan, task_sizes
 from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Line, Pool, assign
 from digenrl.preflight import allocated, candidate_of, costing_of, planned_split
