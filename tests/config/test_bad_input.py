@@ -50,6 +50,7 @@ KEYS: dict[str, Case] = {
     "nothing near": (["schedule.banana=1"], ["schedule.banana = 1", "schedule has", "stale_fraction", "handoff"]),
     "leaf alone, nearest the root": (["steps=8"], ["steps = 8", "nearest: sampling.steps, allowed: whole number"]),
     "removed key": (["schedule.order=arrival"], ["schedule.order = arrival: was removed; fragments are"]),
+    "removed key of another room": (["parallel.rollout_context=2"], ["was removed; each rollout generates alone"]),
     "added removed key": (["+schedule.order=arrival"], ["schedule.order = arrival: was removed; fragments"]),
     "added root key": (["+banana=1"], ["banana = 1", "no such key", "max_rl_steps"]),
     "force-added root key": (["++sed=1"], ["sed = 1", "nearest: seed"]),

@@ -6,12 +6,14 @@ from typing import Any
 
 REMOVED: dict[str, str] = {
     "model.compile=graphs": "torch.compile has a mode for CUDA graphs; set model.compile=true",
+    "parallel.rollout_context": "each rollout generates alone; set sampling.task_size=1 where memory is short",
     "schedule.gradients": "trainers compute every trained step again, as replay did",
     "schedule.order": "fragments are trained in the order of their groups",
 }
 """Dotted key (a group of keys too), or `key=value`, -> what replaces it, or why it went."""
 
 FORGOTTEN: dict[str, tuple[Any, ...]] = {
+    "parallel.rollout_context": (1,),
     "schedule.gradients": ("replay",),
     "schedule.order": ("canonical", "arrival"),
 }

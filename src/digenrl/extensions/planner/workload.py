@@ -37,7 +37,7 @@ LATENTS = {"hunyuan_video15": (16, 4, 32), "ltx2": (32, 8, 128)}
 """Model -> pixels of a latent pixel's side, frames of a latent frame behind the first, channels; else the usual."""
 
 HEADS = {"wan21_14b": 40, "wan21_1_3b": 12, "hunyuan_video": 24, "hunyuan_video15": 16}
-"""Attention heads of the models whose tokens several ranks can share (`parallel.context`, `rollout_context`)."""
+"""Attention heads of the models whose tokens several trainers can share (`parallel.context`)."""
 
 REWARD_FLOPS = {
     "pickscore": 0.38e12,
@@ -261,9 +261,9 @@ class Workload:
         `context` ranks that share the tokens of the picture; the text's are on all of them."""
         return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows, context)
 
-    def forward_bytes(self, rows: int, context: int = 1) -> float:
+    def forward_bytes(self, rows: int) -> float:
         """Peak of a forward of `rows` samples without gradients, weights in 16 bit; `context` as of `kept_bytes`."""
-        return max(0.0, self._fitted(self.sizes["forward_bytes"], rows, context))
+        return max(0.0, self._fitted(self.sizes["forward_bytes"], rows))
 
     def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
         tokens = self.tokens / context
