@@ -80,7 +80,8 @@ class Kernel(ABC):
         storage_dtype: torch.dtype = torch.float32,
         drawn: int | None = None,
     ) -> Transition:
-        """Take one step: sample when `noise` [B, *L] is given, replay when `next_latents` [B, *L] is. Give one of the two.
+        """Take one step: sample when `noise` [B, *L] is given, replay when `next_latents` [B, *L] is. Give one of the
+        two.
 
         latents, velocity [B, *L]; sigma, next_sigma [B]; sigma_guard [B] from `sigmas.step_sigmas`. The log-prob is
         differentiable with respect to `velocity` only: the next latent counts as data. `drawn`: of packed latents, so
