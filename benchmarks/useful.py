@@ -22,7 +22,8 @@ from digenrl.config import Composed, config_directory
 from digenrl.data import load_prompts
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.planner import fastest, fitted
-from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.extensions.planner.workload import Workload
+from digenrl.facts import counted
 from digenrl.hardware import parse_hardware
 from digenrl.preflight import workload
 
@@ -85,7 +86,7 @@ def counted() -> dict[str, Composed]:
     found = {}
     for path in sorted((config_directory() / "experiment").glob("[a-z]*.yaml")):
         composed = configuration.load([f"experiment={path.stem}"], "plan")
-        if composed.choices["model"] in facts()["models"]:
+        if composed.choices["model"] in counted():
             found[path.stem] = composed
     return found
 

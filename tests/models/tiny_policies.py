@@ -15,7 +15,7 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 
 from digenrl.data import load_prompts
-from digenrl.extensions.export.diffusers_export import PIPELINES, lora_file
+from digenrl.extensions.export.diffusers_export import lora_file, lora_pipeline
 from digenrl.extensions.zoo.aura_flow import AuraFlowPolicy
 from digenrl.extensions.zoo.flux2 import Flux2KleinPolicy
 from digenrl.extensions.zoo.hunyuan_video import HunyuanVideoPolicy
@@ -114,7 +114,7 @@ def exported(policy: DiffusersPolicy, folder: Path) -> Any:
             networks.append(kind.from_pretrained(folder, subfolder=part))
             continue
         networks.append(kind.from_pretrained(policy.path, subfolder=part))
-        state, metadata = getattr(diffusers, PIPELINES[kind.__name__]).lora_state_dict(
+        state, metadata = lora_pipeline(policy).lora_state_dict(
             folder, weight_name=lora_file(part), return_lora_metadata=True
         )
         networks[-1].load_lora_adapter(state, metadata=metadata, prefix="transformer")

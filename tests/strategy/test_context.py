@@ -13,8 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
-from digenrl.extensions.planner.workload import HEADS
-from digenrl.models import tiny_builds
+from digenrl.facts import counted, families
 from tests.strategy.processes import FP64, SGD, Job, Record, completed, relative, run_series
 
 SMALL = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", "reward=video_quality", "max_rl_steps=1")
@@ -70,7 +69,7 @@ def test_four_ranks_keep_parts_of_the_activations(tmp_path: Path, monkeypatch: p
     """Builds of four heads, whose texts have lengths that four does not divide; bytes as autograd keeps them."""
     monkeypatch.setenv("DIGENRL_CACHE", str(tmp_path / "cache"))
     for family in ("wan", "hunyuan_video", "hunyuan_video15"):
-        monkeypatch.setitem(tiny_builds.BUILDERS[family]["transformer"], "num_attention_heads", 4)
+        monkeypatch.setitem(families()[family].tiny["transformer"], "num_attention_heads", 4)
 
     def count(rank: run.Rank, world: World) -> None:
         step = rank.strategy.training_step
@@ -170,4 +169,6 @@ def test_the_planner_knows_whose_tokens_can_be_shared(repository: Path) -> None:
         node = OmegaConf.load(models / f"{name}.yaml")
         return bool(get_object(node["_target_"]).context_plan) if "_target_" in node else shared(node["defaults"][0])
 
-    assert {path.stem for path in models.glob("*.yaml") if shared(path.stem)} == set(HEADS)
+    assert {path.stem for path in models.glob("*.yaml") if shared(path.stem)} == {
+        model for model, facts in counted().items() if facts.context
+    }

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from digenrl.models import checkpointing
 from digenrl.models.graphs import Graphs
-from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide
+from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, Names, inject_lora, wide
 from digenrl.models.prompt_store import Condition, PromptStore, Wording
 from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt, move
@@ -57,6 +57,10 @@ class Policy(nn.Module, ABC):
     """The transformer's lists of blocks."""
     pipelines: ClassVar[tuple[str, ...]] = ()
     """Pipelines of diffusers (`_class_name` of model_index.json) whose checkpoints the family reads."""
+    lora_pipeline: ClassVar[str | None] = None
+    """Pipeline that reads and writes adapters, where it is not the first of `pipelines`."""
+    checkpoint_names: ClassVar[Names | None] = None
+    """Names of the network's layers in the model's own checkpoint; None: not known."""
     components: ClassVar[Mapping[str, str]] = {"transformer": ""}
     """Subfolder of a checkpoint in diffusers layout -> prefix of its tensors' names in `transformer`."""
     context_plan: ClassVar[dict[str, Any]] = {}

@@ -25,7 +25,7 @@ from digenrl.extensions.planner.memory import (
     trainer_memory,
 )
 from digenrl.extensions.planner.virtual_cluster import Cluster, Rank
-from digenrl.extensions.planner.workload import HEADS, Drawn, Workload
+from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Pool, assign, nodes, shard_group
 from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
@@ -161,7 +161,7 @@ class Costing:
     def _sharing(self, ranks: int) -> list[int]:
         """Numbers above 1 that divide `ranks`, the GPUs of every node, the tokens and the attention heads."""
         per_node = (pool.per_node for pool in self.hardware.pools)
-        common = math.gcd(ranks, self.work.tokens, HEADS.get(self.work.model, 1), *per_node)
+        common = math.gcd(ranks, self.work.tokens, self.work.facts.heads(self.work.model), *per_node)
         return [n for n in range(2, common + 1) if common % n == 0]
 
     def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:
