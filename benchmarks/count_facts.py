@@ -76,7 +76,7 @@ def fake(model: nn.Module) -> None:
 
 
 def trainable(name: str, blocks: int, trained: str) -> nn.Module:
-    """Return a build of `blocks` on the meta device as `models.policy.Policy` holds it: LoRA over a bf16 base, or fp32."""
+    """Return a build on the meta device as `models.policy.Policy` holds it: LoRA over a bf16 base, or fp32."""
     model = _families.network(name, blocks)
     if trained == "full":
         return model.eval()

@@ -1,6 +1,6 @@
 """Facts of model families that need no torch: sizes, latents, counts, tiny builds.
 
-Every adapter module has a file of facts beside it: `qwen_image.py` has `qwen_image.facts.yaml`. The adapter, the
+Every adapter module has a file of facts beside it: `NAME.py` has `NAME.facts.yaml`. The adapter, the
 planner, the configuration and the tests all read this file, and none of them imports another for it. Its first part is
 written by hand, one entry for each family; its second part is written by `python -m benchmarks.count_facts MODEL`.
 """
@@ -47,10 +47,13 @@ class Facts:
     tiny: Mapping[str, Any] = field(default_factory=dict)
     """Parts of the tiny pipeline, in the order in which weights are drawn (`digenrl.models.tiny_builds`)."""
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Option of configs/model -> its published sizes and counts. By hand: `network` (arguments of the transformer's
-    class), `few_blocks` (those that differ in builds of one or two blocks), `encoders` (parameters, tokens of a prompt),
-    `blocks`, `attention_blocks`, `hidden`, `text_tokens`, `joint_attention` (text goes through the blocks), `points`
-    ([frames, rows, columns] of tokens at which FLOPs are counted)."""
+    """Option of configs/model -> its published sizes, by hand, and its counts.
+
+    network: arguments of the transformer's class. few_blocks: those that differ in builds of one or two blocks.
+    encoders: parameters of the text encoders, tokens of a prompt. points: [frames, rows, columns] of tokens at which
+    FLOPs are counted. blocks, attention_blocks, hidden, text_tokens: numbers of the network. joint_attention: whether
+    text goes through the blocks.
+    """
     latents: Latents = Latents()
     context: bool = False
     """Whether several ranks can share the tokens of a sample (`parallel.context`)."""
@@ -61,8 +64,9 @@ class Facts:
     """Latent frames, rows and columns at which FLOPs of the decoder are counted."""
     cpu_tiny: Mapping[str, int] = field(default_factory=dict)
     """Keys of `sampling` that differ under `hardware=cpu_tiny`."""
-    measured: str | None = None
-    """Experiment at whose sizes `make gpu` measures the first of `models`; None = not measured."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """What `make gpu` measures of the first of `models`: `experiment`, whose sizes are taken; `images_per_s` and
+    `source`, a published speed of its RL steps per GPU. {}: nothing."""
 
     def heads(self, model: str) -> int:
         """Return the attention heads that ranks can share; 1 where they can share no tokens."""
@@ -115,7 +119,7 @@ def cpu_tiny(target: str | None, key: str, usual: int) -> int:
 
 @cache
 def _read(path: Path) -> Mapping[str, Facts]:
-    documents = list(yaml.load_all(path.read_text(encoding="utf-8"), Loader=_LOADER))  # noqa: S506  # a safe loader
+    documents = list(yaml.load_all(path.read_text(encoding="utf-8"), Loader=_LOADER))
     written, counts = documents[0], documents[1] if len(documents) > 1 else {}
     found = {}
     for family, entry in written.items():
@@ -124,5 +128,7 @@ def _read(path: Path) -> Mapping[str, Facts]:
         try:
             found[family] = Facts(family, file=path, models=models, latents=latents, **entry)
         except TypeError as error:
-            raise ValueError(f"{path.name}: {family}: {error}; the keys are the fields of digenrl.facts.Facts") from error
+            raise ValueError(
+                f"{path.name}: {family}: {error}; the keys are the fields of digenrl.facts.Facts"
+            ) from error
     return found

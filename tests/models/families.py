@@ -9,8 +9,10 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 
+from digenrl.config import config_directory
 from digenrl.models.latents import pack
 
 Call = dict[str, Any]
@@ -273,3 +275,18 @@ FAMILIES: dict[str, Row] = {
     ),
 }
 """Family -> its row."""
+
+
+def experiments() -> list[str]:
+    """Return the experiments of configs/ whose model a family publishes, at published size."""
+    found = {}
+    for path in sorted((config_directory() / "experiment").glob("[a-z]*.yaml")):
+        content = yaml.safe_load(path.read_text())
+        chosen = {
+            key: option
+            for entry in content.get("defaults", [])
+            if isinstance(entry, dict)
+            for key, option in entry.items()
+        }
+        found[path.stem] = chosen.get("override /model") if content.get("model", {}).get("build") != "tiny" else None
+    return [name for name, model in found.items() if any(model in row.published for row in FAMILIES.values())]

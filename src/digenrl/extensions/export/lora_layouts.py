@@ -23,7 +23,7 @@ _WIDER = {"proj_mlp": 4}
 
 
 def in_layout(layers: Mapping[str, Tensor], alpha: float, names: Names | None, layout: str) -> dict[str, Tensor]:
-    """Rename an adapter: `LAYER.lora_A.weight` [r, in] and `LAYER.lora_B.weight` [out, r] of diffusers -> lora_down, lora_up and alpha.
+    """Return `LAYER.lora_A.weight` [r, in] and `LAYER.lora_B.weight` [out, r] as lora_down, lora_up and alpha.
 
     Args:
         names: `checkpoint_names` of the adapter's family.

@@ -249,7 +249,12 @@ class Workload:
 
     def decode_flops(self) -> float:
         """FLOPs of one sample's VAE decode."""
-        return float(self.sizes["decode"]["flops_per_latent_pixel_frame"]) * (self.height // 8) * (self.width // 8) * self.frames
+        return (
+            float(self.sizes["decode"]["flops_per_latent_pixel_frame"])
+            * (self.height // 8)
+            * (self.width // 8)
+            * self.frames
+        )
 
     def score_flops(self) -> float:
         """FLOPs of the GPU scorers per sample."""
