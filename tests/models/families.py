@@ -118,7 +118,7 @@ class Row:
     guidance: tuple[tuple[float, float], ...]
     """(guidance_scale, true_cfg_scale) with which samples are compared with those of the family's pipeline."""
     size: Mapping[str, int] = field(default_factory=lambda: {"height": 64, "width": 64})
-    """Of a sample: few tokens."""
+    """Size of a sample, with few tokens."""
     text_length: int = 48
     """Tokens of text in the tiny build."""
     real_text: tuple[int, int] = (512, 0)

@@ -69,7 +69,7 @@ ZOO = [family for family, known in FACTS.items() if "zoo" in known.file.parts]
 
 @pytest.mark.parametrize("family", ZOO)
 def test_a_family_is_named_by_its_adapter_its_facts_and_its_row(family: str, repository: Path) -> None:
-    """And by its option of configs/model, and experiments. Whatever else asks for a family asks its facts."""
+    """Options of configs/model and experiments name a family too. Everything else asks the facts."""
     names = (family, FACTS[family].adapter, FAMILIES[family].transformer_class.__name__)
     listed = subprocess.run(
         ["git", "grep", "-lwiE", "|".join(re.escape(name) for name in names)],

@@ -1,5 +1,6 @@
-"""Tiny builds: every family's real classes and latent geometry with small widths and depths, random weights, and
-tokenizers trained here on a few hundred captions and the models' prompt templates. Nothing is downloaded.
+"""Tiny builds: every family's real classes and latent geometry with small widths and depths, and random weights.
+
+Tokenizers are trained here on a few hundred captions and the models' prompt templates. Nothing is downloaded.
 
 What a family's build is made of is `tiny` in its facts file; tiny_parts.yaml has the parts that families share.
 A build is made on first use (`ensure`) and kept under a name that hashes everything it is made from, so that a changed
@@ -34,8 +35,10 @@ _SHARED: dict[str, dict[str, Any]] = yaml.safe_load(_SHARED_FILE.read_text())
 
 
 def cache_root(kind: str = "tiny") -> Path:
-    """Where builds are kept, or another `kind` of what can be made again: $DIGENRL_CACHE, else .cache/ of a source
-    checkout, else the user's cache directory."""
+    """Return the folder of builds, or of another `kind` of files that can be made again.
+
+    The folder is $DIGENRL_CACHE, else .cache/ of a source checkout, else the user's cache directory.
+    """
     if os.environ.get("DIGENRL_CACHE"):
         return Path(os.environ["DIGENRL_CACHE"]) / kind
     checkout = Path(__file__).resolve().parents[3]
@@ -45,7 +48,7 @@ def cache_root(kind: str = "tiny") -> Path:
 
 
 def ensure(facts: Facts | str, seed: int = 0, root: Path | None = None) -> Path:
-    """Return the directory of a family's tiny build in diffusers layout. Build it if it is not there.
+    """Return the directory of a family's tiny build in diffusers layout, made on first use.
 
     Safe to call from several ranks at once: a build appears by one rename, and the first one wins.
     """
