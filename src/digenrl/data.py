@@ -161,7 +161,8 @@ class PromptSampler:
                 taken.append(taken[-1] + last - first)
 
     def _span(self, number: int) -> Callable[[int], tuple[int, int]]:
-        """Return a function for file `number`: position in its stream -> first position and end of the batch around it."""
+        """Return a function for file `number`: position in its stream -> first position and end of the batch around
+        it."""
 
         def span(position: int) -> tuple[int, int]:
             taken = self._taken[number]

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ROLES = ("image", "last_image", "target_image")
-"""Roles of a prompt's images: `image` is edited or begins a video, `last_image` ends it, scorers read `target_image`."""
+"""Roles of a prompt's images: `image` is edited or begins a video, `last_image` ends it, scorers read
+`target_image`."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 
 

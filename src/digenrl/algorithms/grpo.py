@@ -133,7 +133,8 @@ class GRPO(PolicyModule):
         return self.advantage(rewards, weights).values != 0
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
-        """Return the micro-batch's loss; keep the weights at the start of a logical batch if the surrogate needs them."""
+        """Return the micro-batch's loss; keep the weights at the start of a logical batch if the surrogate needs
+        them."""
         keeps = self.surrogate.needs_proximal and self.updates_per_batch > 1
         if keeps and batch.version != self._batch_start_version:
             self._batch_start.follow(self.policy.trained_parameters(), 0.0)
