@@ -54,7 +54,7 @@ class Line:
     """... and all else packed (`network.compress`)."""
 
     def seconds(self, size: float) -> float:
-        """Of a message of so many bytes."""
+        """Return the seconds that a message of `size` bytes takes."""
         return size / (self.gb_s * 1e9) + self.latency_s
 
 
@@ -148,7 +148,7 @@ def nodes(hardware: Hardware, pools: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str, str], ...]:
-    """(pool, role) of every rank, trainers first.
+    """Return (pool, role) of every rank, trainers first.
 
     Trainers come from pools of role trainer, then from auto pools in their order, all in the first place that has room
     for them; rollouts from pools of role rollout, then from auto pools in reverse order, wherever they stand. So one
@@ -184,7 +184,7 @@ def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str,
 
 
 def _together(hardware: Hardware, pools: Sequence[Pool], trainers: int) -> list[Pool]:
-    """Those of `pools` in the first place, in their order, that has room for all trainers.
+    """Return the pools, in order, of the first place that has room for all trainers.
 
     Raises:
         ValueError: there are several, and none has.

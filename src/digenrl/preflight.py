@@ -21,7 +21,8 @@ from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memor
 from digenrl.extensions.planner.outcome import Outcome
 from digenrl.extensions.planner.plan_text import explanation, overrides
 from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
-from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.extensions.planner.workload import Workload
+from digenrl.facts import counted
 from digenrl.hardware import assign, parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward, usual_groups
@@ -510,8 +511,8 @@ def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
 def sized(composed: Composed) -> bool:
     """Whether the model is a real build whose sizes have been counted, on pools whose memory is known."""
     config: Any = composed.config
-    counted = composed.choices.get("model") in facts()["models"] and config.model.get("build") == "real"
-    return counted and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
+    known = composed.choices.get("model") in counted() and config.model.get("build") == "real"
+    return known and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
 
 
 def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[tuple[str, int], float]:
@@ -572,9 +573,9 @@ def workload(composed: Composed) -> Workload:
     """The experiment's numbers. Raises ValueError for a model without counted sizes."""
     config: Any = composed.config
     model_name = composed.choices["model"]
-    if model_name not in facts()["models"]:
+    if model_name not in counted():
         raise ValueError(
-            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(facts()['models']))}). A "
+            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(counted()))}). A "
             "small one is measured faster than planned: `python -m digenrl.cli.train "
             f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} max_rl_steps=3` ends "
             "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, once."

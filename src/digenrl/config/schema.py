@@ -503,7 +503,7 @@ class Hardware(Closed):
     )
     efficiency: Efficiency | None = Field(ABSENT, description="of every pool")
     seconds: Seconds | None = Field(ABSENT, description="measured seconds per unit; they replace computed ones")
-    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny builds, by model class or updates")
+    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny batches, by updates")
 
 
 class Train(Closed):

@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from digenrl.facts import families
 from digenrl.models import checkpointing
-from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide
+from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, Names, inject_lora, wide
 from digenrl.models.prompt_store import Condition, PromptStore, Wording
 from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt, move
@@ -56,6 +57,10 @@ class Policy(nn.Module, ABC):
     """The transformer's lists of blocks."""
     pipelines: ClassVar[tuple[str, ...]] = ()
     """Pipelines of diffusers (`_class_name` of model_index.json) whose checkpoints the family reads."""
+    lora_pipeline: ClassVar[str | None] = None
+    """Pipeline that reads and writes adapters, where it is not the first of `pipelines`."""
+    checkpoint_names: ClassVar[Names | None] = None
+    """Names of the network's layers in the model's own checkpoint; None: not known."""
     components: ClassVar[Mapping[str, str]] = {"transformer": ""}
     """Subfolder of a checkpoint in diffusers layout -> prefix of its tensors' names in `transformer`."""
     context_plan: ClassVar[dict[str, Any]] = {}
@@ -126,10 +131,10 @@ class Policy(nn.Module, ABC):
     def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
         """Refuse a model config whose forwards `ranks` trainers cannot compute together; raises ValueError."""
         if ranks > 1 and not cls.context_plan:
+            able = ", ".join(family for family, facts in families().items() if facts.context)
             raise ValueError(
-                f"parallel.context = {ranks}: the tokens of {cls.family} are not divided among trainers, those of wan, "
-                "hunyuan_video and hunyuan_video15 can be; set parallel.context=1 (parallel.sharding=fsdp saves "
-                "memory too)."
+                f"parallel.context = {ranks}: the tokens of {cls.family} are not divided among trainers, those of {able} "
+                "can be; set parallel.context=1 (parallel.sharding=fsdp saves memory too)."
             )
 
     @classmethod

@@ -24,7 +24,7 @@ from digenrl.extensions.planner.memory import (
     trainer_memory,
 )
 from digenrl.extensions.planner.virtual_cluster import Cluster, Rank
-from digenrl.extensions.planner.workload import HEADS, Drawn, Workload
+from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Pool, assign, nodes, shard_group
 from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
@@ -141,7 +141,8 @@ class Costing:
     def contexts(self, candidate: Candidate) -> list[int]:
         """Values of `parallel.context` above 1 that its trainers, their nodes and the model allow."""
         per_node = (pool.per_node for pool in self.hardware.pools)
-        common = math.gcd(candidate.trainers, self.work.tokens, HEADS.get(self.work.model, 1), *per_node)
+        heads = self.work.facts.heads(self.work.model)
+        common = math.gcd(candidate.trainers, self.work.tokens, heads, *per_node)
         return [n for n in range(2, common + 1) if common % n == 0 and not candidate.shares]
 
     def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:

@@ -1,5 +1,5 @@
 """Bytes on one GPU, by role, and on its host. Weights, gradients and optimizer are exact; activations follow counts of
-facts.json.
+the facts of the family.
 
 What is to fit takes at most `USABLE` of the memory there is: the rest is for what nobody counts.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from digenrl.extensions.planner.workload import ENCODERS, Workload, facts
+from digenrl.extensions.planner.workload import Workload
 from digenrl.recompute import ALL, MODES, OFFLOAD, Recompute
 
 GIB = 2**30
@@ -91,12 +91,12 @@ def whole_bytes(work: Workload, rows: int, context: int) -> int:
 
 def text_encoder_bytes(work: Workload) -> int:
     """Text encoders in bf16; none where prompts are stored, for they have left memory."""
-    return 0 if work.stored_prompts else 2 * ENCODERS[work.model][0]
+    return 0 if work.stored_prompts else 2 * int(work.sizes["encoders"]["parameters"])
 
 
 def vae_bytes(work: Workload) -> int:
     """The VAE in fp32."""
-    return 4 * int(facts()["vae"][ENCODERS[work.model][2]]["parameters"])
+    return 4 * int(work.sizes["decode"]["parameters"])
 
 
 def encoder_bytes(work: Workload) -> int:
