@@ -133,8 +133,8 @@ class Policy(nn.Module, ABC):
         if ranks > 1 and not cls.context_plan:
             able = ", ".join(family for family, facts in families().items() if facts.context)
             raise ValueError(
-                f"parallel.context = {ranks}: the tokens of {cls.family} are not divided among trainers, those of {able} "
-                "can be; set parallel.context=1 (parallel.sharding=fsdp saves memory too)."
+                f"parallel.context = {ranks}: the tokens of {cls.family} are not divided among trainers, those of "
+                f"{able} can be; set parallel.context=1 (parallel.sharding=fsdp saves memory too)."
             )
 
     @classmethod
