@@ -226,10 +226,6 @@ class Parallel(Closed):
         "too long for one GPU; divides the trainers of a node and the attention heads; Wan and HunyuanVideo (also "
         "1.5); 1: none"
     )
-    rollout_context: AtLeast1 = Field(
-        description="neighbouring rollouts that share the tokens of each forward, and so generate one task together "
-        "(Ulysses); divides the rollouts, in groups on one node, and the attention heads; Wan and HunyuanVideo; 1: none"
-    )
 
 
 class Patience(Closed):
@@ -326,11 +322,6 @@ class Schedule(Closed):
         description="each trainer's part of the training: its relative speed"
     )
     skip_zero: bool = Field(description="cells whose gradient is known to be zero (advantage 0, no KL) are not trained")
-    gradients: Literal["replay", "generation", "auto"] = Field(
-        description="replay: trainers compute every trained step again; generation: colocated ranks take log-prob "
-        "gradients while they generate, and weigh them afterwards (no KL, one update per batch); auto: the one that "
-        "takes fewer seconds by the cost model, of those that are possible"
-    )
     async_steps: int = Field(ge=0, le=1, description="1: some groups of a batch use weights one version old")
     stale_fraction: Share = Field(description="share of a batch's groups that do so; read with async_steps=1")
 
@@ -512,7 +503,7 @@ class Hardware(Closed):
     )
     efficiency: Efficiency | None = Field(ABSENT, description="of every pool")
     seconds: Seconds | None = Field(ABSENT, description="measured seconds per unit; they replace computed ones")
-    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny builds, by model class or updates")
+    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny batches, by updates")
 
 
 class Train(Closed):
@@ -633,7 +624,6 @@ RESUMABLE: tuple[str, ...] = (
     "network",
     "limits",
     "parallel.shard_group",
-    "parallel.rollout_context",
     "record",
     "schedule.gap",
     "schedule.claims",
@@ -642,7 +632,6 @@ RESUMABLE: tuple[str, ...] = (
     "schedule.handoff",
     "schedule.shares",
     "schedule.skip_zero",
-    "schedule.gradients",
     "sampling.task_size",
     "data.prompts",
     "data.heldout",
