@@ -190,7 +190,6 @@ CHOICES = {
     "schedule.tsp.batch": "tsp_batch",
     "schedule.tsp.shard": "tsp_shard",
     "schedule.tag": "tag",
-    "schedule.handoff": "handoff",
     "schedule.shares": "shares",
     "schedule.stale_fraction": "stale_fraction",
 }
@@ -354,12 +353,6 @@ def without_effect(config: Any) -> Iterator[str]:
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
-    if schedule.handoff and rollouts == 0:
-        yield idle("handoff = true", "colocated ranks hand nothing over")
-    elif schedule.handoff and schedule.claims == "split":
-        yield idle("handoff = true", "with schedule.claims=split no rank takes over another's tasks")
-    elif schedule.handoff and rollouts == config.parallel.rollout_context and not schedule.tag:
-        yield idle("handoff = true", "only one rank generates")
     if schedule.gradients == "generation":
         taken = "gradients are taken step by step, where a sample is generated"
         if schedule.tsp.shard:

@@ -66,7 +66,7 @@ def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
     assert search(state(9.0, 8)).lend == 2  # two rounds of 4 s and two switches end before 9 s
     assert search(state(9.0, 2)).lend == 1
     assert search(state(3.0, 8)).lend == 0
-    assert search(state(3.0, 8, step_seconds=0.5)).lend == 0  # hand-off does not interrupt a task of the next step
+    assert search(state(3.0, 8, step_seconds=0.5)).lend == 0  # nothing interrupts a task of the next step
     assert search(replace(state(9.0, 8), may_lend=False)).lend == 0
     decision = search(state(9.0, 8))
     assert decision.gain == 0.0

@@ -112,7 +112,6 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "gap": ("0", "1"),
     "tsp": ("off", "batch", "shard", "both"),
     "tag": ("false", "true"),
-    "handoff": ("false", "true"),
     "ranks": ("1+1", "2+2", "1+3"),
     "sharding": ("ddp", "fsdp"),
     "tune": ("lora", "full"),
@@ -159,7 +158,6 @@ def words_of(case: Case) -> list[str]:
         f"schedule.tsp.batch={2 if case['tsp'] in ('batch', 'both') else 1}",
         f"schedule.tsp.shard={str(case['tsp'] in ('shard', 'both')).lower()}",
         f"schedule.tag={case['tag']}",
-        f"schedule.handoff={case['handoff']}",
         f"parallel.sharding={case['sharding']}",
         f"algorithm.updates_per_batch={case['updates']}",
         *(FULL if case["tune"] == "full" else ()),
@@ -287,7 +285,7 @@ def test_equality_matrix_under_one_step_asynchrony(tmp_path: Path, ranks: str) -
     ("trainers", "rollouts", "words"),
     [
         pytest.param(1, 1, ("schedule.gap=1",), marks=pytest.mark.slow),
-        (2, 2, ("schedule.gap=1", "schedule.tsp.shard=true", "schedule.tag=true", "schedule.handoff=true")),
+        (2, 2, ("schedule.gap=1", "schedule.tsp.shard=true", "schedule.tag=true")),
         pytest.param(
             1,
             3,

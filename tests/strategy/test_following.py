@@ -50,8 +50,8 @@ def test_a_group_makes_the_samples_of_one_rollout(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["", "+algorithm.ema={_target_: digenrl.algorithms.copies.Ema, decay: 0.5}"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_groups_lend_hand_over_and_evaluate_as_four_rollouts(tmp_path: Path, family: str, average: str) -> None:
-    """One step old weights, lending trainers, tasks that change hands at every chance, evaluation at every step, also
+def test_two_groups_lend_and_evaluate_as_four_rollouts(tmp_path: Path, family: str, average: str) -> None:
+    """One step old weights, lending trainers, loans that end in mid-trajectory, evaluation at every step, also
     of a moving average, which followers need for it alone."""
     words = ("schedule=full", "data.prompts_per_batch=2", "sampling.task_size=1", *EVALUATED, *filter(None, [average]))
     found: dict[int, Record] = {}
@@ -87,7 +87,7 @@ def test_a_group_goes_with_any_of_its_ranks(tmp_path: Path, rank: int, action: s
 @pytest.mark.slow
 def test_a_follower_that_is_asked_to_go_takes_its_group_along(tmp_path: Path) -> None:
     """The leader hands its task over to the other group."""
-    words = ("max_rl_steps=1", "sampling.task_size=1", "schedule.handoff=true", *ALONE)
+    words = ("max_rl_steps=1", "sampling.task_size=1", *ALONE)
     before = inject(("forward", 2, "go", 3))
     cluster = run_cluster(tmp_path, 1, 4, configured("wan", 2, *words), before=before)
     completed(cluster)

@@ -136,7 +136,7 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
         f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
         f"{config.max_rl_steps} RL steps",
         f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} "
-        f"tag={schedule.tag} handoff={schedule.handoff} shares={schedule.shares} async_steps={schedule.async_steps}",
+        f"tag={schedule.tag} shares={schedule.shares} async_steps={schedule.async_steps}",
     ]
     evaluating = evaluators(config, rollouts)
     lines += [f"evaluate  by {evaluating}"] if evaluating else []

@@ -97,9 +97,8 @@ def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
 
 
 def _work(text: str) -> Work:
-    version, task, step_seconds, step, group, until, idle, waiting = text.split(":")
-    now = int(step), int(group), float(until), int(idle), float(waiting)
-    return Work(int(version), float(task), float(step_seconds), *now)
+    version, seconds, step, group, until, waiting = text.split(":")
+    return Work(int(version), float(seconds), int(step), int(group), float(until), float(waiting))
 
 
 def _owner_key(version: int, position: int) -> str:

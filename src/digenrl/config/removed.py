@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 REMOVED: dict[str, str] = {
+    "schedule.handoff": "rollouts that leave and loans that end give their tasks away; else moving them gained nothing",
     "schedule.order": "fragments are trained in the order of their groups",
 }
 """Dotted key (a group of keys too), or `key=value`, -> what replaces it, or why it went."""
 
 FORGOTTEN: dict[str, tuple[Any, ...]] = {
+    "schedule.handoff": (False, True),
     "schedule.order": ("canonical", "arrival"),
 }
 """Removed key -> its values without which a stored run computes what it did: such a run goes on without the key."""

@@ -204,7 +204,7 @@ class Network(Closed):
     )
     whole_every: AtLeast1 = Field(description="every so-many-th version travels whole all the same; 1: each does")
     compress: bool | Auto = Field(
-        description="trajectories, weights and tasks handed over are packed without loss (zlib); auto: over thin lines"
+        description="trajectories, weights and suspended tasks are packed without loss (zlib); auto: over thin lines"
     )
     thin_mb_s: Positive = Field(
         description="MB/s; a line that carries less is thin: as hardware.links says, or as it was seen to carry"
@@ -321,7 +321,6 @@ class Schedule(Closed):
     )
     tsp: Tsp
     tag: bool = Field(description="waiting trainers may generate, where that is predicted to shorten the step")
-    handoff: bool = Field(description="a task may be suspended at a denoising step and finished on another rank")
     shares: Literal["equal", "measured"] | Annotated[list[Amount], Field(min_length=1)] = Field(
         description="each trainer's part of the training: its relative speed"
     )
@@ -642,7 +641,6 @@ RESUMABLE: tuple[str, ...] = (
     "schedule.claims",
     "schedule.tsp",
     "schedule.tag",
-    "schedule.handoff",
     "schedule.shares",
     "schedule.skip_zero",
     "schedule.gradients",

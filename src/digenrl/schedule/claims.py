@@ -1,7 +1,7 @@
 """Claims: who runs which task. One state machine, driven by the runtime, by emulated ranks and by the simulator.
 
     unclaimed -> owned -> received                  the usual life of a task
-    owned -> owned by another rank                  hand-over; the attempt id stays
+    owned -> owned by another rank                  a suspended task moves; the attempt id stays
     owned -> returned -> owned, attempt + 1         its owner was lost
 
 Invariants:
@@ -42,7 +42,7 @@ class Claim:
     """Position in the queue (not the task's index within its RL step)."""
     rank: int
     attempt: int
-    """0 for the first owner; a hand-over keeps it, a loss adds one."""
+    """0 for the first owner; a loss adds one, a suspended task that moves keeps it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Owner:
     """NOBODY for a task that came back."""
     attempt: int
     giver: int
-    """The rank that handed the task over, until the receiver confirms; else NOBODY."""
+    """The rank that gave the suspended task away, until the receiver confirms; else NOBODY."""
     step: int
     index: int
     group: int
@@ -200,7 +200,7 @@ class Claims:
         return not lost or not self._store.change(version, claim.position, given, owner)
 
     def confirm(self, version: int, position: int, attempt: int) -> Claim | None:
-        """The claim of a task that was handed to this rank; None when it has been given to somebody else since."""
+        """Return the claim of a task that was given to this rank; None when somebody else has it since."""
         owner = self._store.owner(version, position)
         if owner is None or (owner.rank, owner.attempt) != (self._rank, attempt):
             return None

@@ -53,7 +53,7 @@ class LendingState:
     switch_seconds: float = 0.0
     """Cost of one switch between training and generation; a loan pays two."""
     step_seconds: float | None = None
-    """With hand-off: one denoising step, after which a loan can be interrupted. None = a loan runs to its end."""
+    """One denoising step, after which a loan can be interrupted. None = a loan runs to its end."""
     tasks_later: int = 0
     """Unclaimed tasks of the next step that the version at hand generates (one-step asynchrony). They shorten that
     step, not this one, so that they are worth a loan only where it costs nothing. A loan of them runs to its end."""

@@ -70,8 +70,6 @@ class ScheduleSpec:
     """Spread the steps of one task over trainer ranks."""
     tag: bool = False
     """Idle trainers may claim rollout tasks when the search predicts a gain."""
-    handoff: bool = False
-    """A task may be suspended at a denoising-step boundary and finished elsewhere."""
     shares: tuple[float, ...] = ()
     """Relative speed of each trainer rank; () = equal."""
     measured_shares: bool = False
@@ -230,7 +228,6 @@ _KEYS = {
     "tsp_batch": "schedule.tsp.batch",
     "tsp_shard": "schedule.tsp.shard",
     "tag": "schedule.tag",
-    "handoff": "schedule.handoff",
     "shares": "schedule.shares",
     "oversample": "data.oversample",
     "zero_variance_groups": "data.zero_variance_groups",

@@ -4,7 +4,7 @@
     followers  latents, noise levels, conditioning, guidance, version, and whether the base model's is meant; then all
                compute the forward together
 
-A follower keeps nothing of a task, so that what may happen to one (hand-off, scouts, evaluation) is the leader's alone.
+A follower keeps nothing of a task: suspending one, scouts and evaluation are the leader's alone.
 Weights come to every rank of a group as they come to all rollouts. A forward names the version that it needs, and a
 follower adopts that first, or has it in use for as long as an evaluation of other weights lasts: a group computes with
 one version.

@@ -159,15 +159,14 @@ class Lending:
     # ---- generating
 
     def _lend(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> None:
-        """Generate one task here; with hand-off it is given to a rollout rank as soon as a fragment is ready."""
+        """Generate one task here; as soon as a fragment is ready, a rollout rank goes on with it."""
         task = self._runner.claim(board.step)
         if task is None:
             return
-        handoff = self._spec.handoff and self._world.rollouts > 0
 
         def interrupt(task: Task, steps_left: int) -> int | None:
             self._consent.between_steps()
-            if not handoff:
+            if not self._world.rollouts:
                 return None
             while self._hooks.receive(0.0):
                 pass
