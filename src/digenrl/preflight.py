@@ -24,7 +24,7 @@ from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_pl
 from digenrl.extensions.planner.workload import Workload, facts
 from digenrl.hardware import assign, parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
-from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward, usual_groups
+from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward
 
 NEARLY = 1.05
 """Seconds of a sample that `sampling.task_size=auto` takes for as good as the best."""
@@ -625,8 +625,8 @@ def workload(composed: Composed) -> Workload:
         frames=sampling.frames,
         steps=sampling.steps,
         trained_steps=trained_steps(config),
-        prompts=usual_groups(config.data),
-        oversample=usual_groups(config.data) - config.data.prompts_per_batch,
+        prompts=groups_of_step(config.data),
+        oversample=config.data.oversample,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,
         updates_split=config.data.updates_split,

@@ -53,6 +53,7 @@ KEYS: dict[str, Case] = {
     "leaf alone, nearest the root": (["steps=8"], ["steps = 8", "nearest: sampling.steps, allowed: whole number"]),
     "removed key": (["schedule.order=arrival"], ["schedule.order = arrival: was removed; fragments are"]),
     "removed mechanism": (["schedule.handoff=true"], ["schedule.handoff = True: was removed; rollouts that leave"]),
+    "removed value": (["data.zero_variance_groups=refill"], ["data.zero_variance_groups = refill: was removed; no"]),
     "added removed key": (["+schedule.order=arrival"], ["schedule.order = arrival: was removed; fragments"]),
     "added root key": (["+banana=1"], ["banana = 1", "no such key", "max_rl_steps"]),
     "force-added root key": (["++sed=1"], ["sed = 1", "nearest: seed"]),
@@ -240,29 +241,6 @@ RELATIONS: dict[str, Case] = {
     "oversampling that updates do not share": (
         ["data.prompts_per_batch=4", "algorithm.updates_per_batch=2", "data.oversample=3"],
         ["data.oversample = 3", "algorithm.updates_per_batch = 2", "0, 2, 4"],
-    ),
-    "refilling with nothing": (
-        ["data.zero_variance_groups=refill"],
-        ["data.zero_variance_groups = refill with data.oversample = 0", "set data.oversample=10", "=drop"],
-    ),
-    "refilling a later update": (
-        [
-            "data.zero_variance_groups=refill",
-            "data.prompts_per_batch=4",
-            "data.oversample=4",
-            "algorithm.updates_per_batch=2",
-        ],
-        ["refill with algorithm.updates_per_batch = 2", "set algorithm.updates_per_batch=1"],
-    ),
-    "refilling with old weights": (
-        [
-            "data.zero_variance_groups=refill",
-            "data.prompts_per_batch=4",
-            "data.oversample=4",
-            "schedule=full",
-            "schedule.stale_fraction=0.9",
-        ],
-        ["schedule.stale_fraction = 0.9 of 8 groups", "set schedule.stale_fraction=0.5 or less"],
     ),
     "equal parts and lending": (
         ["schedule.claims=split", "schedule.tag=true"],

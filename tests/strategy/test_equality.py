@@ -224,7 +224,6 @@ SHARED: dict[str, tuple[str, ...]] = {
     "full": (*THREE, "schedule=full", "schedule.gap=2", "schedule.async_steps=0"),
     "async": (*THREE, "schedule=full"),
     "drop": (*TWO, "schedule.gap=1", "data.oversample=1", "data.zero_variance_groups=drop"),
-    "refill": (*TWO, "schedule=gap_tsp", "data.oversample=2", "data.zero_variance_groups=refill"),
     "fsdp": (*TWO, "schedule=gap_tsp", "parallel.sharding=fsdp"),
 }
 """Schedules in which every update takes samples of every group."""
@@ -246,7 +245,7 @@ def test_updates_that_share_the_samples_of_every_group(tmp_path: Path, ranks: st
     trainers, rollouts = (int(count) for count in ranks.split("+"))
     jobs = []
     for name in names:
-        config = configured(*WITHIN, *(SHARED | ALONE)[name], *(HALF if name in ("drop", "refill") else ()))
+        config = configured(*WITHIN, *(SHARED | ALONE)[name], *(HALF if name == "drop" else ()))
         jobs.append(Job(name, config, lend_always if config.schedule.tag else None))
     lent = 0
     for job, cluster in run_series(tmp_path, trainers, rollouts, jobs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 REMOVED: dict[str, str] = {
+    "data.zero_variance_groups=refill": "no experiment used it; drop with the same data.oversample has its gradient",
     "schedule.handoff": "rollouts that leave and loans that end give their tasks away; else moving them gained nothing",
     "schedule.order": "fragments are trained in the order of their groups",
 }

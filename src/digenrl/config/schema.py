@@ -279,12 +279,10 @@ class Data(Closed):
     prompts_per_batch: int = Field(ge=1, le=65536, description="groups of an RL step, each of one prompt")
     group_size: int = Field(ge=2, le=4096, description="samples of a group")
     oversample: AtLeast0 = Field(
-        description="groups generated beyond prompts_per_batch; the first that teach something are trained. With "
-        "zero_variance_groups=refill the most that are, each in place of one that teaches nothing"
+        description="groups generated beyond prompts_per_batch; the first that teach something are trained"
     )
-    zero_variance_groups: Literal["keep", "drop", "refill"] = Field(
-        description="groups whose samples all score alike: they stay in the loss's denominator, or leave it and the "
-        "KL; refill: they leave it, and for each the next prompt is sampled, oversample prompts at most"
+    zero_variance_groups: Literal["keep", "drop"] = Field(
+        description="groups whose samples all score alike: they stay in the loss's denominator, or leave it and the KL"
     )
     updates_split: Literal["groups", "samples"] = Field(
         description="what several updates of a batch share out; groups: each trains some of the groups; samples: each "

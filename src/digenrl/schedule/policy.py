@@ -382,10 +382,7 @@ class SchedulePolicy:
         lenders: int,
     ) -> LendingState:
         """What the search sees: ranks of known speed that generate, and `lenders` trainers that may begin to."""
-        plans = [
-            [task for task in self._plan(version) if not self.spec.in_reserve(task.group)]
-            for version in (step - 1, step)
-        ]
+        plans = [self._plan(version) for version in (step - 1, step)]
         older, own = (_tail(plan, count) for plan, count in zip(plans, left, strict=True))
         working = {**rollouts, **lending}
         free = {other: work.free_in(now) for other, work in working.items()}

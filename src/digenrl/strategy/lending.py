@@ -221,7 +221,7 @@ class Lending:
         before, present = self._hooks.versions()
         if self._world.rank != 0 or before is None:
             return
-        waiting = self._runner.claims.returned(version - 1, self._runner.counted(version - 1))
+        waiting = self._runner.claims.returned(version - 1, len(self._hooks.plan_tasks(version - 1)))
         if waiting > self._recalled:
             self._runner.see()
             receiver = self._policy.first_free(self._spans.now())

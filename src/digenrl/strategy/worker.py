@@ -107,7 +107,7 @@ class TaskRunner:
     def left(self, version: int) -> int:
         """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody has finished. Sharded
         trainers generate together until all their parts are empty."""
-        tasks, roles = self.counted(version), self.policy.roles
+        tasks, roles = len(self._plan(version)), self.policy.roles
         if not (roles.split and roles.lockstep):
             return self.claims.left(version, tasks, self._part(tasks))
         parts = (queue_part(tasks, number, len(roles.generators)) for number in range(len(roles.generators)))
@@ -121,24 +121,14 @@ class TaskRunner:
         return self.policy.takes(self._world.rank, version, left, self._spans.now())
 
     def claim(self, version: int) -> Task | None:
-        """The next task of the version's queue; None when all are claimed."""
-        tasks, counted = self._plan(version), self.counted(version)
-        claim = self.claims.take(version, tasks, self._part(counted), reserve=len(tasks) - counted)
+        """Claim the next task of the version's queue; None when all are claimed."""
+        tasks = self._plan(version)
+        claim = self.claims.take(version, tasks, self._part(len(tasks)))
         if claim is None:
             return None
         task = tasks[claim.position]
         self._held[task.step, task.index] = claim
         return task
-
-    def counted(self, version: int) -> int:
-        """Tasks of the version's queue before those in reserve."""
-        return sum(not self._spec.in_reserve(task.group) for task in self._plan(version))
-
-    def open(self, step: int, groups: int) -> None:
-        """Let the first `groups` groups of RL step `step` be claimed: those in reserve belong to its own version."""
-        first = self.counted(step)
-        stop = first + (groups - self._spec.places) * self._spec.tasks_per_group
-        self.claims.open(step, self._plan(step), range(first, stop))
 
     def _part(self, tasks: int) -> range:
         """Positions of the queue that this rank may claim."""
