@@ -22,7 +22,8 @@ Invariants:
   makespan: n equal tasks on m ranks of constant speed, all free at 0, end by (1 + (m-1)/n) x total work / total speed.
   Proof: the accepted finishing times are the n smallest of the union of {free_i + j s_i}. At
   t = (n+m-1)/sum(1/s_i) the union holds sum floor(t/s_i) > n-1 of them, so n fit;
-  I6: nothing is lent while a fragment is ready, nor with weights that are not the published ones.
+  I6: nothing is lent while a fragment is ready, nor with weights that are not the published ones;
+  a loan moves only to a rank that ends it strictly earlier.
 
 Pure: standard library only.
 """
@@ -220,16 +221,21 @@ class SchedulePolicy:
 
     @_noted("decision")
     def loan_receiver(self, rank: int, task_step: int, step: int, ready: bool, now: float) -> int | None:
-        """Return who finishes the task that trainer `rank` generates, as soon as a fragment is `ready`; None: nobody.
+        """Return who finishes the task that trainer `rank` generates, once a fragment is `ready`; None: the trainer.
 
-        That is the rollout rank that is free first. All trainers that lend see the fragment at one moment, so the next
-        of them chooses the next rollout rank. A loan of the next step's tasks runs to its end: only the version of the
-        step in progress is held until its tasks are trained.
+        That is the rollout rank that is free first, where it ends the task sooner. All trainers that lend see the
+        fragment at one moment, so the next of them asks the next rollout rank. A loan of the next step's tasks runs to
+        its end: only the version of the step in progress is held until its tasks are trained.
         """
-        if not ready or task_step != step:
+        own = self._ranks[rank]
+        if not ready or task_step != step or not own.task_seconds:
             return None
-        lenders = sum(work.busy for other, work in self._ranks.items() if other < rank)
-        return self._first_free(now, lenders)
+        receiver = self._first_free(now, sum(work.busy for other, work in self._ranks.items() if other < rank))
+        if receiver is None:
+            return None
+        left, other = own.free_in(now), self._ranks[receiver]
+        there = other.free_in(now) + other.waiting + left / own.task_seconds * self._costs["generate", receiver]
+        return receiver if there < left else None
 
     @_noted("decision")
     def first_free(self, now: float) -> int | None:
@@ -414,7 +420,6 @@ class SchedulePolicy:
             lenders=lenders,
             lenders_later=self.roles.trainers,
             switch_seconds=self._costs.get(("switch", rank), 0.0),
-            step_seconds=None if self.roles.lockstep else lend / self.spec.denoise_steps,
             tasks_later=sum(task.step > step for task in own),
             later_taken=sum(task.step > step for task in plans[1][: len(plans[1]) - len(own)]),
         )

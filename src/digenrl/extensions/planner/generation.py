@@ -48,6 +48,8 @@ class Worker:
     finish_time: float = 0.0
     token: int = 0
     """Events of an older token are void."""
+    wanted: int = -1
+    """Token of the loan that a ready fragment waits for."""
     waiting: deque[Suspended] = field(default_factory=deque)
     """Tasks that were given to this rank while it was busy."""
     idle_since: float | None = None
@@ -178,9 +180,14 @@ class Generation:
 
     def want(self, worker: Worker, now: float) -> None:
         """Ask the policy after the denoising step in progress, as a fragment is ready for the trainer that lends."""
-        if self.cluster.lockstep or not worker.busy:  # one of them cannot leave the others' forwards
+        if self.cluster.lockstep or not worker.busy or worker.wanted == worker.token:  # or none can leave the others
             return
+        worker.wanted = worker.token
         steps = max(1, math.ceil((now - worker.began) / worker.step_time - 1e-9))
+        self._boundary(worker, steps)
+
+    def _boundary(self, worker: Worker, steps: int) -> None:
+        """Ask again after `steps` denoising steps of the task, unless the task ends then."""
         if steps < worker.remaining:
             self._post(worker.began + steps * worker.step_time, "boundary", (worker.rank.rank, worker.token, steps))
 
@@ -195,6 +202,7 @@ class Generation:
         assert claim is not None
         receiver = self.policy.loan_receiver(rank, task.step, step, True, now)
         if receiver is None or not worker.claims.give(task.version, claim, receiver):
+            self._boundary(worker, steps + 1)
             return None
         worker.remaining -= steps
         other = self.workers[receiver]
