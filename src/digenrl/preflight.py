@@ -117,9 +117,8 @@ def with_task_size(composed: Composed) -> Composed:
         costing = Costing(alone, replace(parse_hardware(config.hardware), seconds={}))
         costs, pools, stay = costing.costs, costing.hardware.pools, not config.model.get("offload_encoders", True)
         room = USABLE * min(pool.memory_gib for pool in pools)
-        together = config.parallel.rollout_context
-        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay, together).gib <= room] or [1]
-        seconds = {size: [costs.step_seconds(pool, size, together) / size for pool in pools] for size in fitting}
+        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay).gib <= room] or [1]
+        seconds = {size: [costs.step_seconds(pool, size) / size for pool in pools] for size in fitting}
         best = [min(taken) for taken in zip(*seconds.values(), strict=True)]
         good = (
             size
@@ -181,7 +180,6 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
 CHOICES = {
     "parallel.sharding": "sharding",
     "parallel.context": "context",
-    "parallel.rollout_context": "rollout_context",
     "sampling.task_size": "task_size",
     "model.gradient_checkpointing": "recompute",
     "model.offload_encoders": "encoders",
@@ -287,8 +285,6 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     notes = composed.notes
     if wrong := relation_problems(tree):
         raise ValueError("\n".join(wrong))
-    if config.parallel.rollout_context > 1 and all(pool.gpu != "cpu" for pool in config.hardware.pools.values()):
-        assign(parse_hardware(config.hardware), trainers, rollouts, config.parallel.rollout_context)
     steps = trained_steps(config)
     asked = config.schedule.tsp.batch
     batch = steps_per_forward(asked, steps)
@@ -481,7 +477,6 @@ def _way_out(costing: Costing, candidate: Candidate) -> str:
 def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
     """The words of `_way_out`; None where nothing helps."""
     tokens = [(f"parallel.context={n}", {"context": n}) for n in costing.contexts(candidate)[-1:]]
-    tokens += [(f"parallel.rollout_context={n}", {"rollout_context": n}) for n in costing.rollout_contexts(candidate)]
     known = [(word, change) for word, change in (*CHANGES, *tokens) if candidate.but(**change) != candidate]
     for count in range(len(known) + 1):
         for chosen in itertools.combinations(known, count):
@@ -493,17 +488,15 @@ def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
     for trainers in range(gpus, 0, -1):
         sharding = "fsdp" if trainers > 1 else "ddp"
         split = smallest.but(trainers=trainers, rollouts=gpus - trainers, sharding=sharding)
-        shared = (1, *costing.contexts(split)[-1:]), (1, *costing.rollout_contexts(split)[-1:])
-        for context, together in itertools.product(*shared):
+        for context in (1, *costing.contexts(split)[-1:]):
             try:
-                if costing.misfits(split.but(context=context, rollout_context=together)):
+                if costing.misfits(split.but(context=context)):
                     continue
             except ValueError:  # the roles of the pools do not allow it
                 break
             words = [f"allocation.trainers={trainers}", f"allocation.rollouts={gpus - trainers}"]
             words += [w for w, change in known if w not in dict(tokens) and (trainers > 1 or "sharding" not in change)]
             words += [f"parallel.context={context}"] * (context != candidate.spec.context)
-            words += [f"parallel.rollout_context={together}"] * (together != candidate.rollout_context)
             return words
     return None
 
@@ -525,8 +518,7 @@ def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[t
     candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
     cluster = costing.cluster(candidate)
     expected: dict[tuple[str, int], float] = {}
-    for number in range(trainers + rollouts):
-        rank = cluster.ranks[candidate.seat(number)]
+    for number, rank in enumerate(cluster.ranks):
         seconds = {"generate": rank.task_seconds(config.sampling.steps)}
         if rank.role == "trainer":
             seconds |= {"train": rank.cell_seconds, "switch": cluster.switch_seconds}
@@ -623,8 +615,7 @@ def _has_room(config: Any, work: Workload) -> bool:
     """Whether the samples of an evaluation fit beside the model on every GPU that a rollout may have."""
     pools = [pool for pool in parse_hardware(config.hardware).pools if pool.role != "trainer"]
     stay, size = not config.model.get("offload_encoders", True), config.sampling.task_size
-    work, together = replace(work, rollouts_evaluate=True), config.parallel.rollout_context
-    need = rollout_memory(work, 1 if size == AUTO else size, stay, together).gib
+    need = rollout_memory(replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay).gib
     return all(need <= USABLE * pool.memory_gib for pool in pools)
 
 
@@ -670,5 +661,4 @@ def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Can
         encoders=not config.model.get("offload_encoders", True),
         shares=config.schedule.shares != "equal",
         static_claims=config.schedule.claims == "split",
-        rollout_context=config.parallel.rollout_context,
     )

@@ -52,6 +52,7 @@ KEYS: dict[str, Case] = {
     "removed key": (["schedule.order=arrival"], ["schedule.order = arrival: was removed; fragments are"]),
     "removed mechanism": (["schedule.handoff=true"], ["schedule.handoff = True: was removed; rollouts that leave"]),
     "removed value": (["data.zero_variance_groups=refill"], ["data.zero_variance_groups = refill: was removed; no"]),
+    "removed key of another room": (["parallel.rollout_context=2"], ["was removed; each rollout generates alone"]),
     "added removed key": (["+schedule.order=arrival"], ["schedule.order = arrival: was removed; fragments"]),
     "added root key": (["+banana=1"], ["banana = 1", "no such key", "max_rl_steps"]),
     "force-added root key": (["++sed=1"], ["sed = 1", "nearest: seed"]),

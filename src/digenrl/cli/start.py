@@ -47,8 +47,7 @@ before the first step, seconds."""
 def passport(composed: Composed) -> dict[str, Any]:
     """What a rollout that joins must show: the same code and the same configuration; {} where none can join."""
     config = composed.config
-    fixed = config.schedule.claims == "split" or config.parallel.rollout_context > 1
-    if not config.allocation.rollouts or fixed:
+    if not config.allocation.rollouts or config.schedule.claims == "split":
         return {}
     return {"code": code_version(), "configuration": identity(config)}
 
@@ -125,8 +124,6 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
     most = most_rollouts(config.allocation.rollouts)
     more = f" (up to {most}, as there are places)" if most > rollouts else ""
     ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}{more}"
-    if (together := config.parallel.rollout_context) > 1:
-        ranks += f" in groups of {together}"
     lines = [
         f"run       {run_dir}",
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
@@ -222,7 +219,6 @@ def _plan(
             max_lost=_max_lost(settings),
             patience_s=settings.allocation.patience_s,
             fewest=1 if isinstance(span := settings.allocation.rollouts, int) else span.min,
-            rollout_context=settings.parallel.rollout_context,
             passport=passport(composed),
             handshake=Handshake(**settings.handshake),
             limits=Limits(**settings.limits),
@@ -352,7 +348,6 @@ def join(
         signals,
         shown,
         lost,
-        composed.config.parallel.rollout_context,
     )
 
 

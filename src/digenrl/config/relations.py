@@ -210,28 +210,6 @@ def _context(get: _View) -> Iterator[str]:
             )
 
 
-def _rollout_context(get: _View) -> Iterator[str]:
-    together, rollouts = get("parallel.rollout_context"), get("allocation.rollouts")
-    if together == 1:
-        return
-    if isinstance(rollouts, int) and (rollouts % together or not rollouts):
-        yield (
-            f"parallel.rollout_context = {together}: must divide allocation.rollouts = {rollouts}; set "
-            f"allocation.rollouts={max(1, rollouts // together) * together}, or parallel.rollout_context=1."
-        )
-    if isinstance(rollouts, Mapping):
-        yield (
-            f"allocation.rollouts = {dict(rollouts)} with parallel.rollout_context = {together}: no rank joins a group "
-            "that generates together; set allocation.rollouts to a number, or parallel.rollout_context=1."
-        )
-    if get("launch") == "ray":
-        yield (
-            f"launch = ray with parallel.rollout_context = {together}: Ray gives each rollout a place of its own, and "
-            "those that generate together need one node; set launch=local, torchrun or SLURM, or "
-            "parallel.rollout_context=1."
-        )
-
-
 def _split_claims(get: _View) -> Iterator[str]:
     if get("schedule.claims") != "split" or get("allocation.rollouts") == 0:
         return
@@ -329,7 +307,6 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _sharding,
     _shard_group,
     _context,
-    _rollout_context,
     _split_claims,
     _publication,
     _recomputation,

@@ -226,10 +226,6 @@ class Parallel(Closed):
         "too long for one GPU; divides the trainers of a node and the attention heads; Wan and HunyuanVideo (also "
         "1.5); 1: none"
     )
-    rollout_context: AtLeast1 = Field(
-        description="neighbouring rollouts that share the tokens of each forward, and so generate one task together "
-        "(Ulysses); divides the rollouts, in groups on one node, and the attention heads; Wan and HunyuanVideo; 1: none"
-    )
 
 
 class Patience(Closed):
@@ -625,7 +621,6 @@ RESUMABLE: tuple[str, ...] = (
     "network",
     "limits",
     "parallel.shard_group",
-    "parallel.rollout_context",
     "record",
     "schedule.gap",
     "schedule.claims",

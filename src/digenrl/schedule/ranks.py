@@ -55,8 +55,6 @@ class Roles:
     """Every queue is divided equally beforehand instead of claimed."""
     keeps_copy: bool = False
     """Trainers keep a copy of the published weights, and may lend after the first update of a batch."""
-    rollout_context: int = 1
-    """Neighbouring rollouts that generate together, of which the first claims."""
 
     @property
     def colocated(self) -> bool:
@@ -66,9 +64,7 @@ class Roles:
     @property
     def generators(self) -> range:
         """Ranks that claim tasks by trade."""
-        if self.colocated:
-            return range(self.trainers)
-        return range(self.trainers, self.trainers + self.rollouts, self.rollout_context)
+        return range(self.trainers) if self.colocated else range(self.trainers, self.trainers + self.rollouts)
 
 
 def finished_before(free: float, seconds: float, rank: int, time: float, other: int) -> int:

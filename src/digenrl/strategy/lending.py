@@ -225,12 +225,11 @@ class Lending:
         if waiting > self._recalled:
             self._runner.see()
             receiver = self._policy.first_free(self._spans.now())
-            rollouts = self._control.survivors(self._world.leaders)
+            rollouts = self._control.survivors(self._world.rollout_ranks)
             if not rollouts:  # who joins next gets the present version, and then this one
                 return
             if receiver is None:
                 receiver = rollouts[0]
-            routes = dict.fromkeys(self._world.group_of(receiver), ())
             for number, tensors in ((version - 1, before), (version, present)):
-                publish(number, tensors, self._link, routes, agree=lambda digest: None)
+                publish(number, tensors, self._link, {receiver: ()}, agree=lambda digest: None)
         self._recalled = waiting

@@ -29,7 +29,7 @@ from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
-from digenrl.strategy.evaluating import Examiner, number_of_evaluated
+from digenrl.strategy.evaluating import Examiner
 from digenrl.transport.cells import Placement, owned_positions, pack
 from digenrl.transport.link import Link
 from digenrl.transport.suspended import Suspended, pack_state
@@ -81,7 +81,7 @@ class TaskRunner:
         """Measured seconds of one denoising step on this rank; 0 before the first."""
         self._task_seconds = task_seconds
         self._unshipped: deque[Future[None]] = deque()
-        self._withdrawn = world.follows
+        self._withdrawn = False
         self.waiting_steps: Callable[[], int] = lambda: 0
         """Denoising steps of the suspended tasks that were given to this rank and that it has not begun."""
         self._tell(Work())
@@ -135,8 +135,7 @@ class TaskRunner:
         roles = self.policy.roles
         if not roles.split:
             return range(tasks)
-        own = (self._world.rank - roles.generators.start) // roles.generators.step
-        return queue_part(tasks, own, len(roles.generators))
+        return queue_part(tasks, self._world.rank - roles.generators.start, len(roles.generators))
 
     def announce(self, version: int, task: Task | None = None, share: float = 0.0) -> None:
         """Tell the others what this rank does now: the last `share` of `task`, or nothing."""
@@ -301,11 +300,6 @@ class RolloutWorker:
         self._idle_since: float | None = None
         self._idle = ExitStack()
         """The stage of the wait in progress."""
-
-    @property
-    def version_in_use(self) -> int:
-        """Of the weights in use, those of an evaluation counted in (`number_of_evaluated`); -1 = none yet."""
-        return number_of_evaluated(self._version) if self._examiner.away else self._version
 
     def run(self) -> None:
         """Work until a trainer says that the run is done, or until this rank shall leave."""

@@ -20,7 +20,7 @@ FEW_RANKS = 64
 
 @dataclass(frozen=True)
 class Rank:
-    """One GPU, or several that generate together, and what it costs there to do one unit of each kind of work."""
+    """One GPU, and what it costs there to do one unit of each kind of work."""
 
     rank: int
     """Launch rank; trainers come first."""
@@ -41,8 +41,6 @@ class Rank:
     """Communication of one block that computing it does not hide. Trainers only."""
     adopt_seconds: float = 0.0
     """Taking over a published version. Rollout ranks only."""
-    gpus: int = 1
-    """That it consists of: rollouts that generate one task together."""
     fetch_seconds: float = 0.0
     """What a version takes longer to this rank's place than to the trainers'."""
     send_seconds: float = 0.0

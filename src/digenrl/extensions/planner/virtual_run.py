@@ -230,14 +230,14 @@ class _VirtualRun:
         )  # fmt: skip
 
     def _seconds(self, first: int) -> dict[tuple[str, str, str], float]:
-        """(pool, stage, cause) -> seconds of all GPUs between the end of step `first` and now."""
+        """(pool, stage, cause) -> seconds of all ranks between the end of step `first` and now."""
         begin = self.step_ends[first] if first >= 0 else 0.0
         table: dict[tuple[str, str, str], float] = {}
         for rank, stage, start, end, _, _, cause in self.spans:
             if end > begin:
                 worker = self.gen.workers[rank].rank
                 key = (worker.pool, stage, cause)
-                table[key] = table.get(key, 0.0) + worker.gpus * (min(end, self.now) - max(start, begin))
+                table[key] = table.get(key, 0.0) + (min(end, self.now) - max(start, begin))
         return table
 
     def _situation(self) -> str:
