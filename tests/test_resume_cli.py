@@ -161,6 +161,41 @@ def test_a_hostile_configuration_sends_nothing(listener: socket.socket, run: Pat
         listener.accept()
 
 
+def _by_lightning(ran: Path) -> dict[str, Any]:
+    """Return a node that makes a function of Lightning call `os.system`."""
+    called = {"class_path": "os.system"}
+    return {"_target_": "lightning.pytorch.cli.instantiate_class", "args": f"touch {ran}", "init": called}
+
+
+def _by_command(ran: Path) -> dict[str, Any]:
+    """Return a node that runs a command of digenrl, which trusts `tempfile` by its own words."""
+    evil = f"+callbacks.evil={{_target_: tempfile.mkdtemp, dir: '{ran.parent}', prefix: '{ran.name}'}}"
+    return {"_target_": "digenrl.cli.encode.main", "words": ["allow_targets=[tempfile]", evil]}
+
+
+@pytest.mark.parametrize("attack", [_by_lightning, _by_command])
+@pytest.mark.parametrize(
+    ("module", "word", "key"),
+    [
+        ("evaluate", "run", "callbacks.evaluation"),
+        ("export", "run", "algorithm.ema"),
+        ("train", "resume", "callbacks.evil"),
+    ],
+)
+def test_a_hostile_configuration_runs_nothing(
+    run: Path, tmp_path: Path, module: str, word: str, key: str, attack: Callable[[Path], dict[str, Any]]
+) -> None:
+    """A run directory from elsewhere with a target that would call something by another name."""
+    ran = tmp_path / "ran"
+    hostile = attack(ran)
+    store(run, max_rl_steps=3, **{key.replace(".", "__"): None})
+    store(run, **{key.replace(".", "__"): hostile})
+    refused = command(module, f"{word}={run}")
+    assert not [*tmp_path.glob("ran*")]
+    assert refused.returncode == 2
+    assert f"{key}._target_ = {hostile['_target_']}: refused" in refused.stderr
+
+
 def test_a_mistyped_run_is_named_with_what_it_was_taken_for(run: Path) -> None:
     for module, word in (("export", "run"), ("train", "resume")):
         done = command(module, f"{word}={run}x")

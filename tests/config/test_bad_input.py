@@ -286,7 +286,7 @@ RELATIONS: dict[str, Case] = {
 
 TARGETS: dict[str, Case] = {
     "os": (["model._target_=os.system"], ["model._target_ = os.system", "refused", "allow_targets=[os]"]),
-    "torch.load": (["model._target_=torch.load"], ["model._target_ = torch.load", "refused", "torch.optim"]),
+    "torch.load": (["model._target_=torch.load"], ["model._target_ = torch.load", "refused", "allow_targets=[torch]"]),
     "prefix that only looks allowed": (["model._target_=digenrl_evil.Model"], ["digenrl_evil.Model", "refused"]),
     "nested": (
         ["+reward.rewards.judge_a.scorer.inner={_target_:subprocess.run}"],
@@ -298,16 +298,16 @@ TARGETS: dict[str, Case] = {
     ),
     "alias through an own module": (
         ["model._target_=digenrl.config.targets.ast.parse"],
-        ["no module digenrl.config.targets.ast"],
+        ["digenrl.config.targets.ast.parse: refused", "no file of the shipped configs/ names it"],
     ),
     "private helper": (["model._target_=lightning.fabric.utilities.cloud_io._load"], ["_load", "refused"]),
     "misspelt class": (
         ["model._target_=digenrl.models.digits.DigitPolicy"],
-        ["defines no DigitPolicy", "nearest: digenrl.models.digits.DigitsPolicy"],
+        ["DigitPolicy: refused", "nearest: digenrl.models.digits.DigitsPolicy"],
     ),
     "misspelt module": (
         ["model._target_=digenrl.models.digts.DigitsPolicy"],
-        ["no module digenrl.models.digts", "nearest: digenrl.models.digits"],
+        ["digts.DigitsPolicy: refused", "nearest: digenrl.models.digits.DigitsPolicy"],
     ),
     "no text": (["model._target_=3"], ["model._target_ = 3", "dotted name"]),
 }
