@@ -62,10 +62,10 @@ sweep: $(STAMP)  ## Hydra multirun of EXP, each job in a fresh process; one tabl
 	@$(PY) -m digenrl.cli.train -m $(WORDS)
 
 plan: $(STAMP)  ## What a run will cost: memory per rank, s/step, bubbles, best split; no GPU needed. EXP= HW=
-	@$(PY) -m digenrl.cli.plan $(WORDS)
+	@$(PY) -m digenrl plan $(WORDS)
 
 profile: $(STAMP)  ## Measure seconds per unit on this machine, for a hardware profile. EXP= HW=
-	@$(PY) -m digenrl.cli.profile $(WORDS)
+	@$(PY) -m digenrl profile $(WORDS)
 
 prompts: $(STAMP)  ## Use a published prompt set: what to download, its check, its settings. NAME=
 	$(call need,NAME,NAME=pickscore)
@@ -80,7 +80,7 @@ report: $(STAMP)  ## Rebuild summary, trace, pictures and report.html from a run
 
 watch: $(STAMP)  ## A live page of a run, in a browser of this machine: curves, pictures, timeline, logs. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl.cli.watch run=$(RUN) $(ARGS)
+	@$(PY) -m digenrl watch run=$(RUN) $(ARGS)
 
 eval: $(STAMP)  ## Evaluate a run's model again, with own prompts, steps or rewards. RUN= [STEP=base|last] [DATA=FILE]
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
@@ -88,30 +88,30 @@ eval: $(STAMP)  ## Evaluate a run's model again, with own prompts, steps or rewa
 
 benchmark: $(STAMP)  ## A standard benchmark of a run's checkpoint and its base. RUN= SUITE=geneval|dpg|parti|vbench|scenes [STEP=]
 	$(call need,SUITE,RUN=outputs/scenes_flowgrpo/TIME-0 SUITE=scenes)
-	@$(PY) -m digenrl.cli.benchmark $(if $(RUN),run=$(RUN)) suite=$(SUITE) $(if $(STEP),step=$(STEP)) $(ARGS)
+	@$(PY) -m digenrl benchmark $(if $(RUN),run=$(RUN)) suite=$(SUITE) $(if $(STEP),step=$(STEP)) $(ARGS)
 
 export: $(STAMP)  ## Write a run's trained weights as other tools read them. RUN= FORMAT=diffusers|comfyui|kohya MERGE=true PUSH=OWNER/NAME
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl.cli.export run=$(RUN) $(if $(FORMAT),format=$(FORMAT)) $(if $(MERGE),merge=$(MERGE)) $(if $(PUSH),push=$(PUSH)) $(ARGS)
+	@$(PY) -m digenrl export run=$(RUN) $(if $(FORMAT),format=$(FORMAT)) $(if $(MERGE),merge=$(MERGE)) $(if $(PUSH),push=$(PUSH)) $(ARGS)
 
 score: $(STAMP)  ## Score pictures or videos. REWARD=ocr IMAGES=directory PROMPTS=file
 	$(call need,REWARD,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)
 	$(call need,IMAGES,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)
 	$(call need,PROMPTS,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)
-	@$(PY) -m digenrl.cli.score reward=$(REWARD) images=$(IMAGES) prompts=$(PROMPTS) $(ARGS)
+	@$(PY) -m digenrl score reward=$(REWARD) images=$(IMAGES) prompts=$(PROMPTS) $(ARGS)
 
 serve-reward: $(STAMP)  ## Serve a reward over HTTP. REWARD=ocr
 	$(call need,REWARD,REWARD=ocr)
-	@$(PY) -m digenrl.cli.serve_reward reward=$(REWARD) $(ARGS)
+	@$(PY) -m digenrl serve-reward reward=$(REWARD) $(ARGS)
 
 tiny: $(STAMP)  ## Build the tiny model of every family (made on first use otherwise)
 	@$(PY) -m digenrl.cli.tiny $(ARGS)
 
 pretrain: $(STAMP)  ## Train the digits base model and its judges again, into the committed files
-	@OMP_NUM_THREADS=1 $(PY) -m digenrl.cli.pretrain $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m digenrl pretrain $(ARGS)
 
 pretrain-scenes: $(STAMP)  ## Train the scenes base model and its judge again, into the committed files
-	@OMP_NUM_THREADS=1 $(PY) -m digenrl.cli.pretrain_scenes $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m digenrl pretrain-scenes $(ARGS)
 
 bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios. BENCH=name: one; ARGS=quick=true: short, no tables
 	@failed=; for name in $(or $(BENCH),$(BENCHES)); do \

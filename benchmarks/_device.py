@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from digenrl.simulate.memory import GIB
+from digenrl.extensions.planner.memory import GIB
 
 
 def find() -> torch.device:

@@ -21,11 +21,19 @@ from benchmarks import _device
 from benchmarks._random_builds import FAMILY, TINY, random_weights
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.cli.profile import training_batch
 from digenrl.config import Composed
 from digenrl.data import PromptData
 from digenrl.diffusion import denoise
 from digenrl.diffusion.steps import StepPlan
+from digenrl.extensions.planner.cli.profile import training_batch
+from digenrl.extensions.planner.memory import (
+    FRAGMENTATION,
+    GIB,
+    repeated_bytes,
+    rollout_memory,
+    saved_bytes,
+    trainer_memory,
+)
 from digenrl.models import tiny_builds
 from digenrl.models.graphs import Graphs
 from digenrl.models.pipeline import DiffusersPolicy
@@ -34,7 +42,6 @@ from digenrl.preflight import workload
 from digenrl.recompute import parse_recompute
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import Task
-from digenrl.simulate.memory import FRAGMENTATION, GIB, repeated_bytes, rollout_memory, saved_bytes, trainer_memory
 from digenrl.transport.weights import adopt, publish
 from digenrl.types import CellBlock, Prompt, TrainBatch, move
 

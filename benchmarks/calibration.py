@@ -2,10 +2,10 @@
 
     python -m benchmarks.calibration [rows=FILE]
 
-`rows` is a CSV of the layout of src/digenrl/simulate/published.csv, which is the default: family, parameters in
-billions, pixels, frames, steps, passes of guidance, batch, GPU, engine, measured seconds, their unit and source.
-s/sample = denoising, conditioning and decode; s/step = one denoising step; s/forward = one pass. Prints a line per row
-and `within 25%: N of M`. A row of an unknown model or GPU is named, and not counted.
+`rows` is a CSV of the layout of src/digenrl/extensions/planner/published.csv, which is the default: family,
+parameters in billions, pixels, frames, steps, passes of guidance, batch, GPU, engine, measured seconds, their unit and
+source. s/sample = denoising, conditioning and decode; s/step = one denoising step; s/forward = one pass. Prints a line
+per row and `within 25%: N of M`. A row of an unknown model or GPU is named, and not counted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from importlib import resources
 from pathlib import Path
 
 from benchmarks._shared import options
-from digenrl.simulate.costs import Costs
-from digenrl.simulate.gpus import ENGINES, known
-from digenrl.simulate.hardware import Hardware, Pool
-from digenrl.simulate.workload import Workload, facts
+from digenrl.extensions.planner.costs import Costs
+from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.gpus import ENGINES, known
+from digenrl.hardware import Hardware, Pool
 
 FAMILIES = {"flux": "flux1_dev", "flux1": "flux1_dev", "sd35": "sd35_medium", "sd3.5": "sd35_medium"}
 """Family of a row -> model of facts.json, where the name is another."""
@@ -63,7 +63,7 @@ def predicted(row: Mapping[str, str]) -> float:
 
 def main(words: list[str]) -> int:
     """Print the table; returns the exit code."""
-    given = options(words, {"rows": str(resources.files("digenrl.simulate").joinpath("published.csv"))}, {})
+    given = options(words, {"rows": str(resources.files("digenrl.extensions.planner").joinpath("published.csv"))}, {})
     with Path(given["rows"]).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     ratios = []

@@ -1,4 +1,4 @@
-"""Count what the planner's cost and memory model needs, and write it to src/digenrl/simulate/facts.json.
+"""Count what the planner's cost and memory model needs, and write it to src/digenrl/extensions/planner/facts.json.
 
 `python -m benchmarks.count_facts [model ...]` (default: all): parameters and LoRA parameters on the meta device at real
 size; bytes that a forward keeps for its backward pass, by what is trained and what blocks keep (`digenrl.recompute`),
@@ -37,9 +37,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.live_bytes import Bytes, count_bytes
+from digenrl.extensions.zoo.hunyuan_video15 import HunyuanVideo15Transformer3DModel
 from digenrl.models import checkpointing
 from digenrl.models.experts import PARTS, Experts
-from digenrl.models.hunyuan_video15 import HunyuanVideo15Transformer3DModel
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, MODES, parse_recompute
 
@@ -477,7 +477,7 @@ def decode_flops() -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    path = Path(__file__).parents[1] / "src/digenrl/simulate/facts.json"
+    path = Path(__file__).parents[1] / "src/digenrl/extensions/planner/facts.json"
     facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     facts["source"] = "python -m benchmarks.count_facts; encoders and rewards: parameters as published, see costs.py"
     facts["vae"] = decode_flops()

@@ -41,14 +41,14 @@ from typing import Any
 from benchmarks.schedule import MECHANISMS, bench_of, disaggregated, naive_colocated
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.emulate import durations
+from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.emulate import durations
+from digenrl.extensions.planner.outcome import Outcome, evaluate
+from digenrl.extensions.planner.plan_text import overrides
+from digenrl.extensions.planner.virtual_cluster import Cluster
+from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.preflight import trained_steps
 from digenrl.schedule import place
-from digenrl.simulate.candidate import Candidate, Costing
-from digenrl.simulate.outcome import Outcome, evaluate
-from digenrl.simulate.plan_text import overrides
-from digenrl.simulate.virtual_cluster import Cluster
-from digenrl.simulate.virtual_run import simulate
 
 MODELS = ("qwen_image_flowgrpo", "flux1_flowgrpo")
 TESTBEDS = ("testbed_c", "testbed_ac")

@@ -26,7 +26,7 @@ from digenrl.config.stored import read_stored
 from digenrl.data import load_prompts
 from digenrl.diffusion.divergence import trajectories
 from digenrl.diffusion.sde import Kernel
-from digenrl.models.mixture import MixtureFlow, MixturePolicy
+from digenrl.extensions.tasks.mixture import MixtureFlow, MixturePolicy
 
 BASE_SAMPLES = 5_000
 """Of each prompt, for the base's own distribution of rewards."""

@@ -244,7 +244,7 @@ def tables(results: Results, units: Sequence[Unit]) -> Report:
 
 
 def planner_rows(results: Results, units: Sequence[Unit]) -> str:
-    """YAML for the planner (`digenrl.simulate.measured`): the machine, and model -> stage -> measured rows."""
+    """YAML for the planner (`extensions.planner.measured`): the machine, and model -> stage -> measured rows."""
 
     def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
         return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}

@@ -22,8 +22,8 @@ from pathlib import Path
 from benchmarks import emulated
 from benchmarks._shared import RESULTS, Report, options
 from benchmarks.schedule import bench_of
-from digenrl.simulate.candidate import Costing
-from digenrl.simulate.planner import make_plan
+from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.planner import make_plan
 
 OUTPUT = Path("outputs/scaling")
 STEP_SECONDS = 8.0

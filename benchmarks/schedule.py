@@ -25,13 +25,13 @@ from omegaconf import OmegaConf
 
 from benchmarks._shared import RESULTS, Report, options
 from digenrl import config as configuration
+from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.outcome import Outcome, evaluate
+from digenrl.extensions.planner.plan_text import repeats
+from digenrl.extensions.planner.planner import fastest, fitted, make_plan, step_batches, task_sizes
+from digenrl.hardware import parse_hardware
 from digenrl.preflight import workload
 from digenrl.recompute import Recompute
-from digenrl.simulate.candidate import Candidate, Costing
-from digenrl.simulate.hardware import parse_hardware
-from digenrl.simulate.outcome import Outcome, evaluate
-from digenrl.simulate.plan_text import repeats
-from digenrl.simulate.planner import fastest, fitted, make_plan, step_batches, task_sizes
 
 MODELS = ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "flux1_flowgrpo", "qwen_image_flowgrpo")
 TESTBEDS = ("testbed_a", "testbed_b", "testbed_c", "testbed_ac", "unequal")

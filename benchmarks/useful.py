@@ -20,11 +20,11 @@ from benchmarks._shared import Report, options
 from digenrl import config as configuration
 from digenrl.config import Composed, config_directory
 from digenrl.data import load_prompts
+from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.planner import fastest, fitted
+from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.hardware import parse_hardware
 from digenrl.preflight import workload
-from digenrl.simulate.candidate import Costing
-from digenrl.simulate.hardware import parse_hardware
-from digenrl.simulate.planner import fastest, fitted
-from digenrl.simulate.workload import Workload, facts
 
 SELECTING = "hunyuanvideo_dancegrpo"
 """Trains the 4 best and the 4 worst of 24."""

@@ -1,4 +1,4 @@
-"""The rewards of the tilted mixture (`digenrl.models.mixture`): a coordinate, and the likelihood under the base."""
+"""The rewards of the tilted mixture (`extensions.tasks.mixture`): a coordinate, and the likelihood under the base."""
 
 from __future__ import annotations
 

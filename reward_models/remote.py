@@ -1,4 +1,4 @@
-"""A scorer that runs elsewhere: the client of `python -m digenrl.cli.serve_reward`."""
+"""A scorer that runs elsewhere: the client of `digenrl serve-reward`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from digenrl.rewards.client import ClientOptions, RewardClient
+from digenrl.extensions.rewards.client import ClientOptions, RewardClient
 from digenrl.rewards.frames import DtypeName
 from digenrl.rewards.protocol import Identity
 from digenrl.types import Prompt
 
 
 class RemoteScorer:
-    """Scores of a reward service. See `digenrl.rewards.client` for what is retried and what ends the run.
+    """Scores of a reward service. See `digenrl.extensions.rewards.client` for what is retried and what ends the run.
 
     Args:
         urls: equal services; requests are spread over them.

@@ -57,7 +57,7 @@ def page() -> str:
 
 
 def _models() -> Iterator[str]:
-    facts = json.loads((ROOT / "src" / "digenrl" / "simulate" / "facts.json").read_text())["models"]
+    facts = json.loads((ROOT / "src" / "digenrl" / "extensions" / "planner" / "facts.json").read_text())["models"]
     for option, head, node in _options("model"):
         known, path = facts.get(option), node.get("path")
         shape = f"{known['blocks']} x {known['hidden']}" if known else "-"

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-import digenrl.models.digits  # noqa: F401  (diffusers loads once, here, and not in every process)
+import digenrl.extensions.tasks.digits  # noqa: F401  (diffusers loads once, here, and not in every process)
 from digenrl import run  # noqa: F401
 from tests.namespaces import Cable, NotHere, cable, inside
 from tests.storm import published

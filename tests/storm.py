@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-import digenrl.models.digits  # noqa: F401  (diffusers loads once, here, and not in every run)
+import digenrl.extensions.tasks.digits  # noqa: F401  (diffusers loads once, here, and not in every run)
 from digenrl import run  # noqa: F401
 from digenrl.cluster.signals import LEAVES, STOPS
 from digenrl.strategy.checkpoint_io import newest_valid

@@ -12,7 +12,7 @@ import pytest
 import digenrl
 from digenrl.cli.evaluate import NoCheckpoint
 from digenrl.data import load_prompts
-from tests.cli.test_export import make_run
+from tests.extensions.export.test_export import make_run
 from tests.report.synthetic import write_run
 
 DIGITS = ["number seven", "number two"]

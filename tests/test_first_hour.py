@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from digenrl import config, prompts
-from digenrl.cli.main import COMMANDS, main
-from digenrl.cli.score import reward_config
+from digenrl.cli.commands import commands
+from digenrl.cli.main import main
+from digenrl.cli.reward import reward_config
 from digenrl.config.reference import page
+from digenrl.extensions.planner.plan_text import table
 from digenrl.record.spans import WAIT_CAUSES
-from digenrl.simulate.plan_text import table
-from tests.cli.test_export import make_run
 from tests.conftest import ROOT
+from tests.extensions.export.test_export import make_run
 
 DOCS = ROOT / "docs"
 QUICKSTART = (DOCS / "quickstart.md").read_text(encoding="utf-8")
@@ -64,7 +65,7 @@ def test_the_glossary_knows_the_waits() -> None:
 @pytest.mark.parametrize("document", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
 def test_every_digenrl_command_exists(document: Path) -> None:
     words = re.findall(r"(?:`|^|\| )digenrl ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(words) <= {*COMMANDS, "--help"}
+    assert set(words) <= {*commands(), "--help"}
 
 
 @pytest.mark.heavy
@@ -85,7 +86,7 @@ def test_the_commands_of_the_quickstart_fit(tmp_path: Path, monkeypatch: pytest.
         elif command == "resume":
             assert config.load([f"resume={words[0]}", *words[1:]]).resumed
         else:
-            assert command in COMMANDS or command == "--help"
+            assert command in commands() or command == "--help"
 
 
 @pytest.mark.heavy

@@ -21,11 +21,11 @@ from benchmarks._random_builds import FAMILY, REAL, random_weights
 from benchmarks.count_facts import MODELS
 from digenrl import config as configuration
 from digenrl.diffusion import denoise
+from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.measured import same_gpu, with_measured
+from digenrl.hardware import parse_hardware
 from digenrl.models.policy import NEGATIVE
 from digenrl.preflight import costing_of
-from digenrl.simulate.candidate import Costing
-from digenrl.simulate.hardware import parse_hardware
-from digenrl.simulate.measured import same_gpu, with_measured
 from tests.models.real_policies import plainly
 
 pytestmark = pytest.mark.heavy

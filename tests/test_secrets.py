@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.rewards.service import RewardService
+from digenrl.extensions.rewards.service import RewardService
 from reward_models.digit_judge import DigitJudge
 from tests.conftest import ROOT
-from tests.rewards.services import running
+from tests.extensions.rewards.services import running
 from tests.strategy.processes import TINY
 
 pytestmark = pytest.mark.processes
@@ -49,7 +49,9 @@ def test_a_run_with_a_served_reward_writes_no_secret(tmp_path: Path) -> None:
     assert "told on purpose: <redacted>" in (run_dir / "summary.json").read_text()
     assert "said on purpose: <redacted>" in (run_dir / "logs/rank-000.log").read_text()
     assert math.isfinite(_reward(run_dir)), "the service scored the first step"
-    exported = command("digenrl.cli.export", f"run={run_dir}", "allow_targets=[tests]", where=tmp_path)
+    exported = command(
+        "digenrl.extensions.export.cli.export", f"run={run_dir}", "allow_targets=[tests]", where=tmp_path
+    )
     assert exported.returncode == 0, exported.stderr
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     names = {path.name for path in written}

@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from digenrl.cluster.signals import LEAVES
+from digenrl.cluster.vitals import BEAT_EVERY_S
 from digenrl.config import EXIT_CODE
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.storm import STOPS, storm
@@ -75,6 +77,29 @@ def test_a_stop_finishes_the_step_saves_and_reports(running: Any, number: signal
     os.killpg(train.pid, number)
     assert assert_stopped(train, number) >= 2
     assert all(state_of(process.pid) == "gone" for process in ranks)
+
+
+def test_a_pause_of_a_rank_of_the_group_or_of_the_launcher_is_harmless(running: Any) -> None:
+    """Ctrl-Z and `fg`, or a debugger that attaches: no rank is given up, and signals are obeyed afterwards."""
+    train = running(*ENDLESS, fork=True)
+    train.wait_for_step(1)
+    ranks = train.ranks()
+    pauses = {
+        "trainer": partial(os.kill, ranks[0].pid),
+        "rollout": partial(os.kill, ranks[-1].pid),
+        "launcher": partial(os.kill, train.pid),
+        "group": partial(os.killpg, train.pid),
+        "group again": partial(os.killpg, train.pid),
+    }
+    for name, send in pauses.items():
+        send(signal.SIGSTOP)
+        time.sleep(BEAT_EVERY_S + 0.1)  # longer than the heartbeat's wait for a signal
+        send(signal.SIGCONT)
+        time.sleep(0.3)
+        assert train.ranks() == ranks, f"{name}: {train.stderr}"
+    os.kill(ranks[0].pid, signal.SIGTERM)
+    assert_stopped(train, signal.SIGTERM)
+    assert (train.summary["lost"], train.summary["restarted"]) == ([], [])
 
 
 def test_a_step_that_does_not_end_is_given_up_and_the_version_before_it_is_saved(running: Any) -> None:

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.cli.export import read_weights
 from digenrl.cluster.launcher import Launch, Outcome, launch
 from digenrl.cluster.world import Session, World
-from digenrl.models.diffusers_export import export_policy
+from digenrl.extensions.export.cli.export import read_weights
+from digenrl.extensions.export.diffusers_export import export_policy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.preflight import allocation

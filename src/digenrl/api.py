@@ -161,7 +161,7 @@ def score(reward: str, media: ArrayLike, prompts: Sequence[str | Prompt], *words
         ConfigError: no such reward, or weights that are not on this machine.
         ValueError: media or prompts that do not fit, or that a scorer could never score.
     """
-    from digenrl.cli.score import reward_config, reward_suite
+    from digenrl.cli.reward import reward_config, reward_suite
 
     config = reward_config([f"reward={reward}", *words], "serve_reward")
 
@@ -186,10 +186,10 @@ def plan(*words: str) -> dict[str, Any]:
 
     Raises:
         ConfigError: words that do not fit.
-        digenrl.simulate.planner.PlanError: nothing fits.
+        digenrl.extensions.planner.planner.PlanError: nothing fits.
         ValueError: the allocation cannot be placed on the hardware.
     """
-    from digenrl.cli.plan import planned
+    from digenrl.extensions.planner.cli.plan import planned
 
     return planned(configuration.load(words, "plan")).json()
 

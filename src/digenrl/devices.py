@@ -20,7 +20,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session
 from digenrl.config.relations import most_rollouts
-from digenrl.simulate.hardware import assign, parse_hardware
+from digenrl.hardware import assign, parse_hardware
 
 _LEAST = 0.97
 """Of a pool's memory that its GPU must have: drivers and firmware take a little, in different amounts."""

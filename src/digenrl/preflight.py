@@ -9,22 +9,22 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from digenrl import hardware
 from digenrl.cluster.network import Network
 from digenrl.config import Composed, config_directory, instantiate
 from digenrl.config.compose import merge_words
 from digenrl.config.relations import most_rollouts, relation_problems
+from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.floor import training_floor
+from digenrl.extensions.planner.measured import with_measured
+from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
+from digenrl.extensions.planner.outcome import Outcome, evaluate
+from digenrl.extensions.planner.plan_text import explanation, overrides
+from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
+from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.hardware import assign, parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward, usual_groups
-from digenrl.simulate import hardware
-from digenrl.simulate.candidate import Candidate, Costing
-from digenrl.simulate.floor import training_floor
-from digenrl.simulate.hardware import assign, parse_hardware
-from digenrl.simulate.measured import with_measured
-from digenrl.simulate.memory import GIB, USABLE, Memory, rollout_memory
-from digenrl.simulate.outcome import Outcome, evaluate
-from digenrl.simulate.plan_text import explanation, overrides
-from digenrl.simulate.planner import Plan, PlanError, fastest, make_plan, sync_run
-from digenrl.simulate.workload import Workload, facts
 
 NEARLY = 1.05
 """Seconds of a sample that `sampling.task_size=auto` takes for as good as the best."""
@@ -187,7 +187,6 @@ CHOICES = {
     "model.offload_encoders": "encoders",
     "schedule.gap": "gap",
     "schedule.claims": "static_claims",
-    "schedule.order": "order",
     "schedule.tsp.batch": "tsp_batch",
     "schedule.tsp.shard": "tsp_shard",
     "schedule.tag": "tag",
@@ -371,8 +370,6 @@ def without_effect(config: Any) -> Iterator[str]:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:
         yield idle(f"gap = {schedule.gap}", f"an update has {groups} groups: it is the same as {groups}")
-    if schedule.order == "arrival" and not 0 < schedule.gap < groups:
-        yield idle("order = arrival", f"with schedule.gap={schedule.gap} an update is one fragment")
     if schedule.shares != "equal" and trainers == 1:
         yield idle(f"shares = {schedule.shares}", "only one rank trains")
     elif schedule.shares == "measured" and config.parallel.sharding != "ddp":

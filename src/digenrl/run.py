@@ -30,24 +30,24 @@ from digenrl.callbacks.guarded import Guarded
 from digenrl.cluster.network import Network
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData, prompt_of
-from digenrl.emulate import REWARD
-from digenrl.models.emulated import Durations, EmulatedPolicy
+from digenrl.extensions.planner.emulate import REWARD
+from digenrl.extensions.planner.emulated import Durations, EmulatedPolicy
+from digenrl.extensions.records.replay import step_bytes
+from digenrl.extensions.records.trajectories import Recorded, TrajectoryFiles
+from digenrl.hardware import assign, lines_of, parse_hardware
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.models.tiny_builds import cache_root
 from digenrl.preflight import shard_group, sharding, trainer_speeds, trainers_must_evaluate
 from digenrl.record.run_dir import PROMPT_STORE, TRAJECTORIES, append_event, free_space, limit_events
-from digenrl.record.trajectories import Recorded, TrajectoryFiles
 from digenrl.rewards.needs import unscorable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule import ScheduleSpec, group_tasks, micro_batches_per_update
 from digenrl.schedule.shares import relative
-from digenrl.simulate.hardware import assign, lines_of, parse_hardware
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
-from digenrl.strategy.replay import step_bytes
 from digenrl.types import Prompt, StepGivenUp
 
 

@@ -22,7 +22,7 @@ from digenrl.callbacks.evaluation import Evaluation, measure, save_pictures
 from digenrl.callbacks.guarded import Guarded
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
-from digenrl.models.digits import DigitsPolicy
+from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.prompts import PromptFileError
 from digenrl.report.pictures import read_samples
 from digenrl.rewards.suite import RewardSuite

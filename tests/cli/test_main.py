@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from digenrl.cli import main as command
+from digenrl.cli.commands import commands
 
 
 def exit_code(words: list[str]) -> object:
@@ -27,10 +28,10 @@ def test_it_is_installed_under_that_name(repository: Path) -> None:
     assert getattr(import_module(module), function) is command.main
 
 
-@pytest.mark.parametrize("name", command.COMMANDS)
+@pytest.mark.parametrize("name", commands())
 def test_every_command_is_there_and_has_a_page_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code([name, "--help"]) == 0
-    assert f"digenrl.cli.{command.COMMANDS[name][0]}" in capsys.readouterr().out or name == "new"
+    assert f"digenrl {name}" in capsys.readouterr().out or name in ("resume", "replay")  # pages of `train`
 
 
 @pytest.mark.parametrize(

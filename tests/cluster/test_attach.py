@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from digenrl.cluster.attach import Place, check_allocation, find_place, first_host
-from digenrl.simulate.hardware import numbering, parse_hardware
+from digenrl.hardware import numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.conftest import ROOT
 from tests.namespaces import bytes_sent, two_machines

@@ -10,10 +10,10 @@ from digenrl.diffusion import keys
 from digenrl.diffusion.divergence import KERNEL, trajectories
 from digenrl.diffusion.sde import Kernel, LinearSDE
 from digenrl.diffusion.sigmas import step_sigmas
-from digenrl.models.digits import DigitsPolicy
+from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.types import Prompt
 from tests.callbacks.test_evaluation import engine_of
-from tests.models.test_digits import perturbed
+from tests.extensions.tasks.test_digits import perturbed
 
 SHIFT = 0.3
 LORA = {"rank": 2, "alpha": 4, "targets": ["to_q", "to_v"]}

@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 
-from digenrl.simulate.hardware import parse_hardware
-from digenrl.simulate.memory import GIB
+from digenrl.extensions.planner.memory import GIB
+from digenrl.hardware import parse_hardware
 from tests.conftest import ROOT
 
 SMALL = (

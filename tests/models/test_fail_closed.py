@@ -9,7 +9,8 @@ import shutil
 import pytest
 import torch
 
-from digenrl.models import hunyuan_video, qwen_image, tiny_builds
+from digenrl.extensions.zoo import hunyuan_video, qwen_image
+from digenrl.models import tiny_builds
 from digenrl.models.latents import pack, unpack
 from digenrl.models.pretrained import CheckpointError
 from digenrl.types import Prompt

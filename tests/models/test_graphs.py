@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from digenrl.models.digits import DigitsPolicy
+from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.models.graphs import MOST, Graphs
 from digenrl.models.policy import Policy
 from tests.models.tiny_policies import FAMILIES, make, prompt, randomise_lora

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.sigmas import step_sigmas
-from digenrl.models.digits import DigitsPolicy
+from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import NEGATIVE, Policy
 from digenrl.types import Prompt

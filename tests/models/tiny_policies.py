@@ -15,19 +15,19 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 
 from digenrl.data import load_prompts
+from digenrl.extensions.export.diffusers_export import PIPELINES, lora_file
+from digenrl.extensions.zoo.aura_flow import AuraFlowPolicy
+from digenrl.extensions.zoo.flux2 import Flux2KleinPolicy
+from digenrl.extensions.zoo.hunyuan_video import HunyuanVideoPolicy
+from digenrl.extensions.zoo.hunyuan_video15 import HunyuanVideo15Policy
+from digenrl.extensions.zoo.ltx2 import LTX2Policy
+from digenrl.extensions.zoo.qwen_image import QwenImageEditPolicy, QwenImagePolicy
+from digenrl.extensions.zoo.z_image import ZImagePolicy
 from digenrl.models import latents, tiny_builds
-from digenrl.models.aura_flow import AuraFlowPolicy
-from digenrl.models.diffusers_export import PIPELINES, lora_file
 from digenrl.models.flux import FluxKontextPolicy, FluxPolicy
-from digenrl.models.flux2 import Flux2KleinPolicy
-from digenrl.models.hunyuan_video import HunyuanVideoPolicy
-from digenrl.models.hunyuan_video15 import HunyuanVideo15Policy
-from digenrl.models.ltx2 import LTX2Policy
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.qwen_image import QwenImageEditPolicy, QwenImagePolicy
 from digenrl.models.sd3 import SD3Policy
 from digenrl.models.wan import WanExpertsPolicy, WanImageToVideoPolicy, WanPolicy
-from digenrl.models.z_image import ZImagePolicy
 from digenrl.types import Prompt
 
 FAMILIES: dict[str, type[DiffusersPolicy]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from digenrl.cli.score import reward_config, reward_suite
+from digenrl.cli.reward import reward_config, reward_suite
 from digenrl.data import load_prompts
 from digenrl.types import Prompt
 

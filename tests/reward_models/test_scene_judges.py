@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.models import scenes as family
+from digenrl.extensions.tasks import scenes as family
 from digenrl.prompts import DIRECTORY
 from digenrl.types import Prompt
 from reward_models.drawn_scenes import (

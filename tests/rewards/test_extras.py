@@ -9,8 +9,11 @@ import pytest
 
 WITHOUT = {
     "rapidfuzz": ("import reward_models.ocr", "ocr"),
-    "starlette": ("import digenrl.rewards.service", "serve"),
-    "imageio": ("from digenrl.rewards.media_files import read_media as f, Path; f(Path('a.mp4'), 1, 1)", "video"),
+    "starlette": ("import digenrl.extensions.rewards.service", "serve"),
+    "imageio": (
+        "from digenrl.extensions.bench.media_files import read_media as f, Path; f(Path('a.mp4'), 1, 1)",
+        "video",
+    ),
     "imageio.v3": (
         "from digenrl.models.sample_files import write_mp4 as f; f('a.mp4', None)",
         "video",

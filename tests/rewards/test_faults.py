@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
-from digenrl.rewards.client import ClientOptions, RewardClient
+from digenrl.extensions.rewards.client import ClientOptions, RewardClient
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.types import Prompt
-from tests.rewards.services import edited, good, scripted, status
+from tests.extensions.rewards.services import edited, good, scripted, status
 
 pytestmark = pytest.mark.processes
 

@@ -68,7 +68,7 @@ def test_statistics_of_the_evaluation_need_weights_too(tmp_path: Path, hub: Path
 def test_the_command_refuses_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a\n")
     code = (
-        "import sys; from digenrl.cli.score import main; "
+        "import sys; from digenrl.extensions.bench.cli.score import main; "
         f"code = main(['reward=pickscore', 'images={tmp_path}', 'prompts={tmp_path}/prompts.txt']); "
         "sys.exit(99 if 'torch' in sys.modules else code)"
     )

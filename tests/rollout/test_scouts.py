@@ -12,7 +12,7 @@ from digenrl.data import load_prompts
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import NoiseLevels
-from digenrl.models.digits import DigitsPolicy
+from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import Task

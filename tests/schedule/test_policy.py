@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, Rank
+from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.record.decision_log import DecisionLog
 from digenrl.schedule import ScheduleSpec, queue
 from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, SchedulePolicy, header, replay
 from digenrl.schedule.ranks import Roles, Work, declines, hands_over
 from digenrl.schedule.search import Decision, LendingMonitor
 from digenrl.schedule.timesteps import cells_of
-from digenrl.simulate.virtual_cluster import Cluster, Disturbance, Rank
-from digenrl.simulate.virtual_run import simulate
-from tests.simulate.test_virtual_run import clusters, specs
+from tests.extensions.planner.test_virtual_run import clusters, specs
 
 SPEEDS = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=8)
 SPEC = ScheduleSpec(prompts=2, group_size=8, task_size=2, denoise_steps=4, trained_steps=3, gap=1, tag=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms.base import PolicyModule
+from digenrl.extensions.links.broadcast import BroadcastLink
 from digenrl.models.policy import Policy
 from digenrl.rewards.protocol import RewardUnavailable
 from digenrl.rewards.suite import RewardSuite
@@ -29,7 +30,6 @@ from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule.claims import Claims
 from digenrl.strategy import checkpoint_storage, gradients
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
-from digenrl.transport.broadcast import BroadcastLink
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import SocketLink
 from digenrl.types import Prompt

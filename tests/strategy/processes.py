@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import digenrl.models.digits  # noqa: F401  (diffusers loads once, here, and not in every forked rank)
+import digenrl.extensions.tasks.digits  # noqa: F401  (diffusers loads once, here, and not in every forked rank)
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.control import Control

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
+from digenrl.extensions.planner.workload import HEADS
 from digenrl.models import tiny_builds
-from digenrl.simulate.workload import HEADS
 from tests.strategy.processes import FP64, SGD, Job, Record, completed, relative, run_series
 
 SMALL = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", "reward=video_quality", "max_rl_steps=1")
@@ -104,7 +104,7 @@ def test_four_ranks_keep_parts_of_the_activations(tmp_path: Path, monkeypatch: p
 
 
 CASES = {
-    "arrival": ("schedule.gap=1", "schedule.order=arrival", "schedule.tsp.shard=true"),
+    "fragments": ("schedule.gap=1", "schedule.tsp.shard=true"),
     "lending": ("schedule=gap_tsp_tag",),
     "products": ("model.gradient_checkpointing=products",),
 }

@@ -30,7 +30,7 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE, Kernel
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.diffusion.steps import RandomSubset
-from digenrl.models.digits import DigitsPolicy
+from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, Prompt
 from tests.algorithms.fit import grpo

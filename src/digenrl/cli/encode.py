@@ -1,6 +1,6 @@
 """Encode the prompts of a run into the prompt store, so that the run itself moves no text encoder.
 
-    python -m digenrl.cli.encode experiment=... hardware=... [data.prompt_store=DIR] [key=value ...]
+    digenrl encode experiment=... hardware=... [data.prompt_store=DIR] [key=value ...]
 
 What is in the store already stays. The last line on standard output is the store's directory.
 """

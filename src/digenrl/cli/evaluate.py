@@ -1,8 +1,8 @@
 """`make eval RUN=... [STEP=base|last] [DATA=FILE]`: score a run's model again, with own prompts, steps or rewards.
 
-    python -m digenrl.cli.evaluate run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
-    python -m digenrl.cli.evaluate run=RUN step=base data=prompts.txt sampling.eval.steps=20
-    python -m digenrl.cli.evaluate run=RUN reward=jpeg sampling.guidance_scale=3 sampling.height=768
+    digenrl eval run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
+    digenrl eval run=RUN step=base data=prompts.txt sampling.eval.steps=20
+    digenrl eval run=RUN reward=jpeg sampling.guidance_scale=3 sampling.height=768
 
 Samples the base model and, unless step=base, the last checkpoint, both from the same noise, under the run's own
 configuration; every further `key=value` changes that configuration (`digenrl.cli.train --help` lists its keys). Writes

@@ -1,7 +1,7 @@
 """`make join RUN=outputs/<experiment>/<run>`: one more rollout for a running run, from this or any other machine.
 
-    python -m digenrl.cli.join run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
-    python -m digenrl.cli.join run=COPY address=trainer-node:41234
+    digenrl join run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
+    digenrl join run=COPY address=trainer-node:41234
 
 `run` is the run's directory, or a copy of its config.yaml and access.json. Code, libraries and configuration must be
 the run's. SIGTERM, SIGUSR1 or Ctrl-C: the rollout gives its tasks away and leaves, exit code 0; a second one ends it.
@@ -58,7 +58,7 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
     from digenrl.cluster.limits import Limits
     from digenrl.cluster.network import Network
     from digenrl.cluster.store import StoreLost
-    from digenrl.emulate import durations
+    from digenrl.extensions.planner.emulate import durations
     from digenrl.preflight import begins_with, expected_seconds
     from digenrl.record.code_version import code_version
 

@@ -1,6 +1,6 @@
 """`digenrl prompts NAME`: use a prompt set that others have published.
 
-    python -m digenrl.cli.prompts name=pickscore [folder=DIR]
+    digenrl prompts name=pickscore [folder=DIR]
 
 Says where its files are published, checks that yours are those, and prints the settings that train on them as the last
 line of standard output. Nothing is downloaded; a folder per set, of its name.

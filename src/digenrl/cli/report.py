@@ -1,6 +1,6 @@
 """`make report RUN=outputs/<experiment>/<run>`: rebuild a run's summary, trace, pictures and report from its files.
 
-    python -m digenrl.cli.report run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
+    digenrl report run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
 
 Works on a finished, crashed or running run. The last line of standard output is the report's path.
 """

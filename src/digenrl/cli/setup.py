@@ -1,6 +1,6 @@
 """`make setup` ends with this self-check: versions, devices, memory, disk, each ok, warning or fix.
 
-    python -m digenrl.cli.setup
+    digenrl check
 
 A `warning` line says what will be slower or unavailable; a `fix` line says what to do before anything runs, and makes
 the exit code 1.

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl import devices, run
-from digenrl.cluster import on_ray
 from digenrl.cluster.attach import Place, attach, check_allocation, scheduler_limit
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Outcome, launch
@@ -28,7 +27,9 @@ from digenrl.config.relations import most_rollouts
 from digenrl.config.stored import identity
 from digenrl.data import PromptData
 from digenrl.display import Display, final_table
-from digenrl.emulate import durations
+from digenrl.extensions.launchers import on_ray
+from digenrl.extensions.planner.emulate import durations
+from digenrl.hardware import assign, numbering, parse_hardware
 from digenrl.preflight import begins_with, evaluators, expected_seconds, memory_lines
 from digenrl.record.attempt import ResumeAttempt
 from digenrl.record.code_version import code_version
@@ -36,7 +37,6 @@ from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_even
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.schedule import usual_groups
-from digenrl.simulate.hardware import assign, numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0

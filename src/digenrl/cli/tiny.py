@@ -1,6 +1,6 @@
 """`make tiny`: build the tiny model of every family (or of those named) and print where each one is.
 
-python -m digenrl.cli.tiny [FAMILY ...]
+digenrl tiny [FAMILY ...]
 """
 
 from __future__ import annotations

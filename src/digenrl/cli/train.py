@@ -1,6 +1,6 @@
 """Train: compose and check the configuration, start the ranks, watch them, report.
 
-    python -m digenrl.cli.train experiment=digits_flowgrpo [hardware=...] [key=value ...]
+    digenrl train experiment=digits_flowgrpo [hardware=...] [key=value ...]
 
     -m                sweep: key=a,b runs every combination, each in a fresh process
     --config-dir DIR  further options of groups, in DIR/experiment/, DIR/reward/ and so on

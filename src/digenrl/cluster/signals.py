@@ -27,6 +27,8 @@ STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *LEAVES)
 _NEVER = 1 << 30
 _ONE_REQUEST_S = 1.0
 """Signals this close are one request: `timeout` sends two, and a terminal that closes may."""
+_LOOK_EVERY_S = 0.1
+"""Seconds between two looks for a pending signal."""
 
 
 def obeyed() -> tuple[signal.Signals, ...]:
@@ -44,6 +46,22 @@ def held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def wait_for_request(seconds: float) -> int | None:
+    """Wait up to `seconds` for a signal that this process obeys and holds back; return its number, or None.
+
+    The signal is consumed. All threads must hold it back (`held_back`), and one thread at most may wait.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        # signal.sigtimedwait() is no way to wait: CPython returns uninitialised memory as the signal when a pause of
+        # the process (Ctrl-Z, SIGSTOP, a debugger) lasts beyond the timeout. sigwait() of what is pending cannot fail.
+        if pending := signal.sigpending() & set(obeyed()):
+            return signal.sigwait(pending)
+        if (left := deadline - time.monotonic()) <= 0.0:
+            return None
+        time.sleep(min(_LOOK_EVERY_S, left))
 
 
 class StopSignals:

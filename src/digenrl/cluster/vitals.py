@@ -30,7 +30,7 @@ from pathlib import Path
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.signals import LEAVES, STOPS, held_back, obeyed
+from digenrl.cluster.signals import LEAVES, STOPS, held_back, wait_for_request
 from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.world import Session, World
 from digenrl.record.progress import OUTSIDE, Stretch
@@ -117,9 +117,9 @@ def start_heartbeat(session: Session, world: World) -> None:
                     session.leave.set()
                 if not session.watched:  # no launcher: the process has its own handlers
                     time.sleep(BEAT_EVERY_S)
-                elif (caught := signal.sigtimedwait(obeyed(), pause)) is not None:
-                    asks = caught.si_signo in leaves
-                    control.set(f"ask/{world.group_of(rank)[0]}" if asks else "signal", str(caught.si_signo))
+                elif (number := wait_for_request(pause)) is not None:
+                    asks = number in leaves
+                    control.set(f"ask/{world.group_of(rank)[0]}" if asks else "signal", str(int(number)))
                     pause = _ANSWER_S if asks else BEAT_EVERY_S
         except StoreLost:  # whoever waits for it says so
             return

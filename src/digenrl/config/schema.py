@@ -319,9 +319,6 @@ class Schedule(Closed):
     claims: Literal["shared", "split"] = Field(
         description="shared: faster ranks take more tasks; split: equal parts, fixed beforehand"
     )
-    order: Literal["canonical", "arrival"] = Field(
-        description="fragments are trained in the order of their groups, or as they are complete"
-    )
     tsp: Tsp
     tag: bool = Field(description="waiting trainers may generate, where that is predicted to shorten the step")
     handoff: bool = Field(description="a task may be suspended at a denoising step and finished on another rank")
@@ -461,7 +458,7 @@ class Model(Open):
 
 class Efficiency(Closed):
     """hardware.efficiency.* for all pools, hardware.pools.NAME.efficiency.* for one; the defaults are those of the kind
-    of GPU (digenrl.simulate.gpus)."""
+    of GPU (digenrl.gpus)."""
 
     generate: Positive = Field(ABSENT, description="share of the peak that a forward's products reach")
     attention: Positive = Field(ABSENT, description="share of the peak that PyTorch's attention reaches")
@@ -643,7 +640,6 @@ RESUMABLE: tuple[str, ...] = (
     "record",
     "schedule.gap",
     "schedule.claims",
-    "schedule.order",
     "schedule.tsp",
     "schedule.tag",
     "schedule.handoff",

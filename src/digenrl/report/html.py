@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from digenrl.report.learning_alarms import alarms
 from digenrl.report.plots import PICTURES
@@ -25,6 +25,7 @@ def render(
     pictures: Mapping[str, bytes],
     shown: Showing | None,
     template: str = "report.html.j2",
+    package: str = "digenrl.report",
     **more: Any,
 ) -> str:
     """The whole page. Every text from the run is escaped: a prompt or a cause cannot become markup.
@@ -32,10 +33,11 @@ def render(
     Args:
         pictures: name, as in `PICTURES`, -> PNG.
         shown: the gallery.
-        template: a page that extends this one's; `more` is for it.
+        template: name of the page's template; another one extends "report.html.j2" and takes `more`.
+        package: Python package in which `template` lies.
     """
     pages = Environment(
-        loader=PackageLoader("digenrl.report", ""),
+        loader=ChoiceLoader([PackageLoader("digenrl.report", ""), PackageLoader(package, "")]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

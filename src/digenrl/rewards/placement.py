@@ -45,7 +45,7 @@ def place_scorer(
                 f"Reward `{name}` is placed in a process but its scorer is an object: "
                 "pass its YAML node (`_recursive_: false`)."
             )
-        from digenrl.rewards.process import ProcessScorer
+        from digenrl.extensions.rewards.process import ProcessScorer
 
         return partial(ProcessScorer, plain(scorer), start_s, call_s)
     return partial(build_scorer, scorer) if described else lambda: scorer

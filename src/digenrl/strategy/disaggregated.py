@@ -32,10 +32,12 @@ from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment, Session, World
 from digenrl.data import PromptSampler
+from digenrl.extensions.links.broadcast import EVERYONE, Audience, BroadcastLink
+from digenrl.extensions.records.replay import Recording, Replay
+from digenrl.extensions.records.trajectories import Recorded, TrajectoryFiles
 from digenrl.record.decision_log import DecisionLog
 from digenrl.record.run_dir import DECISIONS, append_event, tell_unwritten
 from digenrl.record.span_log import SpanLog
-from digenrl.record.trajectories import Recorded, TrajectoryFiles
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule import ScheduleSpec, Task, micro_batches_per_update, next_fragment, place, queue, resumed_queue
@@ -52,11 +54,9 @@ from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.measured_shares import Shares
-from digenrl.strategy.replay import Recording, Replay
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stream import FragmentStream, Inbox, Source
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
-from digenrl.transport.broadcast import EVERYONE, Audience, BroadcastLink
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
 from digenrl.transport.weights import Version, attest, publish, take_part

@@ -1,0 +1,520 @@
+"""`make benchmark RUN=... SUITE=geneval|dpg|parti|vbench|scenes`: a standard benchmark of a checkpoint and its base.
+
+    digenrl benchmark run=RUN suite=scenes
+    digenrl benchmark run=RUN suite=geneval detector=DIR colours=DIR [step=base|last|N] [file=PATH]
+    digenrl benchmark suite=dpg step=base experiment=sd35_flowgrpo model.path=DIR [reward=vlm_judge]
+
+Prompts are your copy of the suite's published file. Images of the base model and, unless step=base, of a checkpoint,
+from the same noise, are written as the suite's own tool reads them; those that are there are not made again. GenEval's
+rules score them with a detector of yours, embedded scenes with their own; reward=NAME scores any suite with a reward.
+ranks=N processes share the prompts, a GPU each; the numbers are those of one. What was killed goes on where it was.
+Further key=value change the run's configuration. The last line of standard output is the path of benchmark.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
+
+from omegaconf import OmegaConf
+from pydantic import Field
+
+from digenrl import config as configuration
+from digenrl.cli.evaluate import NoCheckpoint, mirrored, restore
+from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
+from digenrl.config.stored import read_stored
+from digenrl.extensions.bench.files import Item, Suite, SuiteError, read_suite
+from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
+from digenrl.record.run_dir import replaced, write_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+RESULT = "benchmark.json"
+SETTINGS = "settings.json"
+IMAGES = "images.jsonl"
+SCORES = "scores"
+"""Beside the images' folders: a file for each prompt that is scored, until all are."""
+MOST_FRAMES, MOST_PIXELS = 1 << 12, 1 << 30
+"""Of a file that this command has written itself."""
+
+Scorer = Callable[[Item, "list[Tensor]"], list[tuple[float, str]]]
+"""(score, what is wrong) of each image of a prompt; NaN = missing."""
+
+
+class Request(Arguments):
+    """What the command line asks for."""
+
+    suite: Literal["geneval", "dpg", "parti", "vbench", "scenes"] = Field(
+        description="scenes: the embedded drawn scenes"
+    )
+    run: RunDirectory | None = Field(None, description="null: the words name an experiment; then step=base")
+    step: str = Field("last", pattern=r"^(base|last|\d+)$", description="base, last, or a checkpoint's RL step")
+    file: str | None = Field(None, description="the suite's published file; null: suites/SUITE/ and its name there")
+    out: Folder | None = Field(None, description="where images go; null: RUN/benchmark or outputs/benchmark/EXPERIMENT")
+    samples: int | None = Field(None, ge=1, description="images of each prompt; null: as the suite asks")
+    prompts: int | None = Field(None, ge=1, description="only the first so many; null: all")
+    seed: int = Field(1234, ge=0, description="of the noise, the same for base and checkpoint")
+    detector: Folder | None = Field(None, description="geneval: a transformers object detector; null: images alone")
+    colours: Folder | None = Field(None, description="geneval: the CLIP model that tells colours")
+    threshold: float = Field(0.3, ge=0, le=1, description="geneval: only detections above count")
+    counting_threshold: float = Field(0.9, ge=0, le=1, description="geneval: the same for prompts that count")
+    max_overlap: float = Field(1.0, ge=0, le=1, description="geneval: of boxes that overlap more the surest stays")
+    reward: str | None = Field(None, description="option of the group `reward` that scores the images; null: the rules")
+    ranks: int | None = Field(None, ge=1, description="processes that share the prompts; null: one for each GPU")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be made and scored, as every rank is told."""
+
+    request: Request
+    words: tuple[str, ...]
+    config: Any
+    suite: Suite
+    items: tuple[Item, ...]
+    samples: int
+    """Of each prompt."""
+    folders: dict[str, Path]
+    """Name of the model, the base first -> where its images are."""
+    checkpoint: Path | None
+    """Of the other model."""
+    ranks: int
+
+    @property
+    def scored_by(self) -> str | None:
+        """What scores the images; None: nothing here does."""
+        request = self.request
+        if request.reward:
+            return f"reward={request.reward}"
+        if self.suite.name == "scenes":
+            return "GenEval's rules over the detector of the drawn scenes"
+        if self.suite.name == "geneval" and request.detector:
+            keys = ("detector", "colours", "threshold", "counting_threshold", "max_overlap")
+            return f"GenEval's rules over {' '.join(f'{key}={getattr(request, key)}' for key in keys)}"
+        return None
+
+    def files(self, folder: Path, item: Item) -> list[Path]:
+        """The files of a prompt, in order."""
+        number = self.samples if "{sample" in self.suite.kind.layout else 1
+        names = (self.suite.kind.layout.format(key=item.key, prompt=item.prompt, sample=i) for i in range(number))
+        return [folder / name for name in names]
+
+    def note(self, folder: Path, item: Item) -> Path:
+        """Where the scores of a prompt are kept until all have some."""
+        return folder.parent / SCORES / folder.name / f"{item.key}.json"
+
+    def scores(self, folder: Path, item: Item) -> list[tuple[float, str]] | None:
+        """Score and reason of each image of a prompt; None: not scored, or by something else."""
+        try:
+            note = json.loads(self.note(folder, item).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        if note["by"] != self.scored_by:
+            return None
+        return [(math.nan if value is None else value, reason) for value, reason in note["scores"]]
+
+
+def benchmark(request: Request, words: Sequence[str] = ()) -> Path:
+    """Make what images are missing, score all, write and return OUT/SUITE/benchmark.json.
+
+    Args:
+        words: changes of the run's configuration, or without a run a configuration.
+
+    Raises:
+        ConfigError: no such run, or words that do not fit.
+        NoCheckpoint: the run has no such checkpoint.
+        SuiteError: a missing or malformed file, images of other settings, a detector that does not fit.
+    """
+    if request.run is None and request.step != "base":
+        raise SuiteError(
+            f"step={request.step}: there is no run whose checkpoint it could be; name run=RUN or step=base."
+        )
+    suite = read_suite(request.suite, None if request.file is None else Path(request.file).expanduser())
+    known = {True: ", as published", False: ", not the published file", None: ""}[suite.published]
+    print(f"{suite.name}: {len(suite.items)} prompts, sha256 {suite.digest}{known}", file=sys.stderr)
+    changes = [*words] if request.run is None else mirrored(read_stored(request.run, "run")[0], words)
+    composed = configuration.load(changes, stored=request.run)
+    config, items = composed.config, suite.items[: request.prompts]
+    samples = request.samples or suite.kind.samples
+    above = Path("outputs/benchmark", config.experiment_name) if request.run is None else request.run / "benchmark"
+    out = (request.out or above) / suite.name
+    checkpoint = None if request.step == "base" else _checkpoint(composed.run_dir, request.step)
+    folders = {name: out / name for name in ("base", *([] if checkpoint is None else [_name(checkpoint)]))}
+    ranks = _ranks(request.ranks, len(items))
+    work = Work(request, tuple(words), config, suite, items, samples, folders, checkpoint, ranks)
+    for name, folder in folders.items():
+        settings: dict[str, Any] = {"digest": suite.digest, "samples": samples, "seed": request.seed}
+        for group in ("model", "sampling"):
+            settings |= {f"{group}.{key}": value for key, value in _plain(config[group]).items()}
+        settings["weights"] = "base" if checkpoint is None or name == "base" else _identity(checkpoint)
+        _same_settings(folder, settings)
+    with _other_ranks(work) as others:
+        share(work, 0, others)
+        others(None)
+    result: dict[str, Any] = {
+        "suite": suite.name,
+        "digest": suite.digest,
+        "published": suite.published,
+        "run": request.run and composed.run_dir,
+        "prompts": len(items),
+        "samples_per_prompt": samples,
+        "seed": request.seed,
+        "scored_by": work.scored_by,
+        "official": {name: suite.kind.then.format(folder=folder) for name, folder in folders.items()},
+    }
+    if work.scored_by is not None:
+        result |= _numbers_of(work)
+        shutil.rmtree(out / SCORES)
+    for line in _table(result) if work.scored_by else [f"official scores: {v}" for v in result["official"].values()]:
+        print(line, file=sys.stderr)
+    write_json(out / RESULT, result)
+    return out / RESULT
+
+
+def share(work: Work, rank: int, between: Callable[[float], None]) -> None:
+    """Make the missing images of every `ranks`-th prompt, and score those that no rank has scored yet; `between` is
+    called before each prompt.
+
+    Raises as `benchmark` does.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the ranks of a run: the same bits
+    import torch
+
+    from digenrl import devices
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    devices.take(rank)
+    own = work.items[rank :: work.ranks]
+    with ExitStack() as stack:
+        score = _scorer(work, stack)
+        _make(work, own, rank, between)
+        if score is None:
+            return
+        for folder in work.folders.values():
+            for item in own:
+                if work.scores(folder, item) is None:
+                    between(0.0)
+                    found = score(item, _images(work.files(folder, item), work.samples))
+                    note = work.note(folder, item)
+                    note.parent.mkdir(parents=True, exist_ok=True)
+                    write_json(note, {"by": work.scored_by, "scores": found})
+
+
+def _ranks(asked: int | None, prompts: int) -> int:
+    """How many processes share the prompts.
+
+    Raises:
+        SuiteError: more than there are GPUs.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if asked is not None and 0 < gpus < asked:
+        raise SuiteError(f"ranks={asked}: this machine has {gpus} GPUs, and each process takes one; lower it.")
+    return min(asked or max(1, gpus), prompts)
+
+
+class RankLost(RuntimeError):
+    """Another process of the benchmark failed; images and scores so far are kept."""
+
+
+@contextmanager
+def _other_ranks(work: Work) -> Iterator[Callable[[float | None], None]]:
+    """Processes that do the shares of ranks 1 and up, until the body is left. What it gets raises what became of one
+    that failed, and waits so many seconds for news (None: until all are done)."""
+    context, processes = get_context("spawn"), list[Any]()
+    waiting: dict[Any, int] = {}
+    for rank in range(1, work.ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=_other_rank, args=(work, rank, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        waiting[ours] = rank
+
+    def news(timeout_s: float | None) -> None:
+        while waiting and (ready := connection.wait([*waiting], timeout_s)):
+            pipe: Any
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    kind, told = pipe.recv()
+                except EOFError:
+                    processes[rank - 1].join()
+                    code = processes[rank - 1].exitcode
+                    kind, told = RankLost, f"it died (exit code {code}); the same command goes on where it was"
+                if told:
+                    raise kind(f"rank {rank}: {told}")
+
+    try:
+        yield news
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _other_rank(work: Work, rank: int, pipe: connection.Connection) -> None:
+    """The whole of another process: its share; then what went wrong, or nothing, is sent."""
+
+    def between(_: float) -> None:
+        if not (parent := parent_process()) or not parent.is_alive():
+            raise SystemExit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all, and the first rank ends the others
+    try:
+        share(work, rank, between)
+        answer: tuple[type[Exception], str] = (RankLost, "")
+    except (ValueError, OSError) as error:
+        answer = (SuiteError, str(error))
+    except Exception as error:
+        answer = (RankLost, f"{type(error).__name__}: {error}")
+    with suppress(OSError):  # nobody listens any more
+        pipe.send(answer)
+
+
+def _plain(group: Any) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(group, resolve=True)
+    return dict(plain)
+
+
+def _scorer(work: Work, stack: ExitStack) -> Scorer | None:
+    """What scores the images; None: nothing here does."""
+    request, suite, words = work.request, work.suite, work.words
+    if request.reward is not None:
+        from digenrl.cli.reward import reward_config, reward_suite
+        from digenrl.rewards.suite import combine
+        from digenrl.types import Prompt
+
+        own = [word for word in words if word.startswith(("hydra.searchpath=", "allow_targets=", "hardware.build="))]
+        rewards = reward_suite(reward_config([f"reward={request.reward}", *own], "serve_reward"))
+        stack.callback(rewards.close)
+
+        def by_reward(item: Item, images: list[Tensor]) -> list[tuple[float, str]]:
+            import torch
+
+            scores = rewards.score(torch.stack(images), [Prompt(item.prompt)] * len(images))
+            return [(float(value), "") for value in combine(scores, rewards.weights)]
+
+        return by_reward
+    if suite.name == "scenes":
+        from digenrl.extensions.bench.detectors import SceneObjects
+
+        detector: Any = SceneObjects()
+    elif suite.name == "geneval" and request.detector is not None:
+        from digenrl.extensions.bench.detectors import TransformersDetector
+
+        least = min(request.threshold, request.counting_threshold)
+        detector = TransformersDetector(request.detector, request.colours, least, request.max_overlap)
+    else:
+        return None
+    from digenrl.extensions.bench.geneval import verdict
+
+    def by_rules(item: Item, images: list[Tensor]) -> list[tuple[float, str]]:
+        wrong = [
+            verdict(item.rules, image, detector, request.threshold, request.counting_threshold) for image in images
+        ]
+        return [(float(not reason), reason) for reason in wrong]
+
+    return by_rules
+
+
+def _checkpoint(run_dir: Path, step: str) -> Path:
+    """The whole checkpoint `step` (last, or its RL step). Raises NoCheckpoint."""
+    from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, verify
+
+    folder = run_dir / "checkpoints"
+    there = {str(step_of(found)): found for found in folder.glob("step-*")}
+    try:
+        if step == "last":
+            return newest_valid(folder, say=partial(print, file=sys.stderr))
+        if step not in there:
+            names = ", ".join(sorted(there, key=int)) or "none"
+            raise NoCheckpoint(f"step={step}: {run_dir} keeps no checkpoint of it; there are: {names}.")
+        verify(there[step])
+        return there[step]
+    except CheckpointError as error:
+        raise NoCheckpoint(str(error)) from error
+
+
+def _name(checkpoint: Path) -> str:
+    """Of the folder of its images."""
+    from digenrl.strategy.checkpoint_io import step_of
+
+    return f"step-{step_of(checkpoint):06d}"
+
+
+def _identity(checkpoint: Path) -> str:
+    """A digest of a checkpoint's content."""
+    from digenrl.strategy.checkpoint_io import MANIFEST
+
+    return str(json.loads((checkpoint / MANIFEST).read_text())["xxh3"])
+
+
+def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Note how the images of a folder are made; raise SuiteError where it holds others."""
+    note = folder / SETTINGS
+    settings = json.loads(json.dumps(settings))
+    if note.exists():
+        before = json.loads(note.read_text())
+        changed = {key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key)}
+        if changed:
+            first = min(changed)
+            raise SuiteError(
+                f"{folder} holds images of another {first} ({before.get(first)}, asked for {settings.get(first)}): "
+                "remove the folder, or write elsewhere: out=DIRECTORY."
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(note, settings)
+
+
+def _make(work: Work, own: Sequence[Item], rank: int, between: Callable[[float], None]) -> None:
+    """Write the images of `own` prompts that are missing, the base model's first."""
+    missing = {
+        name: [item for item in own if not all(path.exists() for path in work.files(folder, item))]
+        for name, folder in work.folders.items()
+    }
+    if not any(missing.values()):
+        return
+
+    import torch
+
+    from digenrl.rollout.engine import ode_samples
+    from digenrl.run import sampling_spec
+    from digenrl.strategy.checkpoint_io import read
+    from digenrl.types import Prompt
+
+    policy = configuration.instantiate(work.config.model)
+    module = configuration.instantiate(work.config.algorithm, policy=policy)
+    module.to("cuda" if torch.cuda.is_available() else "cpu")
+    sampling, seed = sampling_spec(work.config), work.request.seed
+    for name, folder in work.folders.items():
+        if name != "base":
+            assert work.checkpoint is not None
+            restore(module, read(work.checkpoint))
+        with nullcontext() if name == "base" else module.averaged():
+            for done, item in enumerate(missing[name]):
+                between(0.0)
+                media, _ = ode_samples(policy.eval(), sampling, [Prompt(item.prompt)], work.samples, seed)
+                _write(work.files(folder, item), media, work.suite, item)
+                if rank == 0 and sys.stderr.isatty():
+                    print(f"\r{name}: {done + 1} of {len(missing[name])} prompts", end="", file=sys.stderr)
+        told = f" by rank {rank} of {work.ranks}" if work.ranks > 1 else ""
+        print(f"{name}: {len(missing[name])} of {len(own)} prompts sampled{told}, in {folder}", file=sys.stderr)
+
+
+def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item) -> None:
+    """Write what is missing of a prompt's media [n, C, H, W] or [n, F, C, H, W]."""
+    from digenrl.models.sample_files import image_grid, write_mp4
+
+    if suite.kind.video != (media.ndim == 5):
+        remedy = "take a video model" if suite.kind.video else "set sampling.frames=1, or take an image model"
+        raise SuiteError(f"suite={suite.name}: the model gives media of shape {list(media.shape[1:])}; {remedy}.")
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    if files[0].parent.name == "samples":
+        write_json(files[0].parent.parent / "metadata.jsonl", dict(item.rules), indent=None)
+    for file, one in zip(files, media if len(files) == len(media) else media[None], strict=True):
+        if file.exists():
+            continue
+        with replaced(file) as unfinished:
+            if suite.kind.video:
+                write_mp4(unfinished, one)
+            else:
+                image_grid(one.reshape(-1, *one.shape[-3:]), gap=0).save(unfinished, "PNG")
+
+
+def _images(files: Sequence[Path], samples: int) -> list[Tensor]:
+    """What was written, [C, H, W] or [F, C, H, W] of each sample."""
+    from digenrl.extensions.bench.media_files import read_media
+
+    media = [read_media(file, MOST_FRAMES, MOST_PIXELS) for file in files]
+    if len(media) == samples:
+        return media
+    columns = math.ceil(math.sqrt(samples))
+    rows = math.ceil(samples / columns)
+    return [tile for row in media[0].chunk(rows, 1) for tile in row.chunk(columns, 2)][:samples]
+
+
+def _numbers_of(work: Work) -> dict[str, Any]:
+    """The numbers of benchmark.json; a line for each image in `images.jsonl` of each folder."""
+    values: dict[str, dict[str, float]] = {}
+    models: dict[str, Any] = {}
+    for name, folder in work.folders.items():
+        lines: list[dict[str, Any]] = []
+        values[name] = {}
+        for item in work.items:
+            files, scores = work.files(folder, item), work.scores(folder, item) or []
+            for row, (value, reason) in enumerate(scores):
+                file = files[min(row, len(files) - 1)].relative_to(folder)
+                facts = {"file": str(file), "sample": row, "tags": item.tags, "prompt": item.prompt}
+                lines.append(facts | {"score": None if math.isnan(value) else value, "reason": reason})
+            if there := [value for value, _ in scores if not math.isnan(value)]:
+                values[name][item.key] = fmean(there)
+        with replaced(folder / IMAGES) as unfinished:
+            unfinished.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        estimate = of_shares if work.request.reward is None else of_values
+        tags = _by_tag(work.items, values[name], estimate)
+        models[name] = _numbers(tags) | {"folder": folder, "missing": sum(line["score"] is None for line in lines)}
+    result: dict[str, Any] = {"models": models}
+    if len(values) == 2:
+        before, after = values.values()
+        both = {key: after[key] - before[key] for key in after.keys() & before.keys()}
+        result["difference"] = _numbers(_by_tag(work.items, both, of_values))
+    return result
+
+
+def _by_tag(
+    items: Sequence[Item], values: dict[str, float], estimate: Callable[[Sequence[float]], Estimate]
+) -> dict[str, Estimate]:
+    """Tag -> estimate over its prompts, in the suite's order."""
+    found: dict[str, list[float]] = {}
+    for item in items:
+        for tag in item.tags if item.key in values else ():
+            found.setdefault(tag, []).append(values[item.key])
+    return {tag: estimate(of_tag) for tag, of_tag in found.items()}
+
+
+def _numbers(tags: dict[str, Estimate]) -> dict[str, Any]:
+    return {
+        "overall": asdict(over_tags(tags)) if tags else None,
+        "tags": {tag: asdict(estimate) for tag, estimate in tags.items()},
+    }
+
+
+def _table(result: dict[str, Any]) -> list[str]:
+    """One row per tag: mean and 95 % interval of each model, and of the difference."""
+    columns = result["models"] | ({"difference": result["difference"]} if "difference" in result else {})
+    lines = [f"{'':<24}{'prompts':>8}" + "".join(f"{name:>26}" for name in columns)]
+    first = next(iter(columns.values()))
+    for tag in [*first["tags"], "overall"]:
+        cells = [column["tags"].get(tag) if tag in first["tags"] else column["overall"] for column in columns.values()]
+        shown = [f"{c['mean']:.3f} [{c['low']:.3f}, {c['high']:.3f}]" if c else "missing" for c in cells]
+        lines.append(f"{tag:<24}{(cells[0] or {}).get('prompts', 0):>8}" + "".join(f"{cell:>26}" for cell in shown))
+    return lines
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0; 2 when arguments, run, suite or configuration do not fit; 1 without a checkpoint or a score."""
+
+    def work(request: Request, words: list[str]) -> None:
+        print(benchmark(request, words).absolute())
+
+    return own_command(Request, __doc__, arguments, work, others=True, failures=RuntimeError)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

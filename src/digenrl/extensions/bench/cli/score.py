@@ -1,0 +1,157 @@
+"""`make score REWARD=ocr IMAGES=dir PROMPTS=file`: score pictures or videos with any reward.
+
+    digenrl score reward=ocr images=DIR prompts=FILE
+
+File i of the folder (in order of name; other files are ignored) is scored against prompt i of the file (one a line).
+Prints a table and writes outputs/scores/<time>.json (output=FILE: elsewhere): `scores` is a list of {file, prompt,
+score, rewards}, `score` the mixture's weighted sum (null = missing). Every key of configs/score.yaml may follow as
+key=value. The last line of standard output is that file's path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from digenrl import prompts
+from digenrl.cli.reward import reward_command, reward_suite
+from digenrl.images import ImageLimits
+from digenrl.rewards.needs import unscorable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from digenrl.rewards.suite import RewardSuite
+    from digenrl.types import Prompt
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: see `reward_command`."""
+    return reward_command("score", __doc__, argv, lambda config: print(score(config)))
+
+
+def score(config: DictConfig) -> Path:
+    """Scores, prints the table and writes the file; returns its absolute path."""
+    from digenrl.extensions.bench.media_files import media_files
+    from digenrl.rewards.protocol import RewardUnavailable
+
+    files, asked = media_files(Path(config.images)), aligned_prompts(config.prompts)
+    if len(files) != len(asked):
+        raise ValueError(
+            f"{config.images} holds {len(files)} pictures or videos, {config.prompts} {len(asked)} prompts: "
+            "give one prompt a file, in the files' order of name."
+        )
+    if problems := unscorable(config.reward, [(f"{config.prompts}:{line}", prompt) for line, prompt in asked]):
+        raise ValueError("\n".join(problems))
+    suite = reward_suite(config)
+    try:
+        rows = list(_rows(config, suite, files, [prompt for _, prompt in asked]))
+        failures = suite.failures()
+    finally:
+        suite.close()
+    for name, count in failures.items():
+        for cause, times in count.causes.most_common():
+            print(f"score: {name} is missing for {times} files: {cause}", file=sys.stderr)
+    _print_table(rows)
+    if all(row["score"] is None for row in rows):
+        raise RewardUnavailable("no file could be scored; the causes are above.")
+    path = Path(config.output or f"outputs/scores/{time.strftime('%Y-%m-%d_%H-%M-%S')}.json").absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"reward": dict(suite.weights), "scores": rows}, indent=2, ensure_ascii=False) + "\n")
+    return path
+
+
+def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
+    """(line, prompt) of every line of a prompt file, repeated ones included: files are matched by position."""
+    from digenrl.data import prompt_of
+
+    file = prompts.read(name, ImageLimits())
+    records = {record.line: record for record in file.records}
+    records |= {line: records[first] for line, first in file.duplicates}
+    return [(line, prompt_of(record)) for line, record in sorted(records.items())]
+
+
+def _rows(
+    config: DictConfig, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
+) -> Iterator[dict[str, Any]]:
+    """One entry of `scores` per file."""
+    import torch
+
+    from digenrl.rewards.suite import combine
+
+    for group in _batches(config, files, asked):
+        media = torch.stack([entry[2] for entry in group])
+        scores = suite.score(media, [entry[1] for entry in group], heldout=config.heldout)
+        total = combine(scores, suite.weights)
+        for row, (file, prompt, _) in enumerate(group):
+            yield {
+                "file": file.name,
+                "prompt": prompt.text,
+                "score": _number(total[row]),
+                "rewards": {name: _number(values[row]) for name, values in scores.items()},
+            }
+
+
+def _batches(
+    config: DictConfig, files: Sequence[Path], asked: Sequence[Prompt]
+) -> Iterator[list[tuple[Path, Prompt, Tensor]]]:
+    """Neighbours of equal size that are scored together: at most `batch`, and at most `max_pixels` in all."""
+    from digenrl.extensions.bench.media_files import read_media
+
+    group: list[tuple[Path, Prompt, Tensor]] = []
+    for file, prompt in zip(files, asked, strict=True):
+        media = read_media(file, config.max_frames, config.max_pixels)
+        fits = (len(group) + 1) * media[..., 0, :, :].numel() <= config.max_pixels
+        if group and not (fits and len(group) < config.batch and media.shape == group[0][2].shape):
+            yield group
+            group = []
+        group.append((file, prompt, media))
+    if group:
+        yield group
+
+
+def _number(value: Tensor) -> float | None:
+    number = value.item()
+    return None if math.isnan(number) else number
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(rows[0]["rewards"])
+    several = len(names) > 1
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("file", overflow="fold")
+    table.add_column("prompt", overflow="ellipsis", max_width=60, no_wrap=True)
+    for name in names if several else []:
+        table.add_column(name, justify="right")
+    table.add_column("score", justify="right")
+    for row in rows:
+        cells = [_shown(row["rewards"][name]) for name in names] if several else []
+        table.add_row(row["file"], row["prompt"], *cells, _shown(row["score"]))
+    known = [row["score"] for row in rows if row["score"] is not None]
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    if known:
+        mean = statistics.fmean(known)
+        console.print(
+            f"{len(known)} of {len(rows)} scored; mean {mean:.4f}, lowest {min(known):.4f}, highest {max(known):.4f}"
+        )
+
+
+def _shown(value: float | None) -> str:
+    return "missing" if value is None else f"{value:.4f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,142 @@
+"""Detectors for GenEval's rules: one of the user's own from transformers, and that of the embedded drawn scenes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision.ops import nms
+from torchvision.transforms.functional import to_pil_image
+
+from digenrl.extensions.bench.files import SuiteError
+from digenrl.extensions.bench.geneval import COLOURS, Detection
+from reward_models.drawn_scenes import AREA, EXTENT, SHAPES
+from reward_models.scene_judges import Found, detect
+
+ALIASES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
+"""GenEval's name of a class -> COCO's."""
+
+
+class TransformersDetector:
+    """A detector that transformers loads, and a CLIP model for colours.
+
+    A detector that is asked for classes in words (OWL-ViT, OWLv2, Grounding DINO) is asked for the classes of the line;
+    another (DETR, YOLOS, RT-DETR) must know them, under GenEval's names or COCO's.
+
+    Args:
+        path: directory of the detector.
+        colours: directory of the CLIP model; None: lines that ask for colours cannot be scored.
+        least: detections below are not looked at.
+        max_overlap: of two boxes of a class that overlap more (intersection over union) only the surer stays.
+
+    Raises:
+        SuiteError: no such directory, or one that holds no such model.
+    """
+
+    def __init__(self, path: Path, colours: Path | None, least: float, max_overlap: float) -> None:
+        from transformers import MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING, AutoConfig
+
+        self._least, self._max_overlap = least, max_overlap
+        self._in_words = (
+            path.is_dir() and type(AutoConfig.from_pretrained(path)) in MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING
+        )
+        self._detect = _pipeline(
+            "zero-shot-object-detection" if self._in_words else "object-detection", path, "detector"
+        )
+        self._known = {} if self._in_words else dict(self._detect.model.config.label2id)
+        self._colour = None if colours is None else _pipeline("zero-shot-image-classification", colours, "colours")
+
+    def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
+        """See `digenrl.extensions.bench.geneval.Detector`.
+
+        Raises:
+            SuiteError: a class that the detector does not know.
+        """
+        asked = {name if self._in_words or name in self._known else ALIASES.get(name, name): name for name in classes}
+        if unknown := [] if self._in_words else [own for own in asked if own not in self._known]:
+            raise SuiteError(
+                f"detector: knows no class {unknown[0]!r} (it knows {', '.join(list(self._known)[:8])} ...); take one "
+                "that was trained on COCO, or one that is asked in words, such as OWLv2."
+            )
+        options = {"candidate_labels": list(asked)} if self._in_words else {}
+        answers = self._detect(to_pil_image(picture), threshold=self._least, **options)
+        found = [
+            Detection(asked[answer["label"]], _corners(answer["box"]), float(answer["score"]))
+            for answer in answers
+            if answer["label"] in asked
+        ]
+        return [found[row] for name in classes for row in self._kept(found, name)]
+
+    def _kept(self, found: Sequence[Detection], label: str) -> list[int]:
+        """Rows of `found` of this label that no surer one hides."""
+        rows = [row for row, one in enumerate(found) if one.label == label]
+        boxes = torch.tensor([found[row].box for row in rows], dtype=torch.float32).reshape(-1, 4)
+        scores = torch.tensor([found[row].score for row in rows], dtype=torch.float32)
+        return [rows[int(i)] for i in nms(boxes, scores, self._max_overlap)]
+
+    def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
+        """CLIP's choice for each box.
+
+        Raises:
+            SuiteError: there is no CLIP model.
+        """
+        if self._colour is None:
+            raise SuiteError("colours: the suite asks for colours; name a CLIP model's directory: colours=PATH.")
+        image = to_pil_image(picture)
+        return [
+            self._colour(
+                image.crop(tuple(map(round, one.box))),
+                candidate_labels=list(COLOURS),
+                hypothesis_template=f"a photo of a {{}} {one.label}",
+            )[0]["label"]
+            for one in found
+        ]
+
+
+def _corners(box: Mapping[str, float]) -> tuple[float, float, float, float]:
+    return box["xmin"], box["ymin"], box["xmax"], box["ymax"]
+
+
+def _pipeline(task: str, path: Path, key: str) -> Any:
+    from transformers import pipeline
+
+    if not path.is_dir():
+        raise SuiteError(f"{key}={path}: is no directory; download a model for {task} and name its directory.")
+    try:
+        return pipeline(
+            task,
+            model=str(path),
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            model_kwargs={"use_safetensors": True},
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise SuiteError(f"{key}={path}: no model for {task} could be loaded ({error}).") from error
+
+
+class SceneObjects:
+    """The detector of the embedded drawn scenes. Labels of an object: its shape, colour and shape, `object`."""
+
+    def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
+        """See `digenrl.extensions.bench.geneval.Detector`."""
+        objects = detect(picture[None])[0]
+        return [
+            Detection(label, _box(one))
+            for one in objects
+            for label in ("object", str(one.shape), f"{one.colour} {one.shape}")
+            if label in classes
+        ]
+
+    def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
+        """As the scenes' judge reads them."""
+        known = {_box(one): one.colour for one in detect(picture[None])[0]}
+        return [known[one.box] for one in found]
+
+
+def _box(one: Found) -> tuple[float, float, float, float]:
+    """Of the shape with this area around the object's centroid; of a circle where the shape is not known."""
+    shape = SHAPES.index(one.shape) if one.shape else 0
+    left, right, up, down = (EXTENT[shape] * (one.area / AREA[shape]).sqrt()).tolist()
+    return one.x - left, one.y - up, one.x + right, one.y + down

@@ -1,0 +1,64 @@
+"""The model card of an export: what was trained from what, how it went, how to load it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from digenrl.extensions.export.diffusers_export import lora_file, part
+from digenrl.models.policy import Policy
+
+
+def write_card(
+    folder: Path,
+    run: Path,
+    config: Mapping[str, Any],
+    policy: Policy,
+    weights: str,
+    samples: Sequence[Path],
+) -> Path:
+    """Write README.md and copy the run's curves and before/after picture beside it.
+
+    config: the run's configuration as plain values. policy: what was trained.
+    weights: which weights these are. samples: files already in
+    `folder`. A picture that the run does not have is left out of the card.
+    """
+    pictures = [run / "samples" / "before_after.png", *sorted((run / "plots").glob("*.png"))]
+    shown = [path for path in pictures if path.exists()]
+    for path in shown:
+        shutil.copyfile(path, folder / path.name)
+    summary = run / "summary.json"
+    numbers = json.loads(summary.read_text()) if summary.exists() else {}
+    pipeline = next(iter(policy.pipelines), None)
+    settings = {key: config[key] for key in ("algorithm", "sampling", "data", "reward", "seed")}
+    templates = Environment(
+        loader=PackageLoader("digenrl.extensions.export", ""), trim_blocks=True, undefined=StrictUndefined
+    )
+    text = templates.get_template("card.md.j2").render(
+        config=config,
+        base=config["model"].get("path"),  # None: an embedded model, whose base weights only digenrl has
+        build=config["model"].get("build"),
+        source=f'ensure("{policy.family}")'
+        if config["model"].get("build") == "tiny"
+        else f'"{config["model"].get("path")}"',
+        lora=config["model"].get("lora"),
+        adapter=policy.lora is not None,
+        files={subfolder: lora_file(subfolder) for subfolder in policy.components},
+        numbers=numbers,
+        pictures=shown,
+        pipeline=pipeline,
+        by_pipeline=hasattr(getattr(diffusers, pipeline or "", None), "load_lora_weights"),
+        samples=samples,
+        settings=json.dumps(settings, indent=2),
+        transformer=type(part(policy, next(iter(policy.components.values())))).__name__,
+        weights=weights,
+    )
+    card = folder / "README.md"
+    card.write_text(text + "\n")
+    return card

@@ -1,0 +1,183 @@
+"""`make export RUN=...`: a run's trained weights as a plain diffusers pipeline loads them, with a model card.
+
+    digenrl export run=RUN [out=FOLDER] [weights=evaluated|trained|average]
+        [format=diffusers|comfyui|kohya] [merge=true] [push=OWNER/NAME] [allow_targets=[PACKAGE]] [confirm_hosts=[HOST]]
+
+Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, README.md with the run's
+curves, and the last evaluation's samples as PNG or MP4. The weights are those that the run evaluates with: the moving
+average where it keeps one (algorithm.ema), else the trained ones. format=comfyui or kohya adds the adapter under the
+names that those read (FLUX.1, LTX-2, Qwen-Image, SD3.5, Wan); merge=true writes transformer/ with the adapter in the
+base's weights. A second transformer (Wan2.2 A14B) has files of its own, which end in _2. push uploads the folder to a
+model repository of the hub, with the token of `hf auth login`. The last line on standard output is the folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from digenrl import config as configuration
+from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
+
+NOTES = {
+    "trained": "the weights after the last update",
+    "average": "the moving average, which the run evaluates with; weights=trained takes those of the last update",
+}
+
+
+class NotPushed(RuntimeError):
+    """The folder was written, and is not on the hub."""
+
+
+class NoWeights(RuntimeError):
+    """The run has no whole checkpoint, or not the weights that were asked for."""
+
+
+class Request(Arguments):
+    """What the command line asks for."""
+
+    run: RunDirectory = Field(description="with a whole checkpoint")
+    out: Folder | None = Field(None, description="where to write; null: RUN/export")
+    weights: Literal["evaluated", "trained", "average"] = Field(
+        "evaluated", description="evaluated: the moving average where the run keeps one, else the trained ones"
+    )
+    format: Literal["diffusers", "comfyui", "kohya"] = Field(
+        "diffusers", description="comfyui, kohya: beside diffusers' file, lora_FORMAT.safetensors for those"
+    )
+    merge: bool = Field(False, description="the adapter added to the base's weights, in their dtype, as transformer/")
+    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = Field(
+        None, description="model repository of the hub to upload the folder to; made private if new; null: nowhere"
+    )
+
+
+def export(request: Request, words: Sequence[str] = ()) -> Path:
+    """Build the run's policy, give it the checkpoint's weights, write the folder and return it.
+
+    Args:
+        words: what only the command line may say about the run's configuration: `allow_targets`, `confirm_hosts`.
+
+    Raises:
+        ConfigError: no such run.
+        ValueError: merge without an adapter or with a format of adapters, push without a network.
+        NoWeights: no whole checkpoint, no moving average in it, or one that is still the base model.
+        NotPushed: the hub refused, or was not reached.
+        digenrl.extensions.export.diffusers_export.ExportError: what was written could not be read back.
+    """
+    from huggingface_hub import constants
+
+    if request.merge and request.format != "diffusers":
+        raise ValueError(
+            f"merge = true with format = {request.format}: that format is for adapters; leave one of them out"
+        )
+    if request.push is not None and constants.is_offline_mode():
+        raise ValueError(
+            f"push = {request.push}: HF_HUB_OFFLINE is set; unset it, or export without push and run `hf upload "
+            f"{request.push} FOLDER` where there is a network"
+        )
+    composed = configuration.load(words, stored=request.run)
+    out = request.out or request.run / "export"
+
+    # torch is imported only now, so that a mistyped word is refused at once.
+    import numpy as np
+    from omegaconf import OmegaConf
+
+    from digenrl.extensions.export.card import write_card
+    from digenrl.extensions.export.diffusers_export import export_layout, export_policy
+    from digenrl.models.sample_files import write_samples
+
+    ema = composed.config.algorithm.get("ema")
+    every = 1 if ema is None else configuration.instantiate(ema).every
+    tensors, weights = read_weights(composed.run_dir / "checkpoints", request.weights, every)
+    print(f"export: {NOTES[weights]}", file=sys.stderr)
+    policy = configuration.instantiate(composed.config.model)
+    policy.load_trained_parameters(tensors)
+    if request.merge:
+        if policy.lora is None:
+            raise ValueError(f"merge = true: {request.run} trained all weights, which are whole already; leave it out")
+        policy.merge_adapter()
+    export_policy(policy, out)
+    if request.format != "diffusers":
+        export_layout(policy, out, request.format)
+    samples = []
+    evaluations = sorted((composed.run_dir / "samples").glob("eval-*.npz"), key=lambda p: int(p.stem.split("-")[1]))
+    if evaluations:
+        with np.load(evaluations[-1], allow_pickle=False) as stored:
+            samples = write_samples(out, stored["media"])
+    plain: Any = OmegaConf.to_container(composed.config, resolve=True)
+    write_card(out, composed.run_dir, plain, policy, weights, samples)
+    if request.push is not None:
+        push(out, request.push)
+    return out
+
+
+def push(folder: Path, repository: str) -> None:
+    """Upload `folder` to a model repository of the hub, which is made (private) if it is not there.
+
+    Raises:
+        NotPushed: the hub refused, or was not reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # of the hub's client, whose HTTP library depends on its version
+        raise NotPushed(
+            f"push = {repository}: {folder} is written, and was not uploaded ({' '.join(str(error).split())[:300]}). "
+            f"Run `hf auth login` with a token that may write there, then `hf upload {repository} {folder}`."
+        ) from error
+    print(f"export: uploaded to https://huggingface.co/{repository}", file=sys.stderr)
+
+
+def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[str, Any], str]:
+    """(tensors by the names of `policy.trained_parameters()`, which weights they are: trained | average), of the newest
+    checkpoint that verifies.
+
+    Args:
+        every: optimizer steps between two of the moving average.
+
+    Raises:
+        NoWeights: no whole checkpoint, no moving average in it, or one that has not moved.
+    """
+    from safetensors.torch import load_file
+
+    from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, read
+    from digenrl.strategy.checkpoint_storage import POLICY
+
+    try:
+        checkpoint = newest_valid(checkpoints, say=partial(print, file=sys.stderr))
+    except CheckpointError as error:
+        raise NoWeights(f"{error}\nNothing to export.") from error
+    if weights == "trained":
+        return load_file(checkpoint / POLICY), "trained"
+    kept = read(checkpoint, ("algorithm",))["algorithm"]
+    average: dict[str, Any] = kept["ema"]
+    if average and kept["ema_steps"] < every:
+        raise NoWeights(
+            f"{checkpoint}: the moving average is still the base model, because it follows every {every} optimizer "
+            f"steps (algorithm.ema.every) and there were {kept['ema_steps']}; use weights=trained"
+        )
+    if not average and weights == "evaluated":
+        return load_file(checkpoint / POLICY), "trained"
+    if not average:
+        raise NoWeights(f"{checkpoint} keeps no moving average (algorithm.ema=null); use weights=trained")
+    return average, "average"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0; 2 when arguments, run or configuration do not fit; 1 without usable weights."""
+    allowance = [word for word in arguments if word.startswith(("allow_targets=", "confirm_hosts="))]
+    own = [word for word in arguments if word not in allowance]
+    return own_command(
+        Request, __doc__, own, lambda request, _: print(export(request, allowance)), failures=RuntimeError
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""Trained weights in the layout that a plain diffusers pipeline loads, checked by reading them back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from digenrl.extensions.export.lora_layouts import in_layout
+from digenrl.models.lora import ADAPTER
+from digenrl.models.policy import Policy
+
+LORA_FILE, FIRST = "pytorch_lora_weights.safetensors", ".lora_A.weight"
+PIPELINES = {
+    "WanTransformer3DModel": "WanPipeline",
+    "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
+    "HunyuanVideo15Transformer3DModel": "HunyuanVideoPipeline",  # whose own pipeline loads no adapters yet
+    "LTX2VideoTransformer3DModel": "LTX2Pipeline",
+    "FluxTransformer2DModel": "FluxPipeline",
+    "QwenImageTransformer2DModel": "QwenImagePipeline",
+    "SD3Transformer2DModel": "StableDiffusion3Pipeline",
+    "ZImageTransformer2DModel": "ZImagePipeline",
+    "AuraFlowTransformer2DModel": "AuraFlowPipeline",
+    "Flux2Transformer2DModel": "Flux2KleinPipeline",
+}
+"""Transformer class -> the pipeline that writes the file, and whose `load_lora_weights` reads it, where it has one."""
+
+
+class ExportError(RuntimeError):
+    """What was read back is not what was written."""
+
+
+def export_policy(policy: Policy, folder: Path) -> list[Path]:
+    """Write the policy's weights into `folder`; returns the files.
+
+    LoRA: `pytorch_lora_weights.safetensors` with the adapter's configuration in its header. Without the header
+    diffusers takes alpha = rank, a scale that the policy was not trained with. Without an adapter: `transformer/`, in
+    the weights' own dtype. Raises ExportError when a tensor or the scale does not survive the round trip.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if policy.lora is None:
+        return _export_transformers(policy, folder)
+    import diffusers
+
+    transformer: Any = policy.transformer
+    files = []
+    for subfolder, network, layers in _adapters(policy):
+        metadata = transformer.peft_config[ADAPTER].to_dict()
+        metadata["target_modules"] = sorted(name.removesuffix(FIRST) for name in layers if name.endswith(FIRST))
+        file = folder / lora_file(subfolder)
+        getattr(diffusers, PIPELINES[type(network).__name__]).save_lora_weights(
+            folder,
+            transformer_lora_layers=layers,
+            transformer_lora_adapter_metadata=metadata,
+            weight_name=file.name,
+        )
+        _check_lora(file, layers, policy.lora.rank, policy.lora.alpha)
+        files.append(file)
+    return files
+
+
+def _adapters(policy: Policy) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+    """(subfolder, network, its adapter's tensors) of every component."""
+    transformer: Any = policy.transformer
+    layers = get_peft_model_state_dict(transformer)
+    for subfolder, prefix in policy.components.items():
+        own = {name.removeprefix(prefix): value for name, value in layers.items() if name.startswith(prefix)}
+        yield subfolder, part(policy, prefix), {name: value.detach().cpu().contiguous() for name, value in own.items()}
+
+
+def part(policy: Policy, prefix: str) -> Any:
+    """The network whose tensors' names begin so in the policy's transformer."""
+    return policy.transformer.get_submodule(prefix.removesuffix("."))
+
+
+def lora_file(subfolder: str) -> str:
+    """Name of the adapter's file of a component: of a second transformer, with its number."""
+    return LORA_FILE.replace("weights", f"weights{subfolder.removeprefix('transformer')}")
+
+
+def export_layout(policy: Policy, folder: Path, layout: str) -> list[Path]:
+    """Write the adapter into `folder` under the names of another tool's layout (`lora_layouts.LAYOUTS`).
+
+    Raises ExportError where all weights were trained, or names are not known.
+    """
+    if policy.lora is None:
+        raise ExportError(f"format={layout} is for adapters, and this run trained all weights: use format=diffusers")
+    files = []
+    for subfolder, network, layers in _adapters(policy):
+        try:
+            renamed = in_layout(layers, policy.lora.alpha, type(network).__name__, layout)
+        except ValueError as error:
+            raise ExportError(f"format={layout}: {error}") from error
+        file = folder / f"lora_{layout}{subfolder.removeprefix('transformer')}.safetensors"
+        save_file({name: value.contiguous() for name, value in renamed.items()}, file)
+        files.append(file)
+    return files
+
+
+def _check_lora(file: Path, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
+    with safe_open(file, framework="pt") as stored:
+        names, metadata = set(stored.keys()), stored.metadata() or {}
+        expected = {f"transformer.{name}": value for name, value in layers.items()}
+        if names != set(expected):
+            raise ExportError(f"{file} holds other tensors than the adapter: {sorted(names ^ set(expected))[:4]}")
+        for name, value in expected.items():
+            if not torch.equal(stored.get_tensor(name), value.detach().cpu()):
+                raise ExportError(f"{file}: {name} changed on the way to disk")
+    configuration = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+    found = (configuration.get("transformer.r"), configuration.get("transformer.lora_alpha"))
+    if found != (rank, alpha):
+        raise ExportError(f"{file} says rank, alpha = {found}, the policy has {(rank, alpha)}: its scale would be lost")
+
+
+def _export_transformers(policy: Policy, folder: Path) -> list[Path]:
+    held, written = policy.transformer.state_dict(), list[Path]()
+    for subfolder, prefix in policy.components.items():
+        target, seen = folder / subfolder, set()
+        part(policy, prefix).save_pretrained(target)
+        files = sorted(target.glob("*.safetensors"))
+        for file in files:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():  # noqa: SIM118  # safe_open is no mapping
+                    own = f"{prefix}{name}"
+                    seen.add(own)
+                    if own in held and not torch.equal(stored.get_tensor(name), held[own].cpu()):
+                        raise ExportError(f"{file}: {name} changed on the way to disk")
+        if missing := sorted(name for name in held if name.startswith(prefix) and name not in seen):
+            raise ExportError(f"{target} lacks {len(missing)} tensors, first {missing[0]}")
+        written += [target / "config.json", *files]
+    return written

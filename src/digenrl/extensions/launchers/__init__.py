@@ -1,0 +1,1 @@
+"""Launchers beside this machine, torchrun and SLURM."""

@@ -1,0 +1,1 @@
+"""Other ways to send weights and trajectories than plain sockets."""

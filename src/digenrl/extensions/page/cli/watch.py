@@ -1,0 +1,237 @@
+"""`make watch RUN=outputs/<experiment>/<run>`: a live page of a run, for a browser of this machine.
+
+    digenrl watch run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
+
+The report as it would be now (curves, pictures, timeline), where the run is, and the end of each rank's log. It listens
+on the loopback interface alone, answers only the address that it prints, and reads only the run's directory, in which
+it writes nothing. Ctrl-C ends it. From another machine: `ssh -L PORT:127.0.0.1:PORT`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import Field
+
+from digenrl.config.help import Arguments, RunDirectory, own_command
+from digenrl.config.schema import AtLeast1, Port, Positive
+from digenrl.record.redact import redact_text
+from digenrl.record.run_dir import END, EVENTS, METRICS, SAMPLES, Row
+from digenrl.report import html
+from digenrl.report.plots import PICTURES, Plot, attempt, drawn
+from digenrl.report.read_run import JsonlTail, Run, append_step, is_number, read_run
+from digenrl.report.showing import Showing, showing
+from digenrl.report.summary import build_summary
+from digenrl.report.tables import duration, number
+
+ADDRESS = "127.0.0.1"
+REST = 10.0
+"""Times as long as a drawing took, until the next: it shares the processor with the run."""
+
+
+class Request(Arguments):
+    """What the command line asks for."""
+
+    run: RunDirectory = Field(description="finished, crashed or still running")
+    port: Port | None = Field(None, description="to listen on; null: any that is free")
+    refresh_s: Positive | None = Field(
+        None, description="seconds between two drawings, at least; null: ten times as long as one takes"
+    )
+    log_kib: AtLeast1 = Field(16, description="KiB of each rank's log that are shown, from its end")
+
+
+class Live:
+    """A run directory as a page, drawn when somebody asks for it and the files have changed."""
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._run = request, read_run(request.run)
+        self._nonce = secrets.token_urlsafe(12)
+        self._metrics, self._steps, self._evals = JsonlTail(request.run / METRICS), list[Row](), list[Row]()
+        self._lock = threading.Lock()
+        self._page, self._version, self._again_at = b"", "", 0.0
+
+    @property
+    def policy(self) -> str:
+        """What a browser may do with the page: run its one script, which asks this server alone."""
+        return (
+            f"default-src 'none'; script-src 'nonce-{self._nonce}'; style-src 'unsafe-inline'; img-src data:; "
+            "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+
+    def page(self) -> bytes:
+        """The page as HTML."""
+        with self._lock:
+            version = self._due()
+            if version != self._version:
+                began = time.monotonic()
+                self._run = read_run(self._request.run)
+                self._page, self._version = self._draw(version).encode(errors="replace"), version
+                self._again_at = began + (self._request.refresh_s or REST * (time.monotonic() - began))
+            return self._page
+
+    def state(self) -> dict[str, Any]:
+        """What the page asks for every two seconds: `version` differs from the page's when there is a newer one."""
+        with self._lock:
+            for row in self._metrics.read():
+                kept = {"step": self._steps, "eval": self._evals}.get(str(row.get("kind")))
+                if kept is not None and is_number(row.get("rl_step")):
+                    append_step(kept, row)
+            logs = sorted((self._request.run / "logs").glob("*.log"))
+            return {
+                "version": self._due(),
+                "done": self._steps[-1]["rl_step"] if self._steps else 0,
+                "total": self._total,
+                "line": self._line(),
+                "logs": {path.stem: _tail(path, self._request.log_kib << 10) for path in logs},
+            }
+
+    @property
+    def _total(self) -> int:
+        total = self._run.config.get("max_rl_steps")
+        return int(total) if is_number(total) else 0
+
+    def _due(self) -> str:
+        """What a page would be drawn from; as long as none may be drawn, what the last one was."""
+        if time.monotonic() < self._again_at:
+            return self._version
+        run = self._request.run
+        files = [run / METRICS, run / EVENTS, *sorted((run / SAMPLES).glob("eval-*.npz"))]
+        return "-".join(f"{_size(file):x}" for file in files)
+
+    def _line(self) -> str:
+        """Where the run is."""
+        run, done = self._request.run, int(self._steps[-1]["rl_step"]) if self._steps else 0
+        parts = [f"RL step {done} of {self._total}"]
+        for rows, key, name in ((self._steps, "reward", "reward"), (self._evals, "heldout", "held-out")):
+            parts += [f"{name} {number(rows[-1][key])}"] if rows and is_number(rows[-1].get(key)) else []
+        recent = [float(row["step_s"]) for row in self._steps[-10:] if is_number(row.get("step_s"))]
+        if recent and done < self._total:
+            pace = median(recent)
+            parts += [f"{duration(pace)} per step", f"{duration(pace * (self._total - done))} to go"]
+        files = [run / METRICS, run / EVENTS, *run.glob("spans/*"), *run.glob("logs/*")]
+        ago = time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
+        return ", ".join([*parts, f"last sign of life {duration(max(0.0, ago))} ago"])
+
+    def _draw(self, version: str) -> str:
+        run, pictures, shown = self._run, dict[str, bytes](), list[Showing | None]()
+        summary = build_summary(run)
+        if not any(event.get("kind") == END for event in (run.attempts() or [[]])[-1]):
+            summary |= {"status": "running", "cause": None}
+        for name, (_, plot) in PICTURES.items():
+            attempt(name, partial(_keep, pictures, name, run, plot), summary["warnings"])
+        attempt("the gallery", lambda: shown.append(showing(run)), summary["warnings"])
+        live = {"nonce": self._nonce, "version": version}
+        return html.render(
+            run, summary, pictures, shown[0] if shown else None, "watch.html.j2", "digenrl.extensions.page", **live
+        )
+
+
+def _keep(pictures: dict[str, bytes], name: str, run: Run, plot: Plot) -> None:
+    png = drawn(run, plot)
+    if png is not None:
+        pictures[name] = png
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _tail(path: Path, size: int) -> str:
+    """The last whole lines of a log within `size` bytes, secrets masked."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, _size(path) - size)
+            file.seek(start)
+            text = file.read(size).decode(errors="replace")
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return redact_text(text.partition("\n")[2] if start else text)
+
+
+class Server(ThreadingHTTPServer):
+    """Answers the paths below one secret word, which other users of this machine do not know."""
+
+    daemon_threads = True
+
+    def __init__(self, live: Live, port: int) -> None:
+        self.live, self.word = live, secrets.token_urlsafe(16)
+        super().__init__((ADDRESS, port), Handler)
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{ADDRESS}:{self.server_port}/{self.word}/"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request; only GET."""
+
+    server: Server
+    timeout = 10.0
+    """Seconds for a connection to say what it wants."""
+
+    def do_GET(self) -> None:
+        # Another name in Host is a page elsewhere on the web that had its name resolved to this machine.
+        known = self.headers.get("Host") in [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
+        here, _, asked = self.path.lstrip("/").partition("/")
+        if not known or not secrets.compare_digest(here.encode(), self.server.word.encode()):
+            return self.send_error(404)
+        if asked == "state":
+            return self._answer("application/json", json.dumps(self.server.live.state()).encode())
+        return self._answer("text/html; charset=utf-8", self.server.live.page()) if not asked else self.send_error(404)
+
+    def _answer(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(body))),
+            ("Content-Security-Policy", self.server.live.policy),
+            ("Cache-Control", "no-store"),
+            ("Referrer-Policy", "no-referrer"),
+            ("X-Content-Type-Options", "nosniff"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: each look of a page would be a line."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0 after Ctrl-C; 2 when the arguments or the directory do not fit, or the port is taken."""
+
+    def work(request: Request, _: list[str]) -> None:
+        live = Live(request)
+        try:
+            server = Server(live, request.port or 0)
+        except OSError as error:
+            raise OSError(f"port = {request.port}: {error.strerror}; leave it out for any free one.") from error
+        with server:
+            print(
+                f"Report, timeline and logs of {request.run}, on this machine alone; Ctrl-C ends it:", file=sys.stderr
+            )
+            print(server.url, flush=True)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                print("", file=sys.stderr)
+
+    return own_command(Request, __doc__, arguments, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

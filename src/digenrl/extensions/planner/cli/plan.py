@@ -1,0 +1,216 @@
+"""Plan: what a run will cost on a hardware profile, before anything is reserved. No GPU, no torch.
+
+    digenrl plan experiment=wan21_flowgrpo hardware=testbed_ac [plan.async=true] [key=value ...]
+
+    -m                sweep: key=a,b plans every combination
+    --config-dir DIR  further options of groups, in DIR/experiment/, DIR/hardware/ and so on
+    --cfg             print the composed configuration and stop
+    --json            print plan.json and nothing else, for machines
+
+What to book and what it costs, why, and the table; the last line on standard output is the path of plan.json. Exit
+codes: 2 for a wrong configuration, 3 when nothing fits (the message says what would).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from digenrl import config as configuration
+from digenrl.config import Composed
+from digenrl.config.compose import own_directories
+from digenrl.config.multirun import is_multirun, sweep
+from digenrl.config.relations import most_rollouts
+from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.outcome import Outcome, evaluate
+from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
+from digenrl.extensions.planner.planner import Plan, PlanError, lean_run, make_plan
+from digenrl.extensions.planner.workload import Drawn
+from digenrl.hardware import assign
+from digenrl.preflight import (
+    allocation,
+    candidate_of,
+    costing_of,
+    given,
+    planned_schedule,
+    planned_split,
+    with_task_size,
+)
+from digenrl.record.run_dir import TRACE, write_trace
+from digenrl.record.spans import Span, clipped, perfetto
+
+NOTHING_FITS = 3
+"""Exit code."""
+STOCK_STRATEGY = "digenrl.strategy.disaggregated.DisaggregatedStrategy"
+
+
+def main(words: list[str]) -> int:
+    """Plan once (or, with -m, once per combination); returns the exit code."""
+    if is_multirun(words):
+        return sweep(words, "digenrl.extensions.planner.cli.plan", "plan")
+    machine = "--json" in words
+    composed = configuration.load_or_exit([word for word in words if word != "--json"], "plan", __doc__)
+    settings: Any = composed.config
+    try:
+        made = planned(composed)
+    except PlanError as error:
+        print(f"cannot plan: {error}", file=sys.stderr)
+        return NOTHING_FITS
+    except ValueError as error:
+        print(f"cannot plan: {error}", file=sys.stderr)
+        return 2
+    run_dir = configuration.prepare_run_dir_or_exit(composed)
+    plan, winner, asked, asynchronous, booking = made.plan, made.winner, made.asked, made.asynchronous, made.booking
+    costing = plan.costing
+    path = write(made, settings.plan.plot, run_dir)
+    if machine:
+        print(path.read_text(encoding="utf-8"), end="")
+        return 0
+    print("\n".join(booked(plan, asynchronous, booking)))
+    print()
+    print("\n".join(explanation(plan, asynchronous)))
+    print()
+    print("\n".join(table(plan, asynchronous, booking, settings.plan.show, asked)))
+    if (lean := lean_run(plan)) is not None:
+        size = lean.candidate.spec.task_size
+        print(
+            f"schedule=colocated schedule.gradients=generation sampling.task_size={size}, no step computed twice: "
+            f"{lean.step_s:.2f} s per step, {lean.step_s / winner.step_s:.2f} x the best"
+        )
+    if made.idle:
+        better = winner.candidate
+        print(
+            f"warning: allocation {settings.allocation.trainers}+{settings.allocation.rollouts} leaves {made.idle} of "
+            f"{costing.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
+            f"allocation.rollouts={better.rollouts}, as planned above.",
+            file=sys.stderr,
+        )
+    if asked is not None:
+        said = f"{asked.step_s:.2f} s per step, {asked.step_s / winner.step_s:.2f} x the best"
+        said = "; ".join(costing.misfits(asked.candidate)) or said
+        print(f"as configured ({asked.candidate.trainers}+{asked.candidate.rollouts}): {said}")
+    if (target := composed.config.strategy["_target_"]) != STOCK_STRATEGY:
+        print(f"The plan simulates the stock hooks: what {target} overrides is not in these figures.")
+    choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
+    kept = [word for path in own_directories(composed.overrides) for word in ("--config-dir", str(path))]
+    kept += [word for word in composed.overrides if word.startswith("allow_targets=")]
+    print(f"\npython -m digenrl.cli.train {choices} {shlex.join([*kept, *overrides(winner)])}")
+    print(path)
+    return 0
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan, and what it answers."""
+
+    plan: Plan
+    winner: Outcome
+    asked: Outcome | None
+    """See `as_configured`."""
+    idle: int
+    """See `idle_gpus`."""
+    asynchronous: bool
+    """Whether the winner may use weights one version old."""
+    booking: Booking
+
+    def json(self) -> dict[str, Any]:
+        """What plan.json holds."""
+        return as_json(self.plan, self.asked, self.asynchronous, self.booking)
+
+
+def planned(composed: Composed) -> Made:
+    """The plan of a configuration (configs/plan.yaml).
+
+    Raises:
+        PlanError: nothing fits.
+        ValueError: the configuration cannot be placed on its hardware.
+    """
+    composed = with_task_size(composed)
+    settings: Any = composed.config
+    asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
+    costing = costing_of(composed)
+    idle = idle_gpus(costing, settings.allocation)
+    plan = make_plan(costing, settings.plan.simulated_steps)
+    if not chosen(plan, asynchronous):
+        raise PlanError("no on-policy candidate fits; try plan.async=true")
+    free = settings.schedule.auto and given(composed, costing).keys() == {"skip_zero"}
+    found = chosen(plan, bool(settings.schedule.async_steps)) if free else []
+    winner, asked = chosen(plan, asynchronous)[0], found[0] if found else as_configured(composed, costing)
+    return Made(plan, winner, asked, idle, asynchronous, booking_of(settings))
+
+
+def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
+    """What training would start from this configuration, simulated: its own schedule and allocation, or what `train`
+    would choose. None where that does not exist."""
+    config: Any = composed.config
+    if config.schedule.auto:
+        found = planned_schedule(composed)
+        return found.outcomes[0] if found else None
+    if not isinstance(config.allocation.trainers, int):
+        split = planned_split(composed)
+        return split and evaluate(costing, split.candidate, split.bound, exact=True)
+    candidate = candidate_of(config, *allocation(config), costing.work.trained_steps)
+    return evaluate(costing, candidate, costing.bound(), exact=True)
+
+
+def booking_of(settings: Any) -> Booking:
+    """The run's length and its evaluations; `callbacks.evaluation` may have been left out."""
+    steps, evaluation = settings.max_rl_steps, settings.callbacks.get("evaluation")
+    if evaluation is None:
+        return Booking(steps, settings.plan.price_per_gpu_hour)
+    times = 2 if not evaluation.every else 1 + -(-steps // evaluation.every)
+    samples, model = evaluation.samples_per_prompt, settings.model
+    drawn = Drawn(
+        prompts=evaluation.max_prompts or settings.data.prompts_per_batch,
+        samples=samples,
+        steps=evaluation.steps or settings.sampling.steps,
+        compared=min(evaluation.kl_samples, samples) if model.get("lora") or model.get("keep_reference") else 0,
+    )
+    return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)
+
+
+def idle_gpus(costing: Costing, allocation: Any) -> int:
+    """GPUs that an allocation of the command line leaves idle. Raises ValueError when it cannot be placed."""
+    trainers, rollouts = allocation.trainers, most_rollouts(allocation.rollouts)
+    if not isinstance(trainers, int) or not isinstance(rollouts, int):
+        return 0
+    assign(costing.hardware, trainers, rollouts)
+    return costing.hardware.gpus - trainers - rollouts
+
+
+def write(made: Made, plot: bool, run_dir: Path) -> Path:
+    """plan.json, trace.json and, where `plot`, the Gantt chart of the winner; returns the path of plan.json."""
+    traced = evaluate(made.plan.costing, made.winner.candidate, made.plan.bound, exact=True, trace=True)
+    write_trace(run_dir / TRACE, perfetto(traced.result.spans))
+    if plot:
+        gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
+    path = run_dir / "plan.json"
+    path.write_text(json.dumps(made.json(), indent=1) + "\n", encoding="utf-8")
+    return path.absolute()
+
+
+def gantt(spans: Sequence[Span], step_ends: Sequence[float], path: Path) -> None:
+    """One bar per rank over the last simulated step, coloured by stage."""
+    from matplotlib.figure import Figure
+
+    from digenrl.report.read_run import label_of
+    from digenrl.report.timeline import draw_gantt, draw_legend
+
+    start = step_ends[-2] if len(step_ends) > 1 else 0.0
+    ranks = len({span.rank for span in spans})
+    figure = Figure(figsize=(11, 1.5 + 0.2 * ranks), layout="constrained")
+    axes = figure.subplots()
+    draw_gantt(axes, spans, start, step_ends[-1])
+    axes.set(xlabel="seconds", title="one RL step")
+    draw_legend(figure, {label_of(span) for span in clipped(spans, start, step_ends[-1])})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

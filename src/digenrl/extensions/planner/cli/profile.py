@@ -1,0 +1,200 @@
+"""Measure this machine: the seconds per unit that a hardware profile's `seconds` table holds.
+
+    digenrl profile experiment=... hardware=... [pool=NAME] [key=value ...]
+
+The experiment's own policy, rewards and algorithm run one rollout task and one training block at their configured
+sizes, on one device, without a cluster. profile.yaml replaces the `seconds:` line of the profile's YAML; its path is
+the last line on standard output. `pool` says which pool this machine stands for, where the profile has several.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from digenrl import config as configuration
+from digenrl.config import Composed
+from digenrl.config.help import Arguments, command_help, read_arguments
+from digenrl.preflight import with_task_size
+
+if TYPE_CHECKING:
+    from digenrl.types import TrainBatch, Trajectory
+
+REPEATS = 5
+"""Timed calls of each kind of work, after one that warms up."""
+UNITS = {"encode": "prompt", "generate": "sample", "decode": "sample", "score": "sample", "train": "cell"}
+"""Stage -> unit of `digenrl.hardware.Hardware.seconds`."""
+
+
+class Request(Arguments):
+    """The key that a run has not."""
+
+    pool: str | None = Field(None, description="pool of the profile that this machine stands for, where it has several")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds per unit of one stage."""
+
+    median: float
+    fastest: float
+    slowest: float
+    units: int
+    """Units of one timed call."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure, print the table, write profile.yaml; returns the exit code."""
+    own = [word for word in words if word.startswith("pool=")]
+    doc = command_help(__doc__, Request)
+    composed = configuration.load_or_exit([word for word in words if word not in own], doc=doc)
+    try:
+        composed = with_task_size(composed)
+        pool = chosen_pool(composed.config.hardware, read_arguments(Request, own)[0].pool)
+    except (configuration.ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return configuration.EXIT_CODE
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the ranks of a run
+    run_dir = configuration.prepare_run_dir_or_exit(composed)
+    table = measure(composed.config)
+    print("\n".join(lines(table)))
+    path = run_dir / "profile.yaml"
+    path.write_text(snippet(table, pool, composed), encoding="utf-8")
+    print(path)
+    return 0
+
+
+def chosen_pool(hardware: Any, name: str | None) -> str:
+    """The pool that this machine stands for.
+
+    Raises:
+        ValueError: an emulated profile, an unknown pool, or several and none named.
+    """
+    pools = [str(pool) for pool in hardware.pools]
+    if hardware.emulate:
+        raise ValueError("hardware.emulate = true: sleeps cannot be measured; set hardware.emulate=false.")
+    if name is None and len(pools) > 1:
+        raise ValueError(
+            f"pool: the profile has {', '.join(pools)}; say which of them this machine is, pool={pools[0]}."
+        )
+    if name is not None and name not in pools:
+        raise ValueError(f"pool = {name}: the profile has no such pool; use {', '.join(pools)}.")
+    return name or pools[0]
+
+
+def measure(config: Any) -> dict[str, Measured]:
+    """Stage -> seconds per unit on this machine (its GPU where it has one), in the order of a sample's life."""
+    import torch
+
+    from digenrl import run
+    from digenrl.data import PromptData
+    from digenrl.rollout.engine import RolloutEngine
+    from digenrl.schedule import Task
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(config.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = configuration.instantiate(config.model).to(device)
+    rewards = configuration.instantiate(config.reward)
+    module = configuration.instantiate(config.algorithm, policy=policy).to(device)
+    module.train()
+    module.on_train_start()  # algorithms that keep copies of the weights make them here
+    sampling = run.sampling_spec(config)
+    engine = RolloutEngine(
+        policy, rewards, module.sde, module.train_steps, sampling, config.seed, module.needs_means, module.needs_final
+    )
+    spec = run.schedule_spec(config, module.train_steps.count(sampling.steps), trainers=1)
+    prompt = PromptData(config.data, config.seed).sampler.batch(0)[0]
+    rows = spec.task_size
+    task = Task(step=0, index=0, group=0, first_sample=0, samples=rows, version=0)
+
+    def generate() -> Any:
+        generation = engine.begin(task, prompt)
+        while engine.steps_left(generation):
+            generation = engine.advance(generation)
+        return generation
+
+    try:
+        encode = _timed(lambda: torch.no_grad()(policy.encode_prompts)(policy.wordings([prompt])[0]), 1)
+        generation = generate()
+        media = engine.decode(generation)
+        batch = training_batch(engine.score(generation, media).result(), spec, engine.reward_weights).to(device)
+
+        def train() -> None:
+            module.training_step(batch, 0).backward()
+            module.zero_grad(set_to_none=True)
+
+        return {
+            "encode": encode,
+            "generate": _timed(generate, rows),
+            "decode": _timed(lambda: engine.decode(generation), rows),
+            "score": _timed(lambda: rewards.score(media, [prompt] * rows), rows),
+            "train": _timed(train, rows * len(batch.blocks[0].steps)),
+        }
+    finally:
+        engine.close()
+
+
+def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, float]) -> TrainBatch:
+    """The micro-batch that trains as many steps of the task as `schedule.tsp.batch` puts into one forward."""
+    import torch
+
+    from digenrl.schedule.claims import Claim
+    from digenrl.transport.cells import Part, pack
+    from digenrl.types import TrainBatch
+
+    steps = range(len(trajectory.steps))
+    block = Part(pack(trajectory, steps, Claim(0, 0, 0), 0.0)).block(steps[: spec.tsp_batch])
+    ranks = torch.linspace(0.0, 1.0, spec.group_size).repeat(spec.prompts, 1)  # unequal, so that every loss term counts
+    return TrainBatch(
+        blocks=(block,),
+        rewards={name: ranks.clone() for name in weights},
+        reward_weights=dict(weights),
+        denominator=float(spec.cells_per_update),
+        update=0,
+        version=0,
+    )
+
+
+def _timed(work: Callable[[], Any], units: int) -> Measured:
+    """Seconds per unit of `work`, whose one call does `units` of them."""
+    import torch
+
+    seconds = []
+    for _ in range(1 + REPEATS):
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - began) / units)
+    kept = seconds[1:]
+    return Measured(statistics.median(kept), min(kept), max(kept), units)
+
+
+def lines(table: Mapping[str, Measured]) -> list[str]:
+    """The table for the terminal."""
+    head = f"{'stage':<10}{'unit':<8}{'units':>6}{'seconds/unit':>14}{'fastest':>12}{'slowest':>12}"
+    return [head] + [
+        f"{stage:<10}{UNITS[stage]:<8}{m.units:>6}{m.median:>14.6f}{m.fastest:>12.6f}{m.slowest:>12.6f}"
+        for stage, m in table.items()
+    ]
+
+
+def snippet(table: Mapping[str, Measured], pool: str, composed: Composed) -> str:
+    """YAML that stands in for the `seconds:` line of the hardware profile."""
+    choices = composed.choices
+    source = f"experiment={choices['experiment']} hardware={choices['hardware']}" if choices else composed.run_dir.name
+    rows = [f"  {stage}: {{{pool}: {measured.median:.6g}}}" for stage, measured in table.items()]
+    note = f"# Seconds per unit (median of {REPEATS}), measured by `digenrl profile {source}`"
+    return "\n".join([note, "seconds:", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""Seconds per RL step that no run of a candidate beats: what lets the planner skip simulating it.
+
+The work of each role over its speed, in whole micro-batches; lending fills every wait, publishing and delivery are
+free, and a step of one-step asynchrony overlaps with its neighbours completely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from digenrl.extensions.planner.virtual_cluster import Cluster, micro_batches
+from digenrl.schedule import ScheduleSpec, fragments
+from digenrl.schedule.order import stale_groups
+
+
+def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
+    """Lower bound of seconds per step of `spec` on `cluster`."""
+    fragment, updates = training_floor(spec, cluster)
+    updates = [seconds + cluster.reduce_seconds + cluster.optimizer_seconds for seconds in updates]
+    training = sum(updates) + cluster.snapshot_seconds
+    later = sum(sorted(updates)[: spec.slices - 1])  # they need all groups
+    last = fragment + later if spec.gap else training  # to be trained when the last task is done
+    if not cluster.rollouts:
+        own = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers]
+        return training + (spec.tasks / _rate(own) if spec.gap else _makespan(spec.tasks, own))
+    making = [rank.task_seconds(spec.denoise_steps) for rank in cluster.rollouts]
+    lending = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers] if spec.tag else []
+    everyone = making + lending
+    overlapped = (spec.tasks + _rate(lending) * training) / _rate(everyone)
+    fresh = spec.tasks - stale_groups(spec, 1) * spec.tasks_per_group  # not begun before the last version is there
+    alone = (fresh / _rate(everyone) if spec.handoff else _makespan(fresh, everyone)) + last
+    return max(overlapped, alone, training + (0.0 if spec.async_steps else min(everyone)))
+
+
+def _rate(seconds: Sequence[float]) -> float:
+    return sum(1.0 / own for own in seconds)
+
+
+def _makespan(tasks: int, seconds: Sequence[float]) -> float:
+    """The least time in which ranks of so many seconds per task, all free at 0, end `tasks` whole ones."""
+    if not tasks:
+        return 0.0
+    alike = Counter(own for own in seconds if math.isfinite(own))
+    low = tasks / _rate(seconds)
+    high = low + max(alike)
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        done = sum(count * math.floor(middle / own) for own, count in alike.items())
+        low, high = (low, middle) if done >= tasks else (middle, high)
+    return low
+
+
+def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[float]]:
+    """Seconds of training one fragment (0 where a rank without blocks of it trains others) and all of each update."""
+    if cluster.lockstep:
+        lasting = [
+            [_unit_seconds(spec, cluster, fragment) for fragment in fragments(spec, update)]
+            for update in range(spec.updates_per_batch)
+        ]
+        longest = min(max(units) for update in lasting for units in update)
+        return longest, [max(map(sum, zip(*update, strict=True))) for update in lasting]
+    trainers, tasks = len(cluster.trainers), spec.tasks_per_portion
+    steps = spec.trained_steps / spec.blocks_per_task
+    blocks = [steps * rank.cell_seconds + rank.exposed_seconds for rank in cluster.trainers]
+    useful = (
+        cluster.useful if spec.task_size > 1 else round(tasks * cluster.useful) / tasks
+    )  # tasks of one sample, whole
+    if spec.shares or not spec.tsp_shard:
+        speed = sum(1.0 / block for block in blocks)
+        each = useful * spec.groups_per_update * tasks * spec.blocks_per_task / speed
+        return 0.0, [each] * spec.updates_per_batch
+    per_group = math.floor(useful * tasks * spec.blocks_per_task + 1e-9)
+    # Odd blocks go round the ranks from fragment to fragment, and so does what is not useful.
+    each = math.ceil(spec.groups_per_update * per_group / trainers) * min(blocks)
+    if useful == 1.0:
+        whole, rest = divmod(spec.groups_per_update, spec.fragment_groups)
+        full = whole * (spec.fragment_groups * per_group // trainers) + rest * per_group // trainers
+        each = max(each, full * max(blocks))
+    return 0.0, [each] * spec.updates_per_batch
+
+
+def _unit_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> list[float]:
+    """Of `fragment` on each unit of trainers, whose every micro-batch lasts as long as on its slowest rank."""
+    table = micro_batches(spec, cluster, fragment)
+    rows = ([table[rank] for rank in ranks] for ranks in cluster.units)
+    return [sum(max(column) for column in zip(*own, strict=True)) for own in rows]

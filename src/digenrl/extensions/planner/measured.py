@@ -1,0 +1,65 @@
+"""Seconds that `make gpu` has measured on GPUs (configs/hardware/measured/NAME.yaml), as the `seconds` of a profile.
+
+A file has, by model (a key of facts.json) and stage, rows of {seconds, samples, engine, tokens, passes, ...}. A
+workload takes the rows of its own model, tokens, guidance and training, and of them the fastest per unit; what nobody
+has measured stays computed. `hardware.seconds` of a profile goes before all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from digenrl.extensions.planner.workload import Workload
+from digenrl.hardware import Hardware
+
+
+def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
+    """`hardware` with the seconds per unit that files in `folder` have for its pools' GPUs and this workload."""
+    seconds = {stage: dict(table) for stage, table in hardware.seconds.items()}
+    for pool in hardware.pools:
+        for path in sorted(folder.glob("*.yaml")):
+            if same_gpu(pool.gpu, path.stem):
+                for stage, value in units(_read(path)["models"].get(work.model, {}), work).items():
+                    seconds.setdefault(stage, {}).setdefault(pool.name, value)
+    return replace(hardware, seconds=seconds)
+
+
+def same_gpu(profile: str, measured: str) -> bool:
+    """Whether a profile's GPU (H100-SXM) is the measured one, whose name is the driver's (h100_80gb_hbm3): the first
+    word with a digit names the chip."""
+    ours, theirs = (re.split(r"[^a-z0-9]+", name.lower()) for name in (profile, measured))
+    chip = next((word for word in ours if re.search(r"\d", word)), None)
+    return chip in theirs and ("pcie" in ours) == ("pcie" in theirs)
+
+
+def units(stages: Mapping[str, list[dict[str, Any]]], work: Workload) -> dict[str, float]:
+    """stage -> seconds per unit (encode: prompt; generate, decode: sample; train: cell) of the rows that fit `work`."""
+    wanted = {
+        "engine": work.engine,
+        "tokens": work.tokens,
+        "passes": work.passes,
+        "trained": "all" if work.lora_rank is None else "lora",
+        "reference": work.reference,
+    }
+    found: dict[str, float] = {}
+    for stage, rows in stages.items():
+        if stage == "train":  # graphs have no gradients
+            wanted["engine"] = work.engine.removesuffix("_graphs")
+        fitting = [row for row in rows if all(row.get(key, value) == value for key, value in wanted.items())]
+        per_unit = [row["seconds"] / row["samples"] / row.get("steps", 1) for row in fitting]
+        if per_unit:
+            found[stage] = min(per_unit) * (work.steps if stage == "generate" else 1)
+    return found
+
+
+@lru_cache
+def _read(path: Path) -> Mapping[str, Any]:
+    loaded: Mapping[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return loaded

@@ -1,0 +1,228 @@
+"""A candidate, simulated: how long its step takes, and what separates it from the bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from digenrl.extensions.planner.bound import Bound
+from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.records import MOST_STEPS, Simulated
+from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, Rank, waves
+from digenrl.extensions.planner.virtual_run import steady
+from digenrl.extensions.planner.workload import Drawn
+from digenrl.recompute import Recompute
+
+WAVES = 8
+"""Ranks that a quick simulation keeps at least."""
+QUICK_STEPS = 9
+"""RL steps that it takes at most."""
+JITTER = Disturbance(jitter=0.05)
+JITTER_STEPS = 7
+"""RL steps of a simulation with jitter."""
+SLOW_RANK = 1.15
+"""Factor on the durations of one rank."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A candidate, simulated."""
+
+    costing: Costing
+    candidate: Candidate
+    result: Simulated
+    bound: Bound
+    quick_s: float | None = None
+    """Seconds per step of the quick simulation, where there was one."""
+
+    @property
+    def step_s(self) -> float:
+        return self.result.step_s
+
+    @property
+    def expected_s(self) -> float:
+        """`step_s`, or what no run beats where that is longer: one that has not settled may live on a buffer."""
+        return max(self.step_s, self.costing.floor(self.candidate))
+
+    @property
+    def bound_s(self) -> float:
+        return self.bound.seconds
+
+    @property
+    def efficiency(self) -> float:
+        return self.bound_s / self.step_s
+
+    @property
+    def _steps(self) -> int:
+        return self.result.steps
+
+    @property
+    def bubble(self) -> dict[str, float]:
+        """Cause -> share of all GPU time spent waiting."""
+        total = self.step_s * self.costing.hardware.gpus * self._steps
+        table: dict[str, float] = {}
+        for (_, stage, cause), seconds in self.result.seconds.items():
+            if stage == "wait":
+                table[cause] = table.get(cause, 0.0) + seconds / total
+        return table
+
+    def evaluation_s(self, drawn: Drawn) -> float:
+        """Seconds that an evaluation adds to its RL step. Rollouts make it when their tasks are done, and trainers wait
+        for it before the update: what it takes longer than rollouts would have waited for the update adds to the step.
+        Trainers do nothing else meanwhile when they make it."""
+        candidate, costing = self.candidate, self.costing
+        once = costing.evaluation_seconds(drawn, candidate)
+        if not (costing.work.rollouts_evaluate and candidate.rollouts):
+            return once
+        cluster = costing.cluster(candidate)
+        waits = [s for (_, stage, cause), s in self.result.seconds.items() if (stage, cause) == ("wait", "weights")]
+        after = cluster.reduce_seconds + cluster.optimizer_seconds + cluster.snapshot_seconds + cluster.publish_seconds
+        return max(0.0, once - max(0.0, sum(waits) / self._steps / candidate.rollouts - after))
+
+    @property
+    def settled(self) -> bool:
+        """Its steps come to rest; else `step_s` is an average of nothing, and it never wins."""
+        return self.result.settled
+
+    def simulated(
+        self, cluster: Cluster | None = None, disturbance: Disturbance | str | None = None, steps: int | None = None
+    ) -> float:
+        """Seconds per step with other durations or a disturbance (a role: one rank of it is slower); quick, as in
+        `evaluate`."""
+        spec, cluster = self.costing.spec(self.candidate), cluster or self.costing.cluster(self.candidate)
+        real = len(cluster.ranks)
+        spec, cluster = waves(spec, cluster, WAVES)
+        if isinstance(disturbance, str):
+            last = (cluster.trainers if disturbance == "trainer" else cluster.rollouts)[-1].rank
+            together = real / len(cluster.ranks) if disturbance == "rollout" else 1.0  # trainers wait for the slowest
+            disturbance = Disturbance(stragglers={last: 1 + (SLOW_RANK - 1) / together})
+        return steady(spec, cluster, steps, QUICK_STEPS, disturbance).step_s
+
+    @cached_property
+    def _quick_s(self) -> float:
+        return self.simulated() if self.quick_s is None else self.quick_s
+
+    @cached_property
+    def jitter_s(self) -> float:
+        """Seconds per step when every duration varies by 5%."""
+        return self._scaled(self.simulated(None, JITTER, steps=JITTER_STEPS))
+
+    @cached_property
+    def slow_rank_s(self) -> float:
+        """Seconds per step when one rank is 15% slower: the mean over the ranks that it may be."""
+        trainers, rollouts = self.candidate.trainers, self.candidate.rollouts
+        total = trainers * self.simulated(None, "trainer")
+        total += rollouts * self.simulated(None, "rollout") if rollouts else 0.0
+        return self._scaled(total / (trainers + rollouts))
+
+    def _scaled(self, seconds: float) -> float:
+        """A quick figure, by what separates quick and exact ones without a disturbance."""
+        return seconds * self.step_s / self._quick_s
+
+    @cached_property
+    def robust_s(self) -> float:
+        """Seconds per step of a cluster that is not perfect: the mean of those with jitter and with one slow rank."""
+        return (self.jitter_s + self.slow_rank_s) / 2
+
+    def slower_generation_s(self, factor: float) -> float:
+        """Seconds per step when denoising takes `factor` times as long as assumed."""
+        cluster = self.costing.cluster(self.candidate)
+        ranks = tuple(replace(rank, step_seconds=factor * rank.step_seconds) for rank in cluster.ranks)
+        return self._scaled(self.simulated(replace(cluster, ranks=ranks)))
+
+    @cached_property
+    def limits(self) -> list[dict[str, Any]]:
+        """What separates the step from the bound: (cause, seconds per step), the largest first; they sum to the gap.
+
+        Causes are switched off one after the other, and each is what the simulated step then loses. What is left when
+        all are off is waiting (start of a step, uneven parts) and, by the bound of the ranks' roles, placement.
+        """
+        found, before = {}, self._quick_s
+        for cause, cluster in self._freed():
+            after = self.simulated(cluster)
+            found[cause], before = before - after, after
+        roles = self.costing.bound_of_roles(self.candidate)
+        found["waiting"] = before - roles + self.step_s - self._quick_s
+        found["placement"] = roles - self.bound_s
+        ordered = sorted(found.items(), key=lambda item: -abs(item[1]))
+        return [{"cause": cause, "seconds": seconds} for cause, seconds in ordered if abs(seconds) > 1e-9]
+
+    def _freed(self) -> Iterator[tuple[str, Cluster]]:
+        """(cause, the cluster without it and those before)."""
+        costing, spec, costs = self.costing, self.candidate.spec, self.costing.costs
+        cluster, size, work = costing.cluster(self.candidate), spec.task_size, costing.work
+        units = costing.seconds_per_unit()
+        pools = {pool.name: pool for pool in costing.hardware.pools}
+
+        def ranks(change: Callable[[Rank], dict[str, Any]]) -> tuple[Rank, ...]:
+            return tuple(replace(rank, **change(rank)) for rank in cluster.ranks)
+
+        def best(stage: str, rank: Rank) -> float:
+            return size * (units[stage][rank.pool] or 0.0)
+
+        free = dict.fromkeys(("publish_seconds", "snapshot_seconds", "deliver_seconds", "move_seconds"), 0.0)
+        own = dict.fromkeys(("adopt_seconds", "fetch_seconds", "send_seconds"), 0.0)
+        cluster = replace(cluster, ranks=ranks(lambda rank: own), **free)  # type: ignore[arg-type]
+        yield "publication, transfers, CPU scorers", cluster
+        alone = ranks(
+            lambda rank: {
+                "step_seconds": costs.step_seconds(pools[rank.pool], size) / rank.gpus,
+                "exposed_seconds": 0.0,
+            }
+        )
+        cluster = replace(cluster, ranks=alone, reduce_seconds=0.0)
+        yield "communication", cluster
+        cluster = replace(cluster, optimizer_seconds=0.0, switch_seconds=0.0)
+        yield "optimizer, switches", cluster
+
+        def kept(rank: Rank) -> dict[str, float]:
+            plain = costs.cell_seconds(pools[rank.pool], size, spec.tsp_batch, Recompute())
+            return {"cell_seconds": plain / spec.context if rank.role == "trainer" else 0.0}
+
+        cluster = replace(cluster, ranks=ranks(kept))
+        yield "recomputation", cluster
+
+        def batched(rank: Rank) -> dict[str, float]:
+            cell = best("train", rank) / spec.context if rank.role == "trainer" else 0.0
+            return {"cell_seconds": cell, "step_seconds": best("generate", rank) / work.steps / rank.gpus}
+
+        cluster = replace(cluster, ranks=ranks(batched))
+        yield "batch sizes, launches", cluster
+        spent = {pool: s for (pool, stage, _), s in self.result.seconds.items() if stage == "encode"}
+        paid = {rank.pool: rank.encode_seconds for rank in cluster.ranks}
+        times = sum(seconds / paid[pool] for pool, seconds in spent.items() if paid[pool]) / self.result.steps
+        once = min(1.0, work.prompts / times) if times else 1.0
+
+        def resident(rank: Rank) -> dict[str, float]:
+            return {
+                "encode_seconds": once * (units["encode"][rank.pool] or 0.0),
+                "decode_seconds": best("decode", rank),
+            }
+
+        cluster = replace(cluster, ranks=ranks(resident))
+        yield "encoders: residence, repetition", cluster
+
+
+def evaluate(
+    costing: Costing,
+    candidate: Candidate,
+    bound: Bound,
+    exact: bool = False,
+    trace: bool = False,
+    steps: int | None = None,
+    hopeless: float = math.inf,
+) -> Outcome:
+    """Simulate `candidate` until its step no longer changes (or `steps` RL steps, or longer than `hopeless`). Quick:
+    what equal ranks do at once is one event; exact: every rank by itself."""
+    spec, cluster = costing.spec(candidate), costing.cluster(candidate)
+    if not exact:
+        spec, cluster = waves(spec, cluster, WAVES)
+    most = MOST_STEPS if exact else QUICK_STEPS
+    result = steady(spec, cluster, steps, most, trace=trace, hopeless=hopeless)
+    if exact:
+        return Outcome(costing, candidate, result, bound)
+    result = replace(result, made=(), trained=())  # one of many, of which only seconds are wanted
+    return Outcome(costing, candidate, result, bound, result.step_s)

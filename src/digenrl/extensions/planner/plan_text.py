@@ -1,0 +1,277 @@
+"""A plan in words and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.outcome import Outcome
+from digenrl.extensions.planner.planner import Plan
+from digenrl.extensions.planner.workload import Drawn
+from digenrl.recompute import AUTO, Recompute
+
+SLOWER = 1.2
+"""Denoising against what is assumed, in the plan's question about it."""
+NEAR_DUPLICATE = 0.01
+"""Relative difference of steps below which two candidates of one schedule are shown as one."""
+
+
+def overrides(outcome: Outcome) -> list[str]:
+    """What to add to `python -m digenrl.cli.train experiment=... hardware=...` to run the candidate."""
+    candidate, hardware = outcome.candidate, outcome.costing.hardware
+    words = [
+        f"allocation.trainers={candidate.trainers}",
+        f"allocation.rollouts={candidate.rollouts}",
+        f"parallel.sharding={candidate.sharding}",
+        f"parallel.context={candidate.spec.context}",
+        f"parallel.rollout_context={candidate.rollout_context}",
+        f"sampling.task_size={candidate.spec.task_size}",
+        f"model.gradient_checkpointing={_recompute_word(candidate.recompute)}",
+        f"model.offload_encoders={str(not candidate.encoders).lower()}",
+        f"schedule.claims={'split' if candidate.static_claims else 'shared'}",
+        "schedule.auto=false",
+        *outcome.costing.spec(candidate).overrides(),
+    ]
+    if candidate.first is not None and candidate.rollouts:
+        first = hardware.pool(candidate.first)
+        if candidate.trainers >= first.count:
+            words.append(f"hardware.pools.{first.name}.role=trainer")
+        if candidate.trainers <= first.count:
+            others = [pool.name for pool in hardware.pools if pool.name != first.name]
+            words += [f"hardware.pools.{name}.role=rollout" for name in others]
+    return words
+
+
+def _recompute_word(recompute: Recompute | None) -> str:
+    """Value of `model.gradient_checkpointing` on a command line; None is left to each rank's memory."""
+    value = AUTO if recompute is None else recompute.config
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{mode}:{share}' for mode, share in value.items())}}}"
+    return str(value).lower()
+
+
+def row(outcome: Outcome) -> dict[str, Any]:
+    """One candidate of plan.json."""
+    return {
+        "overrides": overrides(outcome),
+        "schedule": outcome.candidate.name,
+        "async_steps": outcome.candidate.spec.async_steps,
+        "trainers": outcome.candidate.trainers,
+        "rollouts": outcome.candidate.rollouts,
+        "step_s": outcome.step_s,
+        "samples_per_s": outcome.costing.work.samples / outcome.step_s,
+        "bound_step_s": outcome.bound_s,
+        "efficiency": outcome.efficiency,
+        "settled": outcome.settled,
+        "simulated_steps": len(outcome.result.step_ends),
+        "jitter_step_s": outcome.jitter_s,
+        "slow_rank_step_s": outcome.slow_rank_s,
+        "robust_step_s": outcome.robust_s,
+        "messages": list(outcome.result.messages),
+        "memory_gib": memory_by_role(outcome),
+        "host_gib": {pool: round(gib, 3) for pool, gib in outcome.costing.host_gib(outcome.candidate).items()},
+        "recompute": {pool: kept.config for pool, kept in recomputed(outcome).items()},
+        "bubble": outcome.bubble,
+        "limits": outcome.limits,
+    }
+
+
+def memory_by_role(outcome: Outcome) -> dict[str, float]:
+    """Role -> GiB of its fullest rank."""
+    table: dict[str, float] = {}
+    for (_, role), use in outcome.costing.memory(outcome.candidate).items():
+        table[role] = max(table.get(role, 0.0), round(use.gib, 3))
+    return table
+
+
+def recomputed(outcome: Outcome) -> dict[str, Recompute]:
+    """Pool of trainers -> what their blocks keep for the backward pass."""
+    costing, candidate = outcome.costing, outcome.candidate
+    names = dict.fromkeys(name for name, role in costing.placed(candidate) if role == "trainer")
+    return {name: costing.recompute(candidate, costing.hardware.pool(name)) for name in names}
+
+
+def repeats(outcome: Outcome) -> str:
+    """What is computed twice, in a column's width: no, the share of blocks and what they keep, or several values."""
+    kept = set(recomputed(outcome).values())
+    if len(kept) > 1:
+        return "by pool"
+    shares = {mode: share for mode, share in kept.pop().shares.items() if share > 0}
+    words = {"products": "p", "attention": "a", "inputs": "all"}
+    return "+".join(f"{100 * shares[mode]:.0f}%{word}" for mode, word in words.items() if mode in shares) or "no"
+
+
+def chosen(plan: Plan, asynchronous: bool) -> list[Outcome]:
+    """The candidates that the plan may choose from, best first."""
+    return [outcome for outcome in plan.outcomes if asynchronous or outcome.candidate.spec.async_steps == 0]
+
+
+def as_json(plan: Plan, asked: Outcome | None, asynchronous: bool, booking: Booking) -> dict[str, Any]:
+    """plan.json: the ranked candidates, what the configuration itself `asked` for (`misfits`: why memory forbids it),
+    what the run costs, and what a reader needs to recompute the bound."""
+    costing = plan.costing
+    best = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
+    ranked = chosen(plan, asynchronous)
+    return {
+        "candidates": [row(outcome) for outcome in ranked],
+        "configured": None if asked is None else row(asked) | {"misfits": costing.misfits(asked.candidate)},
+        "best": {kind: row(outcome) if outcome else None for kind, outcome in best.items()},
+        "pools": {pool.name: pool.count for pool in costing.hardware.pools},
+        "work": costing.work_units(),
+        "seconds_per_unit": costing.seconds_per_unit(),
+        "sources": costing.sources(),
+        "sensitivity": sensitivity(plan, asynchronous),
+        "bound_step_s": plan.bound_s,
+        "gpu_hours": booking.gpu_hours(ranked[0]),
+        "hours": booking.hours(ranked[0]),
+        "price": booking.price(ranked[0]),
+        "rl_steps": booking.rl_steps,
+        "simulated": plan.simulated,
+    }
+
+
+@dataclass(frozen=True)
+class Booking:
+    """How long the run is, and what a GPU costs."""
+
+    rl_steps: int
+    price_per_gpu_hour: float | None = None
+    evaluations: int = 0
+    drawn: Drawn | None = None
+    """By each of them; None: there are none."""
+
+    def hours(self, outcome: Outcome) -> float:
+        """Of the whole run, its evaluations included."""
+        seconds = self.rl_steps * outcome.step_s
+        if self.drawn is not None:  # nothing is trained beside the last one
+            seconds += (self.evaluations - 1) * outcome.evaluation_s(self.drawn)
+            seconds += outcome.costing.evaluation_seconds(self.drawn, outcome.candidate)
+        return seconds / 3600
+
+    def gpu_hours(self, outcome: Outcome) -> float:
+        """All GPUs of the profile are booked."""
+        return self.hours(outcome) * outcome.costing.hardware.gpus
+
+    def price(self, outcome: Outcome) -> float | None:
+        """In the currency of the price; None where none is given."""
+        return None if self.price_per_gpu_hour is None else self.gpu_hours(outcome) * self.price_per_gpu_hour
+
+
+def sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
+    """What the plan would be if denoising took 20% longer than assumed: the winner's step, and who would win."""
+    ranked = chosen(plan, asynchronous)
+    seconds = {outcome.candidate: outcome.slower_generation_s(SLOWER) for outcome in ranked}
+    best = min(ranked, key=lambda outcome: seconds[outcome.candidate])
+    return {
+        "factor": SLOWER,
+        "step_s": seconds[ranked[0].candidate],
+        "best": _seat(best),
+        "best_step_s": seconds[best.candidate],
+    }
+
+
+def _seat(outcome: Outcome) -> str:
+    candidate = outcome.candidate
+    return f"{candidate.name} {candidate.trainers}+{candidate.rollouts}"
+
+
+def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
+    """What to book and what it costs."""
+    winner = chosen(plan, asynchronous)[0]
+    gpus = ", ".join(f"{pool.count} x {pool.gpu}" for pool in plan.costing.hardware.pools)
+    price = booking.price(winner)
+    money = "" if price is None else f", {price:,.0f} at {booking.price_per_gpu_hour:g} a GPU-hour"
+    evaluators = "rollouts" if plan.costing.work.rollouts_evaluate and winner.candidate.rollouts else "trainers"
+    lines = [
+        f"Book {gpus} for {booking.hours(winner):.1f} hours ({booking.rl_steps} RL steps and {booking.evaluations} "
+        f"evaluations by {evaluators}): {booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
+        f"Run {_seat(winner)}: {winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if durations vary by 5%, "
+        f"{winner.slow_rank_s:.2f} s if one rank is 15% slower.",
+    ]
+    found = sensitivity(plan, asynchronous)
+    other = (
+        "" if found["best"] == _seat(winner) else f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
+    )
+    lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")
+    words: dict[str, list[str]] = {}
+    for stage, by_pool in plan.costing.sources().items():
+        for source in sorted(set(by_pool.values())):
+            where = [pool for pool, word in by_pool.items() if word == source]
+            words.setdefault(source, []).append(
+                stage if len(where) == len(by_pool) else f"{stage} on {'+'.join(where)}"
+            )
+    lines.append(
+        "Speeds: " + "; ".join(f"{source}: {', '.join(names)}" for source, names in sorted(words.items())) + "."
+    )
+    return lines + [f"In the simulation {message}" for message in winner.result.messages]
+
+
+def table(plan: Plan, asynchronous: bool, booking: Booking, show: int, asked: Outcome | None = None) -> list[str]:
+    """The best candidates, a line each, without near-duplicates, and what is configured."""
+    lines = [
+        f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>13}{'GiB T/R':>13}{'s/step':>10}"
+        f"{'jitter':>9}{'slow rank':>11}{'of bound':>10}{'GPU-hours':>11}  waiting; also"
+    ]
+    shown: dict[tuple[str, str], list[float]] = {}
+    for outcome in chosen(plan, asynchronous):
+        near = shown.setdefault((outcome.candidate.name, outcome.candidate.sharding), [])
+        if len(lines) <= show and all(abs(outcome.step_s / other - 1) > NEAR_DUPLICATE for other in near):
+            near.append(outcome.step_s)
+            lines.append(_line(outcome, booking))
+    return lines if asked is None else [*lines, _line(asked, booking, "as configured")]
+
+
+def _line(outcome: Outcome, booking: Booking, name: str | None = None) -> str:
+    candidate, memory = outcome.candidate, memory_by_role(outcome)
+    gib = f"{memory['trainer']:.1f}/" + (f"{memory['rollout']:.1f}" if "rollout" in memory else "-")
+    waits = sorted(outcome.bubble.items(), key=lambda item: -item[1])
+    bubble = ", ".join(f"{cause} {100 * share:.1f}%" for cause, share in waits if share >= 0.001)
+    settled = "" if outcome.settled else "; does not settle"
+    return (
+        f"{name or candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"
+        f"{candidate.spec.task_size:>4}{candidate.spec.tsp_batch:>4}{candidate.spec.gap:>4}"
+        f"{repeats(outcome):>13}{gib:>13}{outcome.step_s:>10.2f}{outcome.jitter_s:>9.2f}{outcome.slow_rank_s:>11.2f}"
+        f"{outcome.efficiency:>10.3f}{booking.gpu_hours(outcome):>11.0f}  {bubble or 'none'}{_also(candidate)}{settled}"
+    )
+
+
+def _also(candidate: Candidate) -> str:
+    """Choices without a column of their own, where they are not the usual ones."""
+    words = {
+        f"trainers first from {candidate.first}": candidate.first is not None,
+        "encoders stay on the GPU": candidate.encoders,
+        f"stale {candidate.spec.stale_fraction:g}": candidate.spec.async_steps > 0,
+        "lends": candidate.spec.async_steps > 0 and candidate.spec.tag,
+        "hands over": candidate.spec.async_steps > 0 and candidate.spec.handoff,
+        f"tokens over {candidate.spec.context} trainers": candidate.spec.context > 1,
+        f"tokens over {candidate.rollout_context} rollouts": candidate.rollout_context > 1,
+        "steps not sharded": not candidate.spec.tsp_shard and candidate.rollouts > 0,
+    }
+    return "".join(f"; {word}" for word, on in words.items() if on)
+
+
+def explanation(plan: Plan, asynchronous: bool) -> list[str]:
+    """Three lines about the winner; says so when colocated wins."""
+    ranked = chosen(plan, asynchronous)
+    winner = ranked[0]
+    colocated = plan.best("colocated")
+    limits = [limit for limit in winner.limits if limit["seconds"] > 0][:3]
+    causes = ", ".join(f"{limit['cause']} {limit['seconds']:.2f} s" for limit in limits) or "nothing"
+    if winner.candidate.rollouts == 0:
+        others = [outcome for outcome in ranked if outcome.candidate.rollouts]
+        versus = f"the best disaggregated run takes {others[0].step_s:.2f} s" if others else "no disaggregated run fits"
+        why = f"Colocated wins: {versus}. Disaggregation does not pay here."
+    elif colocated is None:
+        why = "Disaggregated, because no colocated run fits into memory, or none was asked for."
+    else:
+        ratio = colocated.step_s / winner.step_s
+        why = f"Disaggregated: {ratio:.2f}x the best colocated run ({colocated.step_s:.2f} s)"
+        why += "." if ratio >= 1 else f", {colocated.robust_s / winner.robust_s:.2f}x with jitter or a slow rank."
+    idle = plan.costing.hardware.gpus - winner.candidate.trainers - winner.candidate.rollouts
+    return [
+        f"{winner.step_s:.2f} s per step, {100 * winner.efficiency:.1f}% of the bound ({plan.bound_s:.2f} s); "
+        f"what separates them: {causes}.",
+        why,
+        "All GPUs work." if idle == 0 else f"{idle} GPUs stay idle.",
+    ]

@@ -1,0 +1,551 @@
+"""A run in virtual time: the schedule and the policy of `digenrl.schedule`, with durations in place of work.
+
+Durations are simulated; what decides (order, claims, fragments, placement, lending, staleness) is the runtime's code.
+Trainers act as *units*: those whose forwards are collectives, else one rank each. Where there are several units in
+lock-step, the first one decides and the others follow.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from digenrl.extensions.planner.floor import floor_seconds
+from digenrl.extensions.planner.generation import Generation, Worker
+from digenrl.extensions.planner.records import MOST_STEPS, Led, Simulated, Unit, settled_from
+from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, micro_batches
+from digenrl.record.spans import Span
+from digenrl.schedule import ScheduleSpec, Task, fragments, next_fragment, queue
+from digenrl.schedule.order import group_version, later_fragments
+from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, Record, SchedulePolicy
+from digenrl.schedule.ranks import Roles
+from digenrl.schedule.staleness import Ledger, check_staleness
+from digenrl.schedule.timesteps import cells_by_rank
+
+ENDLESS = 1 << 30
+"""Number of the last RL step of a run that has none."""
+
+
+class DeadlockError(RuntimeError):
+    """No event is left and the run is not finished."""
+
+
+def simulate(
+    spec: ScheduleSpec,
+    cluster: Cluster,
+    steps: int = 3,
+    disturbance: Disturbance | None = None,
+    trace: bool = False,
+    record: Record | None = None,
+) -> Simulated:
+    """Run `steps` RL steps in virtual time.
+
+    Args:
+        record: is given every event and decision of the policy.
+
+    Raises:
+        DeadlockError: the schedule came to a halt (a defect; the property tests look for it).
+    """
+    run = _VirtualRun(spec, cluster, steps - 1, disturbance or Disturbance(), trace, record)
+    return run.until(lambda ends: (0 if steps > 1 else -1) if len(ends) == steps else None)
+
+
+def steady(
+    spec: ScheduleSpec,
+    cluster: Cluster,
+    steps: int | None = None,
+    most: int = MOST_STEPS,
+    disturbance: Disturbance | None = None,
+    trace: bool = False,
+    hopeless: float = math.inf,
+) -> Simulated:
+    """An endless run in virtual time, watched until its seconds per step no longer change.
+
+    Args:
+        most: give up after so many RL steps, unsettled.
+        steps: watch so many RL steps (at least 2) and take the later half; None = as few as show that the run has
+            settled. What asynchronous steps begin with, a buffer, must be empty or full for good.
+        hopeless: a run whose second step takes longer (of asynchronous ones, which fill a buffer first, the third and
+            fourth on average) is not watched on, and counts as unsettled.
+    """
+    run = _VirtualRun(spec, cluster, ENDLESS, disturbance or Disturbance(), trace, None)
+    least = floor_seconds(*(cluster.whole or (spec, cluster)))
+    fewest = 3 + 2 * spec.tag + 4 * spec.async_steps
+    hoped = 2 + 2 * spec.async_steps
+
+    def steady_from(ends: list[float]) -> int | None:
+        """As `settled_from`, since lending last switched itself off."""
+        found = settled_from(ends[run.changed :], least)
+        return None if found is None else run.changed + found
+
+    def window(ends: list[float]) -> int | None:
+        if steps is not None:
+            return (steps - 1) // 2 if len(ends) == steps else None
+        if len(ends) == hoped and ends[-1] - ends[-2 - spec.async_steps] > hopeless * (1 + spec.async_steps):
+            return 0
+        watched = len(ends) - run.changed
+        if len(ends) < fewest or watched < 3 or watched % 2 == 0:
+            return None
+        return max(run.changed, hoped - 1) if len(ends) >= most else steady_from(ends)
+
+    result = run.until(window)
+    result = replace(result, settled=disturbance is not None or steady_from(list(result.step_ends)) is not None)
+    vars(run).clear()  # it refers to itself, and would stay until the collector comes
+    return result
+
+
+def fragment_staleness(spec: ScheduleSpec, version: int, fragment: tuple[int, ...]) -> int:
+    """The most versions that samples of `fragment` are behind trainers of `version`."""
+    made = (group_version(spec, version, group) for group in spec.groups_of(fragment))
+    return max(check_staleness(own, version, spec.async_steps) for own in made)
+
+
+class _VirtualRun:
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        cluster: Cluster,
+        last_step: int,
+        disturbance: Disturbance,
+        trace: bool,
+        record: Record | None,
+    ) -> None:
+        spec = replace(spec, handoff=spec.handoff and bool(cluster.rollouts))  # colocated ranks keep their tasks
+        self.spec, self.cluster, self.disturbance, self.trace = spec, cluster, disturbance, trace
+        self._random = disturbance.generator()
+        self._events: list[tuple[float, int, int, str, Any]] = []
+        self._sequence, self.now = 0, 0.0
+        self.spans: list[tuple[int, str, float, float, int, Mapping[str, Any] | None, str]] = []
+        self._roles = {rank.rank: rank.role for rank in cluster.ranks}
+        roles = Roles(
+            len(cluster.trainers),
+            len(cluster.rollouts),
+            lockstep=cluster.lockstep,
+            split=cluster.static_claims,
+            keeps_copy=cluster.lends_between_updates,
+        )
+        self.plan: Callable[[int], Sequence[Task]] = functools.cache(lambda version: queue(spec, version, last_step))
+        self.policy = SchedulePolicy(spec, roles, self.plan, record)
+        self.gen = Generation(
+            spec, cluster, self.policy, self.plan, self._factor, self._post, self._span, self._fragment_waits
+        )
+        ids = [rank.rank for rank in cluster.trainers]
+        self.units = [Unit(ranks) for ranks in cluster.units]
+        self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
+        whole = cluster.whole
+        if whole is None or len(whole[1].units) != len(cluster.units):
+            whole = spec, cluster
+        self.micro_batches = functools.cache(functools.partial(micro_batches, *whole))
+        self._members = dict(zip(cluster.units, whole[1].units, strict=True))
+        """Unit -> trainers whose cells say how long it trains: of waves those of the whole run, where it has the same
+        units, since who waits for whom depends on every trainer's cells."""
+        self.together = self._together if disturbance.jitter else functools.cache(self._together)
+        self.led: list[Led] = []
+        """What the first unit of trainers in lock-step has done in the present update."""
+        self.fragment_staleness = functools.cache(functools.partial(fragment_staleness, spec))
+        self.cells = functools.cache(functools.partial(cells_by_rank, spec, len(ids), cluster.lockstep))
+        for rank in ids:
+            self.policy.expected("switch", rank, cluster.switch_seconds)
+            concerned = [groups for groups in fragments(spec, 0) if self._concerns(rank, groups)]
+            for groups in concerned[:1]:
+                seconds = sum(self.together(self.unit_of[rank], groups))
+                self.policy.expected("train", rank, self._per_cell(rank, groups, seconds))
+        self.version = 0
+        """Of the trainers = RL step in progress."""
+        self.visible = dict.fromkeys([rank.fetch_seconds for rank in cluster.ranks], 0)
+        """Newest version that rollouts can adopt, by the seconds that it takes to their place."""
+        self._lines = dict.fromkeys([rank.pool for rank in cluster.ranks], 0.0)
+        """Pool -> when the line from there has nothing more to carry."""
+        self.updates_done, self.arrived = 0, 0
+        self.done_tasks: dict[tuple[int, int], int] = {}
+        self.completed: defaultdict[int, set[int]] = defaultdict(set)
+        self.step_ends: list[float] = []
+        self.trained: list[tuple[int, int, tuple[int, ...]]] = []
+        self.ledger, self.staleness = Ledger(), 0
+        self.messages: list[str] = []
+        self.changed = 0
+        """The first RL step with the present behaviour: lending may have switched itself off."""
+        self._bubbles: list[Unit] = []
+        self._handlers: dict[str, Callable[[Any], None]] = {
+            "boundary": self._on_boundary,
+            "finish": self._on_finish,
+            "deliver": self._on_deliver,
+            "fail": self._on_fail,
+            "notice": self._on_notice,
+            "visible": self._on_visible,
+            "bubble": self._on_bubble,
+            "trained": self._on_trained,
+            "update": self._on_update,
+        }
+        self._done_at: dict[int, float] = {}
+        """When ranks of a unit that generates together had nothing more to do."""
+
+    # ---- plumbing
+
+    def _factor(self, rank: int) -> float:
+        return self.disturbance.factor(rank, self._random)
+
+    def _post(self, time: float, kind: str, payload: Any) -> None:
+        self._sequence += 1
+        late = 1 if kind == "bubble" else 0  # after everything else that happens at the same moment
+        heapq.heappush(self._events, (time, late, self._sequence, kind, payload))
+
+    def _span(self, rank: int, stage: str, start: float, end: float, step: int, args: Mapping[str, Any]) -> None:
+        if end > start:
+            self.spans.append((rank, stage, start, end, step, args if self.trace else None, args.get("cause", "")))
+
+    def until(self, window: Callable[[list[float]], int | None]) -> Simulated:
+        """Run until `window`, given the ends of the steps, says where the window begins that counts."""
+        self._begin_update()
+        for time, rank in self.disturbance.failures:
+            self._post(time, "fail", rank)
+        for worker in self.gen.generators:
+            if worker.rank.role == "rollout":
+                self._next_task(worker)
+        first = None
+        while first is None:
+            if not self._events:
+                raise DeadlockError(self._situation())
+            done = len(self.step_ends)
+            self.now, _, _, kind, payload = heapq.heappop(self._events)
+            self._handlers[kind](payload)
+            if len(self.step_ends) > done:
+                first = window(self.step_ends)
+                if first is None:
+                    self._begin_update()
+        for worker in self.gen.workers:  # what is under way counts up to here
+            if worker.claim is not None and not worker.dead:
+                self.gen.record(worker, self.now)
+            self.gen.end_idle(worker, self.now)
+        self.ledger.check()
+        spans: list[Span] = []
+        for rank, stage, start, end, step, args, _ in self.spans if self.trace else ():
+            spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args or {})))
+        made, trained = tuple(self.gen.made), tuple(self.trained)
+        return Simulated(
+            tuple(self.step_ends), tuple(spans), first, True, self._seconds(first), made, trained, self.staleness,
+            self.gen.moves, self.ledger, tuple(self.messages),
+        )  # fmt: skip
+
+    def _seconds(self, first: int) -> dict[tuple[str, str, str], float]:
+        """(pool, stage, cause) -> seconds of all GPUs between the end of step `first` and now."""
+        begin = self.step_ends[first] if first >= 0 else 0.0
+        table: dict[tuple[str, str, str], float] = {}
+        for rank, stage, start, end, _, _, cause in self.spans:
+            if end > begin:
+                worker = self.gen.workers[rank].rank
+                key = (worker.pool, stage, cause)
+                table[key] = table.get(key, 0.0) + worker.gpus * (min(end, self.now) - max(start, begin))
+        return table
+
+    def _situation(self) -> str:
+        units, groups = sorted({unit.state for unit in self.units}), len(self.completed[self.version])
+        where = f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {units}, "
+        return f"{where}{groups} of {self.spec.prompts} groups complete."
+
+    # ---- generation
+
+    def _versions(self, worker: Worker) -> Sequence[int]:
+        """Versions that a rank may generate with, the oldest first: a lost task may need the one before the newest."""
+        if worker.rank.role == "trainer":
+            return (self.version,)
+        visible = self.visible[worker.rank.fetch_seconds]
+        return range(max(0, visible - self.spec.async_steps), visible + 1)
+
+    def _next_task(self, worker: Worker) -> None:
+        """A rollout rank is free."""
+        if worker.dead or worker.busy:
+            return
+        cause = self.gen.offer(worker, self._versions(worker), self.now)
+        if cause is not None:
+            self.gen.idle(worker, self.now, cause)
+
+    def _wake(self, cause: str | None = None) -> None:
+        """Work came back, or a rank is free that others had left tasks to: every rank that is idle (for `cause`) looks
+        again, the fastest first; colocated trainers too."""
+        idle = [worker for worker in self.gen.idlers.values() if cause in (None, worker.idle_cause)]
+        for worker in sorted(idle, key=lambda w: (w.rank.step_seconds, w.rank.rank)):
+            if worker.rank.role == "rollout" and worker.idle_since is not None:
+                self._next_task(worker)
+                if cause is not None and worker.idle_since is not None:
+                    break  # what the fastest leaves to others, slower ones leave too
+        if self.gen.colocated:
+            for unit in self.units:
+                if unit.state == "idle":
+                    self._advance(unit)
+
+    def _on_boundary(self, payload: tuple[int, int]) -> None:
+        worker = self.gen.workers[payload[0]]
+        if worker.token != payload[1]:
+            return
+        receiver = self.gen.boundary(worker, self.version, self.now)
+        if receiver is not None:
+            self.gen.suspend(worker, self.now)
+            self._next_task(receiver)
+            self._free(worker)
+
+    def _on_finish(self, payload: tuple[int, int]) -> None:
+        worker = self.gen.workers[payload[0]]
+        if worker.token != payload[1]:
+            return
+        task = self.gen.finish(worker, self.now)
+        part = task.first_sample // self.spec.task_size
+        self.ledger.issue(task.step, task.group, task.samples, part)
+        sent = max(self.now, self._lines[worker.rank.pool]) + worker.rank.send_seconds
+        if worker.rank.send_seconds:
+            self._lines[worker.rank.pool] = sent
+        self._post(sent + self.cluster.deliver_seconds, "deliver", (task.step, task.group))
+        self._free(worker)
+        self._wake("tail")
+
+    def _free(self, worker: Worker) -> None:
+        unit = self.unit_of.get(worker.rank.rank)
+        if unit is None:
+            self._next_task(worker)
+            return
+        self._done_at[worker.rank.rank] = self.now
+        if not any(self.gen.workers[rank].busy for rank in unit.ranks):
+            for rank in unit.ranks:  # sharded trainers generate together, and wait for the last
+                self._span(
+                    rank, "wait", self._done_at.pop(rank, self.now), self.now, self.version, {"cause": "straggler"}
+                )
+            unit.state, unit.since = "idle", self.now
+            self._advance(unit)
+
+    def _on_deliver(self, payload: tuple[int, int]) -> None:
+        self.done_tasks[payload] = self.done_tasks.get(payload, 0) + 1
+        if self.done_tasks[payload] == self.spec.tasks_per_group:
+            step, group = payload
+            self.completed[step].add(group)
+            if step == self.version:
+                for unit in self.units:
+                    if unit.state == "idle":
+                        self._advance(unit)
+
+    def _on_fail(self, rank: int) -> None:
+        worker = self.gen.workers[rank]
+        if worker.rank.role != "rollout":
+            raise ValueError(f"failure of rank {rank}: only rollout ranks die alone; a trainer's death ends the run.")
+        self.gen.die(worker, self.now)
+        self._post(self.now + self.disturbance.detect_seconds, "notice", rank)
+
+    def _on_notice(self, rank: int) -> None:
+        self.gen.notice(self.gen.workers[rank])
+        self._wake()
+
+    def _on_visible(self, payload: tuple[int, float]) -> None:
+        version, seconds = payload
+        self.visible[seconds] = max(self.visible[seconds], version)
+        for worker in self.gen.generators:
+            if worker.rank.role == "rollout" and worker.rank.fetch_seconds == seconds:
+                self._next_task(worker)
+
+    # ---- training
+
+    def _begin_update(self) -> None:
+        parts = fragments(self.spec, self.updates_done)
+        self.arrived, self.led = 0, []
+        for unit in self.units:
+            unit.followed = 0
+            own = [groups for groups in parts if self._concerns(unit.ranks[0], groups)]  # first, as in the runtime
+            unit.pending, unit.state, unit.since = own + [g for g in parts if g not in own], "idle", self.now
+            if self.updates_done == 0:
+                self.policy.step_begun(unit.ranks[0])
+        for unit in self.units:
+            if unit.state == "idle":
+                self._advance(unit)
+
+    def _ready(self, unit: Unit) -> tuple[int, ...] | None:
+        if not unit.pending:
+            return None
+        return next_fragment(self.spec, unit.pending, self.completed[self.version])
+
+    def _fragment_waits(self, worker: Worker) -> bool:
+        return self._ready(self.unit_of[worker.rank.rank]) is not None
+
+    def _left(self, unit: Unit, version: int) -> int:
+        """Tasks of the version that nobody runs and that `unit`, or who follows it, may take."""
+        everyone = self.cluster.static_claims and self.cluster.lockstep
+        ranks = [rank for each in self.units for rank in each.ranks] if everyone else unit.ranks[:1]
+        return sum(self.gen.left(version, self.gen.workers[rank]) for rank in ranks)
+
+    def _move(self, unit: Unit, granted: int | None = None) -> str:
+        done, ready = len(self.completed[self.version]), self._ready(unit)
+        asks = self.gen.colocated or (self.spec.tag and ready is None)  # else the move does not depend on what is left
+        left = self._left(unit, self.version) if asks else 0
+        return self.policy.next_move(unit.ranks[0], self.updates_done, unit.pending, ready, done, left, granted)
+
+    def _advance(self, unit: Unit) -> None:
+        """`unit` is free: train, meet the others, lend, or wait."""
+        if not unit.pending:
+            unit.state, unit.since = "barrier", self.now
+            self.arrived += 1
+            if self.arrived == len(self.units):
+                self._end_update()
+            return
+        if self._follows(unit):
+            if unit.followed < len(self.led):
+                self._follow(unit, self.led[unit.followed])
+            return
+        move = self._move(unit)
+        if move == ASK and self.gen.colocated:
+            self._generate(unit)  # each rank of the unit asks when it is offered a task
+        elif move == ASK:
+            if not self._bubbles:
+                self._post(self.now, "bubble", None)
+            if unit not in self._bubbles:
+                self._bubbles.append(unit)
+        else:
+            self._do(unit, move)
+
+    def _on_bubble(self, _: None) -> None:
+        """TAG: trainers became idle at this moment."""
+        units, self._bubbles = self._bubbles, []
+        for unit in units:
+            if unit.state != "idle":
+                continue
+            move = self._move(unit)
+            if move == ASK:
+                pending = (*unit.pending, *later_fragments(self.spec, self.updates_done))
+                older = self._left(unit, self.version - 1) if self.version else 0
+                left = (older, self._left(unit, self.version))
+                move = self._move(unit, self.policy.lend(unit.ranks[0], self.version, pending, left, self.now))
+            self._do(unit, move)
+
+    def _do(self, unit: Unit, move: str) -> None:
+        if move == TRAIN:
+            fragment = self._ready(unit)
+            assert fragment is not None
+            self._train(unit, fragment)
+        elif move == LEND:
+            self._generate(unit)
+        else:
+            assert move == WAIT
+
+    def _follows(self, unit: Unit) -> bool:
+        return self.cluster.lockstep and unit is not self.units[0]
+
+    def _follow(self, unit: Unit, led: Led) -> None:
+        """Do what the first unit did."""
+        unit.followed += 1
+        if led.fragment is None:
+            self._generate(unit)
+        else:
+            self._train(unit, led.fragment, led)
+
+    def _leads(self, unit: Unit, led: Led) -> None:
+        """The others do as the first unit does."""
+        if self.cluster.lockstep and unit is self.units[0]:
+            self.led.append(led)
+            for other in self.units[1:]:
+                if other.state == "idle":
+                    self._advance(other)
+
+    def _generate(self, unit: Unit) -> None:
+        """Every rank of the unit takes a task, if one is left for it. Units in lock-step that get none make one that is
+        thrown away."""
+        started, since = False, unit.since
+        for rank in unit.ranks:
+            worker = self.gen.workers[rank]
+            if self.gen.offer(worker, self._versions(worker), self.now) is None:
+                started = True
+            else:
+                self._done_at[rank] = self.now
+        if not started and self.cluster.lockstep:
+            seconds = self.spec.denoise_steps * max(self.gen.workers[rank].rank.step_seconds for rank in unit.ranks)
+            for rank in unit.ranks:
+                self._done_at.pop(rank)
+                self._span(rank, "lend", self.now, self.now + seconds, self.version, {"discarded": True})
+            self._post(self.now + seconds, "trained", unit)
+        if started or self.cluster.lockstep:
+            self._waited(unit, since)
+            unit.state, unit.lent = "lend", True
+            self._leads(unit, Led(None, self.now, ()))
+
+    def _waited(self, unit: Unit, since: float, cause: str | None = None) -> None:
+        if cause is None:
+            first = not self.trained or self.trained[-1][0] != self.version
+            cause = "first_fragment" if first else "tail"
+        for rank in unit.ranks:
+            self._span(rank, "wait", since, self.now, self.version, {"cause": cause})
+
+    def _together(self, unit: Unit, fragment: tuple[int, ...]) -> tuple[float, ...]:
+        """Seconds of each micro-batch of `fragment` on `unit`: as long as on its slowest rank."""
+        table, members = self.micro_batches(fragment), self._members[unit.ranks]
+        alike = (unit.ranks[i * len(unit.ranks) // len(members)] for i in range(len(members)))
+        pairs = zip(alike, members, strict=True)
+        rows = [[own * self._factor(rank) for own in table[member]] for rank, member in pairs]
+        return tuple(max(column) for column in zip(*rows, strict=True))
+
+    def _train(self, unit: Unit, fragment: tuple[int, ...], led: Led | None = None) -> None:
+        self._waited(unit, unit.since)
+        unit.pending.remove(fragment)
+        unit.state = "train"
+        begin = self.now
+        if unit.lent and not self.gen.colocated:
+            begin += 2 * self.cluster.switch_seconds
+        unit.lent = False
+        self.staleness = max(self.staleness, self.fragment_staleness(self.version, fragment))
+        own = self.together(unit, fragment)
+        end = begin + sum(own)
+        if led is not None:  # no micro-batch begins before that of the first unit
+            end, first = begin, led.begin
+            for seconds, its in zip(own, led.micro_batches, strict=True):
+                end, first = max(end, first) + seconds, first + its
+        for rank in unit.ranks:
+            self.trained.append((self.version, rank, fragment))
+            self._span(rank, "train", begin, end, self.version, {"groups": self.spec.groups_of(fragment)})
+        if self._concerns(unit.ranks[0], fragment):
+            self.policy.measured("train", unit.ranks[0], self._per_cell(unit.ranks[0], fragment, end - begin))
+        self._post(end, "trained", unit)
+        self._leads(unit, Led(fragment, begin, own))
+
+    def _concerns(self, rank: int, fragment: tuple[int, ...]) -> bool:
+        return self.cells(fragment)[rank] > 0
+
+    def _per_cell(self, rank: int, fragment: tuple[int, ...], seconds: float) -> float:
+        return seconds / self.cells(fragment)[rank]
+
+    def _on_trained(self, unit: Unit) -> None:
+        unit.state, unit.since = "idle", self.now
+        self._advance(unit)
+
+    def _end_update(self) -> None:
+        for unit in self.units:
+            self._waited(unit, unit.since, "straggler")
+        for fragment in fragments(self.spec, self.updates_done):
+            for portion, group in zip(fragment, self.spec.groups_of(fragment), strict=True):
+                self.ledger.train(self.version, group, self.spec.parts_of(portion))
+        end = self.now + self.cluster.reduce_seconds + self.cluster.optimizer_seconds
+        last = self.updates_done + 1 == self.spec.updates_per_batch
+        done = end + (self.cluster.snapshot_seconds if last else 0.0)
+        for rank in self._roles:
+            if self._roles[rank] == "trainer":
+                self._span(rank, "optimizer", self.now, end, self.version, {})
+                self._span(rank, "publish", end, done, self.version, {})
+        self._post(done, "update", last)
+
+    def _on_update(self, last: bool) -> None:
+        self.updates_done += 1
+        if last:
+            for unit in self.units:
+                message = self.policy.step_ended(unit.ranks[0], self.now)
+                if message:
+                    self.messages.append(message)
+                    self.changed = len(self.step_ends) + 1
+            self.step_ends.append(self.now)
+            self.completed.pop(self.version, None)
+            self.version += 1
+            self.updates_done = 0
+            self.gen.store.version = self.version
+            for rank in self.cluster.trainers:
+                self.gen.workers[rank.rank].held = self.version
+            for seconds in self.visible:
+                self._post(self.now + self.cluster.publish_seconds + seconds, "visible", (self.version, seconds))
+        else:
+            self._begin_update()

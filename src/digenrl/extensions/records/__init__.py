@@ -1,0 +1,9 @@
+"""Recorded trajectories, and training from them."""
+
+from digenrl.cli.commands import Command
+
+COMMANDS = {
+    "replay": Command(
+        "digenrl.cli.train", "train again from a run's trajectories, with nothing generated: replay RUN", "replay"
+    ),
+}

@@ -1,0 +1,190 @@
+"""What trainers consume, as files: a run with `record.trajectories` writes them, one with `replay` trains from them.
+
+    trajectories/rank-000/step-000012.cells   the messages of an RL step, back to back, as they came to trainer 0
+                          index.jsonl         a line per finished step: bytes, digest, and what the messages hold
+
+This room knows bytes; `digenrl.extensions.records.replay` knows what is in them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from digenrl.record.run_dir import TRAJECTORIES, Row, append_event, append_jsonl, free_space
+
+_INDEX = "index.jsonl"
+
+
+class TrajectoryError(ValueError):
+    """There is no record, a file of it is damaged, or it lacks what is asked of it."""
+
+
+class TrajectoryFiles:
+    """Writes what one trainer rank consumes. A record never ends a run: where a step has no room, the record ends with
+    the step before, and an event says so.
+
+    Args:
+        limit: bytes of this rank's record.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, limit: float = math.inf) -> None:
+        self._run_dir, self._rank, self._limit = run_dir, rank, limit
+        self._directory = _directory(run_dir, rank)
+        self._kept = {step: int(row["bytes"]) for step, row in _index(self._directory).items()}
+        self._open: dict[int, tuple[BinaryIO, xxhash.xxh3_64]] = {}
+        self._over = False
+
+    def take(self, step: int, buffers: Iterable[memoryview]) -> None:
+        """Append a message of RL step `step`."""
+        if self._over:
+            return
+        try:
+            if step not in self._open:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._open[step] = self._unfinished(step).open("wb"), xxhash.xxh3_64()
+                self._kept[step] = 0
+            file, digest = self._open[step]
+            for buffer in buffers:
+                self._kept[step] += len(buffer)
+                if sum(self._kept.values()) > self._limit:
+                    mib = self._limit / 2**20
+                    return self._end(f"this rank's part of record.trajectories_mib, {mib:.4g} MiB, is full")
+                digest.update(buffer)
+                file.write(buffer)
+        except OSError as error:
+            self._end(f"{error.strerror or error}, {free_space(self._run_dir)}")
+
+    def finish(self, step: int, facts: Mapping[str, object]) -> None:
+        """All of RL step `step` is there; `facts` go into its line of the index."""
+        if self._over or step not in self._open:
+            return
+        file, digest = self._open.pop(step)
+        try:
+            file.close()
+            os.replace(self._unfinished(step), _file(self._directory, step))
+        except OSError as error:
+            return self._end(f"{error.strerror or error}, {free_space(self._run_dir)}")
+        row = {"step": step, "bytes": self._kept[step], "xxh3": digest.hexdigest(), **facts}
+        append_jsonl(self._directory / _INDEX, row)
+
+    def _end(self, cause: str) -> None:
+        self._over = True
+        self.close()
+        kept = sum(1 for step in self._kept if _file(self._directory, step).exists())
+        said = f"{cause}: the record of trajectories ends after {kept} RL steps, the run goes on"
+        append_event(self._run_dir, TRAJECTORIES, {"rank": self._rank, "cause": said})
+
+    def close(self) -> None:
+        """Remove what is not finished."""
+        for step, (file, _) in self._open.items():
+            with suppress(OSError):
+                file.close()
+            with suppress(OSError):
+                self._unfinished(step).unlink(missing_ok=True)
+        self._open.clear()
+
+    def _unfinished(self, step: int) -> Path:
+        return _file(self._directory, step).with_suffix(".tmp")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The record in a run directory."""
+
+    run_dir: Path
+
+    @cached_property
+    def ranks(self) -> tuple[Mapping[int, Row], ...]:
+        """Of each trainer that recorded: RL step -> its line of the index."""
+        return tuple(_index(path) for path in sorted((self.run_dir / TRAJECTORIES).glob("rank-*")))
+
+    @property
+    def steps(self) -> int:
+        """RL steps 0, 1, ... that every trainer has."""
+        step = 0
+        while self.ranks and all(step in rows for rows in self.ranks):
+            step += 1
+        return step
+
+    def require(self, steps: int, means: bool, final: bool, rewards: Iterable[str]) -> None:
+        """Raise TrajectoryError, naming the key, where the record lacks what a run would read.
+
+        Args:
+            steps: RL steps of the run.
+            means: it reads the means of the rollout's transitions.
+            final: it reads clean latents.
+            rewards: that it optimises.
+        """
+        if not self.steps:
+            raise TrajectoryError(
+                f"replay = {self.run_dir}: has no trajectories from RL step 0 on; name a run that was made with "
+                "record.trajectories=true."
+            )
+        if steps > self.steps:
+            raise TrajectoryError(
+                f"max_rl_steps = {steps}: replay = {self.run_dir} holds {self.steps} RL steps; set "
+                f"max_rl_steps={self.steps} or less."
+            )
+        first = self.ranks[0][0]
+        if means and not first["means"]:
+            raise TrajectoryError(
+                f"algorithm.surrogate: needs the means of the rollout's transitions, which replay = {self.run_dir} "
+                "does not hold; record with a surrogate that needs them (grpo_guard, dppo), or take another one."
+            )
+        if final != first["final"]:
+            raise TrajectoryError(
+                f"algorithm: {'needs' if final else 'does not train on'} clean latents, and replay = {self.run_dir} "
+                f"holds {'transitions' if final else 'clean latents'}; keep the record's algorithm._target_."
+            )
+        if unknown := sorted(set(rewards) - set(first["rewards"])):
+            raise TrajectoryError(
+                f"reward.rewards: {', '.join(unknown)} is not in replay = {self.run_dir}, which holds the scores of "
+                f"{', '.join(first['rewards'])}."
+            )
+
+    def read(self, rank: int, step: int) -> memoryview:
+        """The messages of RL step `step` as trainer `rank` got them.
+
+        Raises:
+            TrajectoryError: the file is missing, or other bytes than were written.
+        """
+        path, row = _file(_directory(self.run_dir, rank), step), self.ranks[rank][step]
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise TrajectoryError(f"{path}: cannot be read ({error.strerror or error}).") from error
+        if (len(data), xxhash.xxh3_64_hexdigest(data)) != (row["bytes"], row["xxh3"]):
+            raise TrajectoryError(
+                f"{path} is damaged: it is not what its index says ({row['bytes']} bytes, xxh3 {row['xxh3']}); restore "
+                f"it, or set max_rl_steps={step}."
+            )
+        return memoryview(data)
+
+
+def _directory(run_dir: Path, rank: int) -> Path:
+    return run_dir / TRAJECTORIES / f"rank-{rank:03d}"
+
+
+def _file(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:06d}.cells"
+
+
+def _index(directory: Path) -> dict[int, Row]:
+    """RL step -> its newest whole line; a resumed run may have written a step again."""
+    rows: dict[int, Row] = {}
+    with suppress(OSError):
+        for line in (directory / _INDEX).read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                row = json.loads(line)
+                rows[int(row["step"])] = row
+    return rows

@@ -1,0 +1,7 @@
+"""Rewards in processes of their own and behind HTTP."""
+
+from digenrl.cli.commands import Command
+
+COMMANDS = {
+    "serve-reward": Command("digenrl.extensions.rewards.cli.serve_reward", "serve a reward over HTTP"),
+}

@@ -1,0 +1,404 @@
+"""Client of the reward service: bounded, retried, pinned. What cannot be trusted is missing or an error, no number.
+
+| answer | what happens |
+|---|---|
+| refused, reset, time-out, 408, 500, 502-504 | retried (scoring is idempotent) with jitter; counts for the breaker |
+| 429 | retried after Retry-After, else with jitter; does not count for the breaker |
+| 3xx, other 4xx | RewardError at once: the set-up is wrong, and a redirect is never followed |
+| not the schema, wrong ids, order or number, too long | missing, not retried; the third in a row is a RewardError |
+| another model_id or weights_digest than pinned | RewardError at once |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import torch
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from torch import Tensor
+
+from digenrl.extensions.rewards.breaker import Breaker, retry_after_s
+from digenrl.images import ImageError
+from digenrl.rewards import frames
+from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
+from digenrl.types import Prompt
+
+log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+_RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+_JSON_ALLOWANCE = 2048
+"""Bytes of JSON reserved per sample, beside its prompt, when a batch is cut to the service's body limit."""
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """Bounds of the client; seconds are wall time by the monotonic clock."""
+
+    deadline_s: float = 60.0
+    """A call to `score` returns or raises within it, whatever happens."""
+    attempt_s: float = 30.0
+    """Longest single attempt."""
+    max_attempts: int = 6
+    """Attempts per request, all URLs together."""
+    backoff_s: float = 0.25
+    backoff_max_s: float = 10.0
+    breaker_failures: int = 5
+    breaker_open_s: float = 10.0
+    max_response_bytes: int = 1 << 20
+    max_malformed: int = 3
+    """Malformed answers in a row that end the run."""
+    dtype: frames.DtypeName = "float32"
+    """On the wire: float32 is exact; uint8 is a quarter of the bytes and rounds to 1/255."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "dtype" and not value > 0:
+                raise ValueError(f"{name} is {value}: it must be positive, every wait is bounded.")
+        if self.dtype not in frames.WIRE_DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(frames.WIRE_DTYPES)}.")
+
+
+class _Retry(Exception):
+    """This attempt failed in a way that another may not."""
+
+    def __init__(
+        self, endpoint: _Endpoint, cause: str, status: int | None = None, after_s: float | None = None
+    ) -> None:
+        """status: None = no answer came."""
+        super().__init__(f"{endpoint.url}: {cause}")
+        self.endpoint, self.status, self.after_s = endpoint, status, after_s
+
+
+@dataclass
+class _Endpoint:
+    url: str
+    breaker: Breaker
+    limits: frames.WireLimits | None = None
+    """None until the first answer of GET /identity."""
+    images: bool = False
+    """Whether it asks for the images of prompts."""
+    not_before: float = 0.0
+    """Monotonic time of the next call: after a failure's back-off, or what Retry-After asked for."""
+    failure: _Retry | None = None
+    """The latest."""
+
+
+class _Malformed(Exception):
+    """An answer outside the schema."""
+
+
+class Unanswered(RewardUnavailable):
+    """No service answered at all: refused, reset or too slow."""
+
+
+@dataclass
+class _Outcome:
+    scores: Tensor
+    errors: list[Exception] = field(default_factory=list)
+
+
+class RewardClient:
+    """Scores media through one or more equal services.
+
+    Args:
+        urls: base URLs, `http(s)://host:port`, without user information (secrets come from the environment).
+        options: bounds.
+        pinned: the identity that must answer; None = that of the first answer.
+        token_env: environment variable with the bearer token; unset or empty = no token is sent.
+        token: the bearer token itself, in place of the variable's.
+        quarantine: folder for malformed answers (first 64 KiB, token removed); None = only logged.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        options: ClientOptions | None = None,
+        pinned: Identity | None = None,
+        token_env: str = "DIGENRL_REWARD_TOKEN",
+        quarantine: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        self.options = options or ClientOptions()
+        if not urls:
+            raise ValueError("A reward client needs at least one URL.")
+        self._endpoints = [self._endpoint(url) for url in urls]
+        self.pinned = pinned
+        self._token = token or os.environ.get(token_env) or None
+        self._quarantine = Path(quarantine) if quarantine else None
+        self._malformed_in_row = 0
+        self._turn = 0
+        self._backoff = wait_random_exponential(self.options.backoff_s, self.options.backoff_max_s)
+        self._lock = threading.Lock()
+        self._loop = _LoopThread()
+        self._http = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)
+
+    def score(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [B] fp32, NaN = the service said that it has none.
+
+        Raises:
+            RewardUnavailable: some or all samples got no scores; `scores` holds those that did. `Unanswered` where a
+                service gave no answer at all.
+            RewardError: set-up, identity or repeated nonsense; see the module's table.
+        """
+        deadline = time.monotonic() + self.options.deadline_s
+        outcome = self._loop.run(self._score(media, prompts, deadline), self.options.deadline_s + 5.0)
+        if outcome.errors:
+            unanswered = any(isinstance(error, Unanswered) for error in outcome.errors)
+            kind = Unanswered if unanswered else RewardUnavailable
+            raise kind("; ".join(dict.fromkeys(map(str, outcome.errors))), outcome.scores)
+        return outcome.scores
+
+    def identity(self) -> Identity:
+        """The pinned identity, asked for if nobody has answered yet. Raises as `score` does."""
+        if self.pinned is None:
+            deadline = time.monotonic() + self.options.deadline_s
+            self._loop.run(self._attempts(None, deadline), self.options.deadline_s + 5.0)
+        assert self.pinned is not None
+        return self.pinned
+
+    def close(self) -> None:
+        """Closes connections and the client's thread. Idempotent."""
+        self._loop.close(self._http)
+
+    def _endpoint(self, url: str) -> _Endpoint:
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
+            raise ValueError(
+                f"{parsed.copy_with(userinfo=b'')} is no reward URL: write http(s)://host:port, "
+                "without user or password (the token comes from the environment)."
+            )
+        breaker = Breaker(self.options.breaker_failures, self.options.breaker_open_s)
+        return _Endpoint(str(parsed).rstrip("/"), breaker)
+
+    async def _score(self, media: Tensor, prompts: Sequence[Prompt], deadline: float) -> _Outcome:
+        outcome = _Outcome(torch.full((len(prompts),), math.nan))
+        try:
+            if not any(endpoint.limits for endpoint in self._endpoints):
+                await self._attempts(None, deadline)
+            images = any(endpoint.images for endpoint in self._endpoints)
+            parts = self._cut(media, prompts, images)
+        except (RewardUnavailable, _Malformed) as error:
+            outcome.errors.append(error)
+            return outcome
+        gate = asyncio.Semaphore(len(self._endpoints))
+
+        async def one(rows: slice) -> None:
+            async with gate:
+                try:
+                    request_id = uuid.uuid4().hex
+                    body = frames.encode_request(media[rows], prompts[rows], request_id, self.options.dtype, images)
+                    scores = await self._attempts((body, request_id, len(prompts[rows])), deadline)
+                    assert scores is not None
+                    outcome.scores[rows] = scores
+                except (RewardUnavailable, _Malformed) as error:
+                    outcome.errors.append(error)
+                except ImageError as error:
+                    raise RewardError(str(error)) from error
+
+        results = await asyncio.gather(*(one(rows) for rows in parts), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return outcome
+
+    def _cut(self, media: Tensor, prompts: Sequence[Prompt], images: bool) -> list[slice]:
+        """Rows of each request: as many as the tightest known service takes."""
+        limits = [endpoint.limits for endpoint in self._endpoints if endpoint.limits is not None]
+        sample_bytes = media[0].numel() * frames.WIRE_DTYPES[self.options.dtype].itemsize
+        longest = max(len(repr(prompt)) * 6 for prompt in prompts)  # JSON writes a character as at most 6 bytes
+        files = max(sum(image.size for image in prompt.images) for prompt in prompts) if images else 0
+        room = sample_bytes + longest + files + _JSON_ALLOWANCE
+        fits = min((limit.max_body_bytes - frames.HEADER.size) // room for limit in limits)
+        pixels = media[0].numel() // media.shape[-3]
+        if fits < 1 or pixels > min(limit.max_pixels for limit in limits):
+            raise RewardError(
+                f"A sample {list(media.shape[1:])} ({self.options.dtype}) is {sample_bytes + files} bytes, {pixels} "
+                f"pixels; the reward service takes {limits}: raise its limits, or send dtype=uint8."
+            )
+        step = min(fits, *(limit.max_samples for limit in limits))
+        return [slice(start, min(start + step, len(prompts))) for start in range(0, len(prompts), step)]
+
+    async def _attempts(self, request: tuple[bytes, str, int] | None, deadline: float) -> Tensor | None:
+        """Attempts until one succeeds: scores of `request`, or None after a description (`request` None)."""
+        stop = stop_after_attempt(self.options.max_attempts)
+        retrying = AsyncRetrying(stop=stop, wait=self._failed, retry=retry_if_exception_type(_Retry), reraise=True)
+        try:
+            return await retrying(self._attempt, request, deadline)
+        except _Retry as failure:
+            raise self._given_up(failure) from failure
+
+    def _failed(self, state: RetryCallState) -> float:
+        """Notes a failure at its endpoint. Seconds until the next attempt: 0, since another endpoint may be free."""
+        failure = state.outcome.exception() if state.outcome is not None else None
+        assert isinstance(failure, _Retry)
+        endpoint, now = failure.endpoint, time.monotonic()
+        endpoint.failure = failure
+        endpoint.not_before = now + (self._backoff(state) if failure.after_s is None else failure.after_s)
+        endpoint.breaker.succeed() if failure.status == 429 else endpoint.breaker.fail(now)
+        return 0.0
+
+    def _given_up(self, failure: _Retry | None) -> RewardUnavailable:
+        kind = Unanswered if failure is None or failure.status is None else RewardUnavailable
+        cause = failure or "no attempt was possible"
+        return kind(f"no scores within {self.options.deadline_s:g} s; last failure: {cause}")
+
+    async def _attempt(self, request: tuple[bytes, str, int] | None, deadline: float) -> Tensor | None:
+        """One attempt, at the endpoint that may be asked soonest."""
+        endpoint, wait = self._choose(time.monotonic())
+        if time.monotonic() + wait >= deadline:
+            raise self._given_up(endpoint.failure)
+        await asyncio.sleep(wait)
+        endpoint.breaker.begin()
+        try:
+            async with asyncio.timeout(min(self.options.attempt_s, deadline - time.monotonic())):
+                scores = await self._ask(endpoint, request)
+        except (TimeoutError, httpx.TransportError) as error:
+            raise _Retry(endpoint, repr(error)) from error
+        except (_Malformed, RewardError):
+            endpoint.breaker.succeed()
+            raise
+        endpoint.breaker.succeed()
+        return scores
+
+    def _choose(self, now: float) -> tuple[_Endpoint, float]:
+        """The endpoint that may be called soonest (in turn among equals), and the seconds until then."""
+        self._turn += 1
+        first = self._turn % len(self._endpoints)
+        order = self._endpoints[first:] + self._endpoints[:first]
+        waits = [max(endpoint.breaker.wait_s(now), endpoint.not_before - now, 0.0) for endpoint in order]
+        return order[waits.index(min(waits))], min(waits)
+
+    async def _ask(self, endpoint: _Endpoint, request: tuple[bytes, str, int] | None) -> Tensor | None:
+        if endpoint.limits is None:
+            description = self._parse(frames.decode_description, await self._exchange(endpoint, "GET", "/identity"))
+            self._pin(endpoint, description.identity)
+            endpoint.limits, endpoint.images = description.limits, description.images
+        if request is None:
+            return None
+        body, request_id, samples = request
+        raw = await self._exchange(endpoint, "POST", "/score", body)
+        scores, identity = self._parse(lambda document: frames.decode_response(document, request_id, samples), raw)
+        self._pin(endpoint, identity)
+        self._malformed_in_row = 0
+        return scores
+
+    async def _exchange(self, endpoint: _Endpoint, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Body of a 200 answer, at most `max_response_bytes`. Raises _Retry, _Malformed, RewardError, httpx errors."""
+        url = endpoint.url + path
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        async with self._http.stream(method, url, content=body, headers=headers) as response:
+            if response.status_code in _RETRIED:
+                cause = f"HTTP {response.status_code}{await self._cause(response)}"
+                after_s = retry_after_s(response.headers.get("Retry-After"))
+                raise _Retry(endpoint, cause, response.status_code, after_s)
+            if response.status_code != 200:
+                raise RewardError(_refusal(method, url, response))
+            raw = bytearray()
+            if response.headers.get("Content-Encoding", "identity") != "identity":
+                self._reject(raw, f"{url}: the answer is compressed, which was not asked for")
+            async for chunk in response.aiter_raw(1 << 16):
+                raw += chunk
+                if len(raw) > self.options.max_response_bytes:
+                    self._reject(raw, f"{url}: the answer exceeds {self.options.max_response_bytes} bytes")
+        return bytes(raw)
+
+    async def _cause(self, response: httpx.Response) -> str:
+        """What a service says about its refusal, as ": ...", without the token; "" where it says nothing."""
+        async for raw in response.aiter_raw(1024):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                cause = " ".join(str(json.loads(raw)["error"]).split())
+                return f": {cause.replace(self._token, '[token]') if self._token else cause}"
+            break
+        return ""
+
+    def _parse(self, decode: Any, raw: bytes) -> Any:
+        try:
+            return decode(raw)
+        except frames.WireError as error:
+            self._reject(raw, f"malformed answer: {error}")
+
+    def _reject(self, raw: bytes | bytearray, cause: str) -> None:
+        """Keeps the payload for a person to look at; raises _Malformed, or RewardError at the last one allowed."""
+        self._malformed_in_row += 1
+        log.warning("Reward service: %s", cause)
+        if self._quarantine is not None:
+            kept = bytes(raw[: 1 << 16])
+            if self._token:
+                kept = kept.replace(self._token.encode(), b"[token]")
+            self._quarantine.mkdir(parents=True, exist_ok=True)
+            (self._quarantine / f"{uuid.uuid4().hex}.bin").write_bytes(kept)
+        if self._malformed_in_row >= self.options.max_malformed:
+            raise RewardError(
+                f"{self._malformed_in_row} malformed answers in a row from the reward service; the last: {cause}"
+            )
+        raise _Malformed(cause)
+
+    def _pin(self, endpoint: _Endpoint, identity: Identity) -> None:
+        with self._lock:
+            if self.pinned is None:
+                self.pinned = identity
+        if identity != self.pinned:
+            raise RewardError(
+                f"{endpoint.url} scores with {identity}, this run is pinned to {self.pinned}: "
+                "serve the pinned model again, or start a new run."
+            )
+
+
+class _LoopThread:
+    """A private event loop, so that a blocking call has a strict total deadline (socket time-outs are per read)."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def run(self, coroutine: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
+        """The coroutine's result; raises TimeoutError after `timeout_s`."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_and_close, args=(self._loop,), name="reward-client", daemon=True).start()
+            loop = self._loop
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        try:
+            return future.result(timeout_s)
+        finally:
+            future.cancel()
+
+    def close(self, client: httpx.AsyncClient) -> None:
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is None:
+            return
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(5.0)
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _run_and_close(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _refusal(method: str, url: str, response: httpx.Response) -> str:
+    remedy = {
+        401: "set the token's environment variable to the service's token",
+        403: "set the token's environment variable to the service's token",
+        404: "check that the URL is a digenrl reward service",
+        413: "raise the service's limits, or send smaller batches",
+    }.get(response.status_code, "redirects are not followed" if response.is_redirect else "check service and URL")
+    return f"{method} {url} answered HTTP {response.status_code}: {remedy}."

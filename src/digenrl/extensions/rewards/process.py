@@ -1,0 +1,216 @@
+"""A scorer in a process of its own: its threads, its memory and its crashes stay there.
+
+The child, `python -m digenrl.extensions.rewards.process`, is the reward service (`service.py`) on a free port of
+127.0.0.1, behind a token that only parent and child know. It reads {"node": ..., "token": ...} from its standard input
+and answers {"url": ...} on its standard output, later {"error": ...} if the scorer fails. It ends with its standard
+input, so also when the parent is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TextIO
+
+from torch import Tensor
+
+from digenrl.extensions.rewards.client import ClientOptions, RewardClient, Unanswered
+from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, build_scorer, check_scores, identity_of
+from digenrl.types import Prompt
+
+_UNBOUNDED = 1 << 40
+"""Bytes, pixels, seconds: parent and child are one program on one machine, and the parent bounds the time."""
+
+
+class ProcessScorer:
+    """Calls a scorer that runs in a child process; starts it on first use, and again after it died.
+
+    Args:
+        node: YAML node of the scorer (`_target_` and arguments), plain containers.
+        start_s: longest time until the child has built its scorer.
+        call_s: longest time for one batch.
+        max_deaths: deaths in a row, without one batch in between, that end the run.
+    """
+
+    def __init__(
+        self, node: Mapping[str, Any], start_s: float = 600.0, call_s: float = 240.0, max_deaths: int = 3
+    ) -> None:
+        self._node, self._start_s, self._call_s, self._max_deaths = dict(node), start_s, call_s, max_deaths
+        self._child: subprocess.Popen[str] | None = None
+        self._client: RewardClient | None = None
+        self._identity: Identity | None = None
+        self._deaths = 0
+        self._lock = threading.Lock()
+
+    @property
+    def model_id(self) -> str:
+        """That of the scorer in the child, which is started if need be."""
+        return self._identified().model_id
+
+    @property
+    def weights_digest(self) -> str:
+        """That of the scorer in the child, which is started if need be."""
+        return self._identified().weights_digest
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """[B] scores.
+
+        Raises:
+            RewardUnavailable: the child died or was too slow; it starts again with the next call.
+            RewardError: the scorer itself failed, or the child keeps dying.
+        """
+        with self._lock:
+            client = self._start()
+            try:
+                scores = client.score(media, prompts)
+            except Unanswered as error:
+                self._lost(error, self._call_s)
+            except RewardUnavailable:
+                self._deaths = 0
+                raise
+            self._deaths = 0
+            return scores
+
+    def close(self) -> None:
+        """Ends the child. Idempotent."""
+        with self._lock:
+            self._end()
+
+    def _identified(self) -> Identity:
+        with self._lock:
+            self._start()
+            assert self._identity is not None
+            return self._identity
+
+    def _start(self) -> RewardClient:
+        """A client of a child with a built scorer. The identity of a restarted child must be the old one."""
+        if self._client is not None and self._child is not None and self._child.poll() is None:
+            return self._client
+        self._end()
+        token = secrets.token_urlsafe(32)
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "digenrl.extensions.rewards.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        assert self._child.stdin is not None
+        try:
+            print(json.dumps({"node": self._node, "token": token}), file=self._child.stdin, flush=True)
+            url = self._told(self._start_s)["url"]
+        except (OSError, KeyError) as error:
+            self._lost(error, self._start_s)
+        options = ClientOptions(deadline_s=self._call_s, attempt_s=self._call_s, max_attempts=1)
+        self._client = RewardClient([url], options, self._identity, token=token)
+        try:
+            self._identity = self._client.identity()
+        except Unanswered as error:
+            self._lost(error, self._call_s)
+        return self._client
+
+    def _told(self, seconds: float) -> dict[str, str]:
+        """The child's next line, {} if it ended without one. Raises TimeoutError, and RewardError if it names one."""
+        assert self._child is not None
+        assert self._child.stdout is not None
+        if not select.select([self._child.stdout], [], [], seconds)[0]:
+            raise TimeoutError
+        told: dict[str, str] = json.loads(self._child.stdout.readline() or "{}")
+        if "error" in told:
+            self._end()
+            raise RewardError(f"The scorer {self._node.get('_target_')} failed in its process: {told['error']}")
+        return told
+
+    def _lost(self, error: Exception, seconds: float) -> NoReturn:
+        """The child did not answer: ends it, and says why."""
+        assert self._child is not None
+        try:
+            code: int | None = self._child.wait(0.5)
+            self._told(0.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        self._deaths += 1
+        self._end()
+        what = (
+            f"did not answer within {seconds:g} s (reward.start_s, reward.call_s)"
+            if code is None
+            else f"died (exit code {code})"
+        )
+        message = f"The process of scorer {self._node.get('_target_')} {what}"
+        if self._deaths >= self._max_deaths:
+            raise RewardError(f"{message}, {self._deaths} times in a row: run it inline to see why.") from error
+        raise RewardUnavailable(f"{message}; it starts again with the next batch.") from error
+
+    def _end(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._child is not None:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None
+
+
+class _Reporting:
+    """The child's scorer: one that fails tells the parent why and ends the process."""
+
+    def __init__(self, node: Mapping[str, Any], answers: TextIO) -> None:
+        self._answers = answers
+        try:
+            self._scorer = build_scorer(node)
+            identity = identity_of(self._scorer)
+        except Exception as error:
+            self.fail(error)
+        self.model_id, self.weights_digest = identity.model_id, identity.weights_digest
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        try:
+            return check_scores(self.model_id, self._scorer(media, prompts), len(prompts))
+        except RewardUnavailable:
+            raise
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Tells the parent and ends the process."""
+        self.tell({"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+
+    def tell(self, answer: Mapping[str, str]) -> None:
+        """One line to the parent."""
+        print(json.dumps(answer), file=self._answers, flush=True)
+
+
+def _end_with_parent() -> None:
+    """Waits for the end of standard input; a scorer may compute for minutes without looking at anything."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def main() -> None:
+    """Builds the scorer and serves it to one parent until that goes away."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # a group gets them; the rank still finishes its step
+    asked = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a scorer prints belongs to the run's log
+    scorer = _Reporting(asked["node"], answers)
+    try:
+        from digenrl.extensions.rewards.service import Limits, RewardService, serve
+    except ImportError as error:
+        scorer.fail(error)
+    limits = Limits(_UNBOUNDED, max_samples=1 << 20, max_pixels=_UNBOUNDED, body_s=_UNBOUNDED, score_s=_UNBOUNDED)
+    service = RewardService(scorer, limits, asked["token"])
+    serve(service, "127.0.0.1", 0, lambda url: scorer.tell({"url": url}))
+
+
+if __name__ == "__main__":
+    main()

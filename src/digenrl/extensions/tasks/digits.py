@@ -1,0 +1,197 @@
+"""The embedded digits family: a text-conditional flow model of 8x8 handwritten digits that needs no download.
+
+The network is a small diffusers `FluxTransformer2DModel` (the architecture class of FLUX.1, 312k parameters), so a run
+exercises the transformer, LoRA and SDE paths of the real families. Two things are simpler, on purpose:
+
+* latents are pixels: images in [-1, 1], 2x2 patches packed as FLUX packs its VAE latents -> [16, 4]; there is no VAE;
+* text features are frozen hashes: a word is a fixed pseudo-random vector, the sequence input is a prompt's first words,
+  the pooled input their bag. There is no tokenizer and no text encoder, and a word unseen in pretraining means nothing.
+
+The committed base model (`make pretrain`) learned from captions of which a share is wrong *on purpose*: without that
+knob pretraining solves the task (0.96 of samples right) and leaves reinforcement learning nothing to improve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from digenrl.diffusion.sigmas import static_grid
+from digenrl.models.latents import pack as pack
+from digenrl.models.latents import token_positions, unpack
+from digenrl.models.policy import Policy, RecomputeConfig
+from digenrl.models.prompt_store import Wording
+
+BASE_FILE = Path(__file__).with_name("digits_base.safetensors")
+SIDE = 8
+PATCH = 2
+TOKENS = (SIDE // PATCH) ** 2
+CHANNELS = PATCH * PATCH
+TEXT_WIDTH = 32
+TEXT_LENGTH = 4
+"""Words of the sequence input; later words reach the model through the pooled bag alone."""
+
+
+def build_transformer() -> FluxTransformer2DModel:
+    """The untrained network: one double-stream and two single-stream FLUX blocks, 4 heads of 16."""
+    return FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=CHANNELS,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=TEXT_WIDTH,
+        pooled_projection_dim=TEXT_WIDTH,
+        guidance_embeds=False,
+        axes_dims_rope=(4, 6, 6),
+    )
+
+
+@lru_cache(maxsize=4096)
+def word_vector(word: str, salt: str) -> tuple[float, ...]:
+    """32 values of unit variance from the word's 64-byte hash: equal on every machine and library version."""
+    digest = hashlib.blake2b(f"{salt}:{word}".encode(), digest_size=2 * TEXT_WIDTH).digest()
+    units = [int.from_bytes(digest[2 * i : 2 * i + 2], "big") for i in range(TEXT_WIDTH)]
+    return tuple(math.sqrt(3.0) * ((unit + 0.5) / 32768.0 - 1.0) for unit in units)
+
+
+def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
+    """Frozen hash features of B texts: `text` [B, 4, 32] (zeros after the last word), `pooled` [B, 32], fp32."""
+    text = torch.zeros(len(texts), TEXT_LENGTH, TEXT_WIDTH)
+    pooled = torch.zeros(len(texts), TEXT_WIDTH)
+    for row, content in enumerate(texts):
+        words = re.findall(r"\w+", content.lower())
+        for position, word in enumerate(words[:TEXT_LENGTH]):
+            text[row, position] = torch.tensor(word_vector(word, "sequence"))
+        if words:
+            bag = torch.tensor([word_vector(word, "bag") for word in words])
+            pooled[row] = bag.sum(dim=0) / math.sqrt(len(words))
+    return {"text": text, "pooled": pooled}
+
+
+def base_network(
+    build: Callable[[], FluxTransformer2DModel],
+    path: str | Path | None,
+    committed: Path,
+    command: str,
+    dtype: torch.dtype | str,
+    seed: int,
+) -> FluxTransformer2DModel:
+    """An embedded family's network with the weights at `path` (None: the `committed` ones, "random": those of `seed`),
+    which `command` makes, in `dtype`.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: they are those of another network.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = build()
+    if path != "random":
+        file = Path(path or committed)
+        if not file.is_file():
+            raise FileNotFoundError(f"no base weights at {file}; run `{command}`, or set model.path=null")
+        weights, own = load_file(file), transformer.state_dict()
+        wrong = sorted(set(own) ^ set(weights)) or [key for key in own if own[key].shape != weights[key].shape]
+        if wrong:
+            raise ValueError(
+                f"{file} holds another network: {len(wrong)} tensors differ ({wrong[0]}, ...); run `{command}`"
+            )
+        transformer.load_state_dict(weights)
+    storage = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return transformer if storage == torch.float32 else transformer.to(storage)
+
+
+class DigitsPolicy(Policy):
+    """The digits flow model behind the policy protocol (see the module docstring).
+
+    Args:
+        path: safetensors with the base weights; None = the committed file, "random" = untrained.
+        lora: {rank, alpha, targets, ...}, or None to train every weight (312k).
+        dtype: compute and storage dtype; float32 keeps replay bit-equal to sampling for any number of steps per forward
+            (measured on x86 CPUs, tests/extensions/tasks/test_digits.py).
+        shift: static sigma shift (`digenrl.diffusion.sigmas`); 1 = linear, right at 64 pixels.
+        guidance_scale: only 1.0: the base was never trained without a caption, so there is no unconditional branch.
+        height, width: only 8.
+        keep_reference: with lora=None, keep the frozen base for the KL term.
+        seed: of the untrained weights.
+
+    Raises:
+        ValueError: another resolution, guidance, or weights of another network.
+        FileNotFoundError: no weights at `path`.
+    """
+
+    family = "digits"
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        lora: Mapping[str, Any] | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        guidance_scale: float = 1.0,
+        height: int = SIDE,
+        width: int = SIDE,
+        shift: float = 1.0,
+        gradient_checkpointing: RecomputeConfig = False,
+        keep_reference: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if (height, width) != (SIDE, SIDE):
+            raise ValueError(
+                f"digits are 8x8, got height={height}, width={width}; set sampling.height=8 sampling.width=8"
+            )
+        if guidance_scale != 1.0:
+            raise ValueError(
+                f"digits has no unconditional branch: guidance_scale={guidance_scale}; set sampling.guidance_scale=1"
+            )
+        super().__init__(
+            base_network(build_transformer, path, BASE_FILE, "make pretrain", dtype, seed),
+            latent_shape=(TOKENS, CHANNELS),
+            guidance_scale=guidance_scale,
+            lora=lora,
+            dtype=dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            keep_reference=keep_reference,
+        )
+        self.shift = float(shift)
+        patches = SIDE // PATCH
+        self.register_buffer("image_positions", token_positions(patches, patches).float(), persistent=False)
+        self.register_buffer("text_positions", torch.zeros(TEXT_LENGTH, 3), persistent=False)
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        """Velocity [B, 16, 4] of latents [B, 16, 4] at sigmas [B] under `text` [B, 4, 32] and `pooled` [B, 32]."""
+        return self.network(
+            hidden_states=latents,
+            timestep=sigmas.to(latents.dtype),
+            encoder_hidden_states=condition["text"].to(latents.dtype),
+            pooled_projections=condition["pooled"].to(latents.dtype),
+            txt_ids=self.text_positions,
+            img_ids=self.image_positions,
+            return_dict=False,
+        )[0]
+
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
+        """`text_features` on the policy's device."""
+        return {
+            key: value.to(self.device) for key, value in text_features([wording.text for wording in wordings]).items()
+        }
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [B, 16, 4] -> images [B, 1, 8, 8] fp32 in [0, 1]."""
+        return (unpack(latents.float(), SIDE, SIDE) / 2 + 0.5).clamp(0.0, 1.0)
+
+    def sigma_grid(self, steps: int) -> Tensor:
+        """[steps + 1] fp32 from 1 to 0 with the static shift."""
+        return static_grid(steps, self.shift)

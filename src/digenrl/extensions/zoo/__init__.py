@@ -1,0 +1,1 @@
+"""Model families beside FLUX, Stable Diffusion 3 and Wan."""

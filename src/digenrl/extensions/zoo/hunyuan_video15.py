@@ -1,0 +1,138 @@
+"""HunyuanVideo 1.5 (arXiv:2511.18870): Qwen2.5-VL text, letters in quotation marks by ByT5, classifier-free guidance,
+latents [32, f, h, w], one pixel of which stands for 16 x 16."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
+from torch import Tensor
+
+from digenrl.extensions.zoo.hunyuan_video import CONTEXT_PLAN, JointAttention
+from digenrl.models import deferred
+from digenrl.models.flux import ATTENTION, FEED_FORWARD
+from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.prompt_store import Condition
+
+GLYPH = "glyph_"
+"""Prefix of the conditioning by ByT5."""
+
+
+class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):
+    """diffusers' network for text alone, under its name, by which checkpoints know it.
+
+    There, tokens of an image that is absent go along under a mask, and those of the text are sorted by it, row after
+    row, in shapes that depend on values: the processor waits for the GPU in every forward. Attention sees no order of
+    text, so here tokens stay where they are, and an absent image is absent.
+    """
+
+    @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]  # configurations are read by it
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for block in self.transformer_blocks:
+            block.attn.set_processor(JointAttention())
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        text: Tensor,
+        glyph_text: Tensor,
+        mask: Tensor | None = None,
+        glyph_mask: Tensor | None = None,
+        return_dict: bool = False,
+    ) -> tuple[Tensor]:
+        """Velocity of the first channels.
+
+        Args:
+            hidden_states: [B, 65, f, h, w]: latents, those of a given frame, and whether it is given.
+            timestep: [B], 1000 sigma.
+            text: [B, tokens, d] of Qwen2.5-VL; mask: [B, tokens], which of them are read, None = all.
+            glyph_text, glyph_mask: the same of ByT5.
+        """
+        rotary = self.rope(hidden_states)
+        states = self.x_embedder(hidden_states)
+        clock = self.time_embed.timestep_embedder(self.time_embed.time_proj(timestep).to(states.dtype))
+        words = self.context_embedder(text, timestep, mask) + self.cond_type_embed.weight[0]
+        glyphs = self.context_embedder_2(glyph_text) + self.cond_type_embed.weight[1]
+        both, read = torch.cat([glyphs, words], dim=1), None
+        if mask is not None or glyph_mask is not None:
+            every = both.new_ones(both.shape[:2], dtype=torch.bool).split([glyphs.shape[1], words.shape[1]], dim=1)
+            masks = [own if given is None else given for own, given in zip(every, (glyph_mask, mask), strict=True)]
+            told = torch.cat(masks, dim=1)
+            both = both.masked_fill(~told.unsqueeze(-1), 0.0)
+            pixels = told.new_ones(len(told), states.shape[1])
+            read = torch.cat([pixels, told], dim=1).unsqueeze(1).unsqueeze(1)  # of the keys
+        checkpointed = torch.is_grad_enabled() and self.gradient_checkpointing
+        for block in self.transformer_blocks:
+            given = states, both, clock, read, rotary
+            states, both = self._gradient_checkpointing_func(block, *given) if checkpointed else block(*given)
+        velocity = self.proj_out(self.norm_out(states, clock))
+        return (velocity.transpose(1, 2).unflatten(2, hidden_states.shape[2:]),)
+
+
+class HunyuanVideo15Policy(DiffusersPolicy):
+    """HunyuanVideo 1.5 text-to-video; arguments in `DiffusersPolicy`.
+
+    LoRA leaves the token refiner frozen, whose layer names end like those of the blocks.
+    """
+
+    family = "hunyuan_video15"
+    pipelines = ("HunyuanVideo15Pipeline",)
+    transformer_class = HunyuanVideo15Transformer3DModel
+    vae_class = AutoencoderKLHunyuanVideo15
+    channels = 32
+    vae_stride = 16
+    temporal_stride = 4
+    attention = ATTENTION
+    feed_forward = FEED_FORWARD
+    unread = frozenset(
+        {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"}
+    )
+    unused = ("image_embedder",)
+    context_plan = CONTEXT_PLAN
+
+    def trimmed(self, condition: Condition) -> Condition:
+        """Text and letters each by their own mask; without letters in either branch none are left."""
+        letters = {key: value for key, value in condition.items() if GLYPH in key}
+        words = {key: value for key, value in condition.items() if key not in letters}
+        return super().trimmed(words) | super().trimmed(letters)
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        no_frame = torch.zeros_like(latents[:, :1]).expand(-1, self.channels + 1, -1, -1, -1)
+        given = torch.cat([latents, no_frame], dim=1)
+        velocity: Tensor = self.network(hidden_states=given, timestep=sigmas * 1000, **condition)[0]
+        return velocity
+
+    def pipeline_components(self) -> dict[str, Any]:
+        """The pipeline asks the autoencoder for its strides even where it only encodes text: one without values."""
+        return super().pipeline_components() | {
+            "vae": deferred.empty(self.vae_class, self.path, "vae", self.vae_dtype),
+            "guider": None,
+        }
+
+    def check_encoders(self, pipeline: Any) -> None:
+        """The template before the prompt must be exactly the 108 tokens that the pipeline cuts."""
+        pipeline.vae = None
+        before, _ = pipeline.tokenizer.apply_chat_template(
+            [{"role": "system", "content": pipeline.system_message}, {"role": "user", "content": "\0"}], tokenize=False
+        ).split("\0")
+        self.require_template(pipeline.tokenizer, before, pipeline.prompt_template_encode_start_idx)
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """Qwen2.5-VL states [1, max_sequence_length, d], and ByT5's [1, 256, d] of what stands in quotation marks, each
+        with its mask."""
+        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
+        self.report_long_prompt(pipeline.tokenizer_2, extract_glyph_texts(text) or "", pipeline.tokenizer_2_max_length)
+        pipeline.tokenizer_max_length = self.max_sequence_length
+        states, mask, glyphs, glyph_mask = pipeline.encode_prompt(text, device=pipeline.device)
+        return {"text": states, "mask": mask.bool(), f"{GLYPH}text": glyphs, f"{GLYPH}mask": glyph_mask.bool()}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        """One by one: the mask of the autoencoder's attention is made for one sample."""
+        rows = (latents / vae.config.scaling_factor).split(1)
+        return torch.cat([vae.decode(row, return_dict=False)[0] for row in rows])

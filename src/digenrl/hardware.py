@@ -1,0 +1,220 @@
+"""A hardware profile as the simulator sees it: pools of equal GPUs, and which rank sits where."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from digenrl.gpus import Efficiency, kind_of
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equal GPUs."""
+
+    name: str
+    gpu: str
+    count: int
+    role: str
+    """trainer | rollout | auto (the planner decides)."""
+    memory_gib: float
+    tflops: float
+    """Peak dense bf16 TFLOP/s of one GPU."""
+    hbm_tb_s: float
+    intra_gb_s: float
+    """GB/s between two GPUs of a node, per direction."""
+    inter_gb_s: float
+    """GB/s of a node's network link, per direction, shared by its GPUs."""
+    per_node: int
+    host_gib: float = math.inf
+    """Memory of a node's host; inf: not known."""
+    efficiency: Efficiency | None = None
+    """What its GPUs reach; None = what GPUs of their kind do."""
+
+    @cached_property
+    def reaches(self) -> Efficiency:
+        """What its GPUs reach."""
+        return self.efficiency or kind_of(self.gpu).efficiency
+
+
+@dataclass(frozen=True)
+class Line:
+    """Between two pools that stand in different places."""
+
+    gb_s: float
+    """Per direction, shared by all their GPUs."""
+    latency_s: float = 0.0
+    told: bool = False
+    """Versions go over it as changes (`network.delta`) ..."""
+    packed: bool = False
+    """... and all else packed (`network.compress`)."""
+
+    def seconds(self, size: float) -> float:
+        """Of a message of so many bytes."""
+        return size / (self.gb_s * 1e9) + self.latency_s
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """All pools, and durations measured by `make profile` where there are any."""
+
+    pools: tuple[Pool, ...]
+    seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """stage (encode, generate, decode, score: per prompt or sample; train: per cell) -> pool -> measured seconds."""
+    lines: Mapping[frozenset[str], Line] = field(default_factory=dict)
+    """Names of two pools -> what joins them, where they stand in different places."""
+
+    @property
+    def gpus(self) -> int:
+        return sum(pool.count for pool in self.pools)
+
+    def pool(self, name: str) -> Pool:
+        return next(pool for pool in self.pools if pool.name == name)
+
+    def line(self, one: str, other: str) -> Line | None:
+        """What joins two pools beside the network links of their nodes; None: they stand in one place."""
+        return self.lines.get(frozenset((one, other)))
+
+    @property
+    def places(self) -> list[list[Pool]]:
+        """Pools that stand together: between which there is no line."""
+        found: list[list[Pool]] = []
+        for pool in self.pools:
+            apart = [any(frozenset((pool.name, other.name)) in self.lines for other in place) for place in found]
+            if all(apart):
+                found.append([pool])
+            else:
+                found[apart.index(False)].append(pool)
+        return found
+
+
+def parse_hardware(node: Mapping[str, Any]) -> Hardware:
+    """A profile's `hardware` node, which `digenrl.config` has checked, as `Hardware`."""
+    pools = []
+    for name, entry in node["pools"].items():
+        given = {"count": 1, "role": "auto"} | {key: value for key, value in entry.items() if value is not None}
+        shares = {**(node.get("efficiency") or {}), **given.pop("efficiency", {})}
+        efficiency = kind_of(given["gpu"]).efficiency.but(shares) if shares else None
+        pools.append(Pool(str(name), efficiency=efficiency, **{"per_node": min(given["count"], 8), **given}))
+    seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
+    lines = {frozenset(entry["between"]): Line(entry["gb_s"], entry.get("latency_s", 0.0)) for entry in _links(node)}
+    return Hardware(tuple(pools), seconds, lines)
+
+
+def _links(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list((node.get("links") or {}).values())
+
+
+def lines_of(node: Mapping[str, Any], trainers: int, rollouts: int, rank: int) -> tuple[float, ...]:
+    """MB/s of the line between `rank` (one that joined stands where the last rollout does) and each rank, as the
+    `hardware` node says; inf where it says nothing."""
+    if not _links(node):
+        return ()
+    hardware = parse_hardware(node)
+    pools = [pool for pool, _ in assign(hardware, trainers, rollouts)]
+    own = pools[min(rank, len(pools) - 1)]
+    lines = [hardware.line(own, pool) for pool in pools]
+    return tuple(math.inf if line is None else line.gb_s * 1e3 for line in lines)
+
+
+def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:
+    """Rank of each process that a scheduler started, trainers being the first ranks.
+
+    Processes are started pool by pool in the profile's order, in each as many as `assign` gives it; which of them train
+    is the profile's to say. ([3, 0, 1, 2]: the first process is on a pool of rollouts and becomes rank 3.)
+    """
+    placed = [pool for pool, _ in assign(hardware, trainers, rollouts)]
+    return tuple(rank for pool in hardware.pools for rank, name in enumerate(placed) if name == pool.name)
+
+
+def shard_group(trainers: int, per_node: int) -> int:
+    """Trainers that hold one copy of the weights under hsdp: those of a node where they all fit into one, else the
+    most that divide both numbers, so that no group spans two nodes."""
+    return trainers if trainers <= per_node else math.gcd(trainers, per_node)
+
+
+def nodes(hardware: Hardware, pools: Iterable[str]) -> list[tuple[str, int]]:
+    """(pool, number of its node) of every rank, given their pools: a pool's ranks fill its nodes in their order."""
+    seats = Counter[str]()
+    found = []
+    for name in pools:
+        found.append((name, seats[name] // hardware.pool(name).per_node))
+        seats[name] += 1
+    return found
+
+
+def assign(hardware: Hardware, trainers: int, rollouts: int, together: int = 1) -> tuple[tuple[str, str], ...]:
+    """(pool, role) of every rank, trainers first.
+
+    Trainers come from pools of role trainer, then from auto pools in their order, all in the first place that has room
+    for them; rollouts from pools of role rollout, then from auto pools in reverse order, wherever they stand. So one
+    order of pools and two numbers describe every placement.
+
+    Args:
+        together: neighbouring rollouts that share the tokens of a forward, on one node.
+
+    Raises:
+        ValueError: a role has fewer GPUs than asked for, trainers would stand in two places, or rollouts do not divide
+            into groups on one node.
+    """
+    left = {pool.name: pool.count for pool in hardware.pools}
+    ranks: list[tuple[str, str]] = []
+    for role, number, order in (
+        ("trainer", trainers, list(hardware.pools)),
+        ("rollout", rollouts, list(reversed(hardware.pools))),
+    ):
+        own = [p for p in hardware.pools if p.role == role] + [p for p in order if p.role == "auto"]
+        if rollouts == 0:
+            own = list(hardware.pools)
+        if role == "trainer":
+            own = _together(hardware, own, number)
+        missing = number
+        for pool in own:
+            taken = min(missing, left[pool.name])
+            left[pool.name] -= taken
+            missing -= taken
+            ranks += [(pool.name, role)] * taken
+        if missing:
+            pools = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in hardware.pools)
+            raise ValueError(
+                f"allocation.{role}s = {number}: the hardware profile has {number - missing} GPUs left for that role "
+                f"({pools}); lower it or change a pool's role."
+            )
+    if rollouts % together or (together > 1 and not rollouts):
+        raise ValueError(
+            f"parallel.rollout_context = {together}: must divide allocation.rollouts = {rollouts}, which must not be 0."
+        )
+    places = nodes(hardware, (name for name, _ in ranks))
+    for first in range(trainers, trainers + rollouts, together):
+        if len(set(places[first : first + together])) > 1:
+            raise ValueError(
+                f"parallel.rollout_context = {together}: ranks {first} to {first + together - 1} would be on two "
+                f"nodes; choose allocation.trainers and allocation.rollouts so that groups of {together} lie within "
+                f"nodes of {hardware.pool(places[first][0]).per_node} GPUs."
+            )
+    return tuple(ranks)
+
+
+def _together(hardware: Hardware, pools: Sequence[Pool], trainers: int) -> list[Pool]:
+    """Those of `pools` in the first place, in their order, that has room for all trainers.
+
+    Raises:
+        ValueError: there are several, and none has.
+    """
+    found = ([pool for pool in pools if pool in place] for place in hardware.places)
+    places = sorted(filter(None, found), key=lambda place: pools.index(place[0]))
+    rooms = [sum(pool.count for pool in place) for place in places]
+    if len(places) > 1 and max(rooms) < trainers <= sum(rooms):
+        said = ", ".join(
+            f"{'+'.join(pool.name for pool in place)}: {n}" for place, n in zip(places, rooms, strict=True)
+        )
+        raise ValueError(
+            f"allocation.trainers = {trainers}: trainers exchange gradients in every update and stand in one place, "
+            f"but hardware.links joins places with fewer GPUs for them ({said}); lower it to {max(rooms)} or change a "
+            "pool's role."
+        )
+    return next((place for place, room in zip(places, rooms, strict=True) if room >= trainers), list(pools))

@@ -1,1 +1,0 @@
-"""Standard benchmarks: their prompt files as published, the folders that their own tools read, and their rules."""

@@ -1,0 +1,214 @@
+"""`make export`: a plain diffusers pipeline with the exported weights draws a stored evaluation sample again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from digenrl import config as configuration
+from digenrl.callbacks.evaluation import save_pictures
+from digenrl.diffusion import denoise, keys
+from digenrl.extensions.export.cli.export import NotPushed, main, push
+from digenrl.extensions.export.diffusers_export import LORA_FILE
+from digenrl.models.policy import Policy
+from digenrl.rollout.engine import EVAL_STREAM, RolloutEngine
+from digenrl.run import sampling_spec
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+from digenrl.types import Prompt
+
+pytestmark = pytest.mark.heavy
+
+RL_STEP = 7
+SHOWN = "callbacks.evaluation.max_prompts=2", "callbacks.evaluation.samples_per_prompt=2"
+EMA = "+algorithm.ema={_target_: digenrl.algorithms.copies.Ema, decay: 0.5, every: 1}"
+
+
+def make_run(directory: Path, *words: str) -> tuple[DictConfig, Policy]:
+    """What training leaves: config.yaml, a checkpoint whose weights are not the initial ones (and whose average is
+    neither), and the evaluation samples of the weights that a run evaluates with."""
+    config = configuration.load([*words, *SHOWN]).config
+    directory.mkdir()
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    policy = configuration.instantiate(config.model)
+    module = configuration.instantiate(config.algorithm, policy=policy)
+    if module.ema is not None:
+        module.ema.begin(policy.trained_parameters())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.trained_parameters().values():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    if module.ema is not None:
+        module.ema.update(policy.trained_parameters())
+    checkpoint = {"epoch": RL_STEP - 1, "state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    DirectoryCheckpointIO().save_checkpoint(checkpoint, directory / "checkpoints" / f"step-{RL_STEP:06d}")
+    rewards = configuration.instantiate(config.reward)
+    engine = RolloutEngine(policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed)
+    evaluation = configuration.instantiate(config.callbacks.evaluation)
+    with module.averaged():
+        save_pictures(directory / "samples" / f"eval-{RL_STEP}.npz", evaluation.sample(engine), per_prompt=2)
+    engine.close()
+    return config, policy
+
+
+def stored(directory: Path) -> tuple[np.ndarray, list[str]]:
+    with np.load(directory / "samples" / f"eval-{RL_STEP}.npz") as arrays:
+        return arrays["media"], [str(text) for text in arrays["prompts"]]
+
+
+def noise_of(config: DictConfig, policy: Policy, text: str) -> Tensor:
+    """The evaluation noise of a prompt's first two samples, from its key."""
+    evaluation = configuration.instantiate(config.callbacks.evaluation)
+    (uid,) = [prompt.uid for prompt in evaluation.prompts if prompt.text == text]
+    return keys.noise(evaluation.seed, 0, uid, range(2), keys.INITIAL, policy.latent_shape, EVAL_STREAM)
+
+
+def flux(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
+    """Two samples [2, H, W, 3] in [0, 1] of a plain FluxPipeline: nothing of digenrl but the folder."""
+    from digenrl.models import tiny_builds
+
+    pipeline = diffusers.FluxPipeline.from_pretrained(tiny_builds.ensure("flux"))
+    pipeline.set_progress_bar_config(disable=True)
+    if export is not None:
+        pipeline.load_lora_weights(export, weight_name=LORA_FILE)
+    return _images(pipeline, config, noise, text, guidance_scale=config.sampling.guidance_scale)
+
+
+def sd3(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
+    """The same of a plain StableDiffusion3Pipeline, which takes its sigmas from its scheduler's default range."""
+    from digenrl.models import tiny_builds
+
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny_builds.ensure("sd3"))
+    pipeline.set_progress_bar_config(disable=True)
+    if export is not None:
+        pipeline.load_lora_weights(export, weight_name=LORA_FILE)
+    steps = config.sampling.eval.steps
+    sigmas = None if config.model.grid == "scheduler" else list(np.linspace(1, 1 / steps, steps))
+    return _images(pipeline, config, noise, text, guidance_scale=config.sampling.guidance_scale, sigmas=sigmas)
+
+
+def _images(pipeline: Any, config: DictConfig, noise: Tensor, text: str, **settings: Any) -> np.ndarray:
+    sampling, length = config.sampling, 64
+    drawn: list[np.ndarray] = []
+    for row in noise:
+        result = pipeline(
+            prompt=text, latents=row[None], height=sampling.height, width=sampling.width,
+            num_inference_steps=sampling.eval.steps, max_sequence_length=length, output_type="np", **settings,
+        )  # fmt: skip
+        drawn.append(result.images[0])
+    return np.stack(drawn)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "draw", "words"),
+    [
+        pytest.param("flux1_flowgrpo", flux, (EMA,), marks=pytest.mark.slow),
+        ("sd35_flowgrpo", sd3, ("algorithm.ema.every=1", "algorithm.ema.decay=0.5")),
+    ],
+)
+def test_a_plain_pipeline_draws_the_stored_evaluation_samples(
+    experiment: str, draw: Callable[..., np.ndarray], words: tuple[str, ...], tmp_path: Path, capsys: Any
+) -> None:
+    run = tmp_path / "run"
+    config, policy = make_run(run, f"experiment={experiment}", "hardware=cpu_tiny", *words)
+    assert main([f"run={run}"]) == 0
+    export = Path(capsys.readouterr().out.splitlines()[-1])
+    media, prompts = stored(run)
+    for row in (0, 2):
+        noise = noise_of(config, policy, prompts[row])
+        wanted = np.moveaxis(media[row : row + 2], 1, -1).astype(int)
+        drawn = np.rint(draw(config, noise, prompts[row], export) * 255).astype(int)
+        assert np.abs(drawn - wanted).max() <= 1, "8 bits: the last one may round the other way"
+        base = np.rint(draw(config, noise, prompts[row], None) * 255).astype(int)
+        assert np.abs(base - wanted).max() > 8, "without the adapter another picture"
+
+
+def test_the_digits_policy_draws_the_stored_evaluation_samples(tmp_path: Path, capsys: Any) -> None:
+    run = tmp_path / "run"
+    config, policy = make_run(run, "experiment=digits_flowgrpo")
+    (run / "summary.json").write_text(json.dumps({"status": "completed", "heldout_last": 0.5}))
+    assert main([f"run={run}", f"out={tmp_path / 'out'}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out")
+    tree = OmegaConf.to_container(config.model, resolve=True)
+    assert isinstance(tree, dict)
+    plain = configuration.instantiate(OmegaConf.create(tree | {"lora": None}))
+    plain.transformer.load_lora_adapter(str(tmp_path / "out"), prefix="transformer", weight_name=LORA_FILE)
+    plain.eval()
+    media, prompts = stored(run)
+    grid = plain.sigma_grid(config.sampling.eval.steps)
+    drawn = denoise.ode_sample(plain, plain.encode([Prompt(prompts[0])]), noise_of(config, policy, prompts[0]), grid)
+    with torch.no_grad():
+        assert np.array_equal(plain.decode(drawn).mul(255).round().byte().numpy(), media[:2])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| heldout_last | 0.5 |" in card
+    assert "(samples.png)" in card
+
+
+def test_videos_are_exported_as_mp4_and_the_average_only_where_there_is_one(tmp_path: Path, capsys: Any) -> None:
+    run = tmp_path / "run"
+    make_run(run, "experiment=wan21_flowgrpo", "hardware=cpu_tiny", "algorithm.ema.every=1")
+    assert main([f"run={run}"]) == 0
+    assert "moving average" in capsys.readouterr().err
+    assert (run / "export" / "video-00.mp4").stat().st_size > 500
+    assert (run / "export" / "video-03.mp4").exists()
+    averaged = (run / "export" / LORA_FILE).read_bytes()
+    assert main([f"run={run}", "weights=trained"]) == 0
+    assert (run / "export" / LORA_FILE).read_bytes() != averaged
+    assert main([f"run={run}", "format=comfyui"]) == 0
+    read = [
+        diffusers.WanPipeline.lora_state_dict(run / "export", weight_name=name)
+        for name in (LORA_FILE, "lora_comfyui.safetensors")
+    ]
+    assert read[0].keys() == read[1].keys()
+    other = tmp_path / "other"
+    make_run(other, "experiment=digits_flowgrpo")
+    assert main([f"run={other}", "weights=average"]) == 1
+    assert "keeps no moving average" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "run: missing; allowed: path of a run directory"),
+        (["run=/nowhere"], "/nowhere"),
+        (["run=x", "weights=best"], "weights = best: is none of the choices; allowed: evaluated | trained | average"),
+        (["run=x", "merge=true", "format=kohya"], "merge = true with format = kohya: that format is for adapters"),
+        (["run=x", "push=here"], "push = here"),
+        (["run=x", "wieghts=trained"], "wieghts = trained: no such key; nearest: weights"),
+    ],
+)
+def test_bad_words_are_refused_in_words(arguments: list[str], message: str, capsys: Any) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_a_push_is_refused_offline_and_an_unreached_hub_leaves_the_folder(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(["run=x", "push=me/mine"]) == 2
+    assert "push = me/mine: HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(NotPushed, match=rf"{tmp_path} is written, and was not uploaded .* `hf upload me/mine"):
+        push(tmp_path, "me/mine")
+
+
+def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path, capsys: Any) -> None:
+    config = configuration.load(["experiment=digits_flowgrpo"]).config
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    assert main([f"run={tmp_path}"]) == 1
+    assert "Nothing to export" in capsys.readouterr().err

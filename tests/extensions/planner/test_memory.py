@@ -1,0 +1,207 @@
+"""The memory model against real modules: bytes of weights exactly, activations as saved-tensor hooks count them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.count_facts import without_attention
+from benchmarks.live_bytes import count_bytes
+from digenrl.extensions.planner.memory import rollout_memory, trainer_memory
+from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.models import checkpointing
+from digenrl.models.lora import LoraSpec, inject_lora
+from digenrl.recompute import Recompute, parse_recompute
+
+pytestmark = pytest.mark.heavy
+
+INPUTS = Recompute(inputs=1.0)
+WAN = Workload("wan21_1_3b", 240, 416, 33, 20, 19, 32, 4, 2, True, 32, "attn")
+FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 48, 24, 2, False, 64)
+
+
+def test_flops_hit_the_counted_points_and_the_reference_between_them() -> None:
+    """Counted by torch: Wan2.1-14B at 480x832x81 1678 TFLOP, FLUX at 720 px 37.3, SD3.5 at 1024 px 10.9."""
+    cases = [
+        (Workload("wan21_14b", 480, 832, 81, 20, 19, 1, 2, 1, True, 32), 1678.0),
+        (Workload("wan21_14b", 240, 416, 33, 20, 19, 1, 2, 1, True, 32), 97.7),
+        (Workload("flux1_dev", 720, 720, 1, 16, 9, 1, 2, 1, False, None), 37.3),
+        (Workload("hunyuan_video", 480, 640, 53, 16, 9, 1, 2, 1, False, None), 446.0),
+        (Workload("sd35_medium", 1024, 1024, 1, 10, 9, 1, 2, 1, True, 32), 10.9),
+    ]
+    for work, tflops in cases:
+        assert work.forward_flops() / 1e12 == pytest.approx(tflops, rel=0.01)
+
+
+def test_weights_gradients_and_optimizer_are_exact() -> None:
+    from diffusers import WanTransformer3DModel
+    from peft import LoraConfig
+
+    with torch.device("meta"):
+        model = WanTransformer3DModel(num_attention_heads=12, ffn_dim=8960, num_layers=30, attention_head_dim=128)
+        base = sum(p.numel() for p in model.parameters())
+        model.requires_grad_(False)
+        targets = r".*blocks\.\d+\.attn[12]\.(to_[qkv]|to_out\.0)"
+        model.add_adapter(LoraConfig(r=32, lora_alpha=64, target_modules=targets))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained == WAN.trained_parameters
+    memory = trainer_memory(WAN, 1, 2, 1, INPUTS, False, False)
+    assert (memory.frozen, memory.trained, memory.gradients, memory.optimizer) == (
+        2 * base,
+        4 * trained,
+        4 * trained,
+        8 * trained,
+    )
+    sharded = trainer_memory(WAN, 8, 2, 1, INPUTS, False, False)
+    assert sharded.optimizer == 8 * -(-trained // 8)
+    assert sharded.gradients == 4 * trained  # an adapter's wait unsharded for the update's last micro-batch
+    full = Workload("wan21_1_3b", 240, 416, 33, 20, 19, 32, 4, 2, True, None)
+    assert trainer_memory(full, 8, 2, 1, INPUTS, False, False).gradients == 4 * -(-base // 8)
+    assert rollout_memory(full, 2).trained == 2 * base  # Policy.only_generate
+    assert rollout_memory(WAN, 2).frozen == 2 * base
+
+
+GRADES = (False, "products", "attention", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("trained", ["full", "attn"])
+def test_kept_bytes_are_those_of_a_real_build(trained: str, rows: int) -> None:
+    """Two blocks of a Wan of a quarter of the 1.3B's width: what is counted on fake tensors is kept on real ones."""
+    counted, _ = _counted(trained, rows, blocks=2, side=16, frames=2)
+    for grade, (kept, expected) in counted.items():
+        assert kept == pytest.approx(expected, rel=0.15), grade
+
+
+@pytest.mark.parametrize("trained", ["full", pytest.param("attn", marks=pytest.mark.slow)])
+def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
+    """What the backward pass of a block does again, attention aside, as a share of the block's forward."""
+    spent: dict[bool | str, list[tuple[int, int]]] = {grade: [] for grade in GRADES}
+    for blocks in (1, 2):
+        model, forward = _build(trained, 1, blocks, scale=4, side=32, frames=1)
+        for grade in GRADES:
+            model.disable_gradient_checkpointing()
+            checkpointing.enable(model, list(model.blocks), parse_recompute(grade))
+            with FlopCounterMode(display=False) as counter:
+                output = forward()
+                alone = without_attention(counter)
+                output.sum().backward()
+            spent[grade].append((alone, without_attention(counter)))
+    whole = {grade: large[1] - small[1] for grade, (small, large) in spent.items()}
+    block = spent[False][1][0] - spent[False][0][0]
+    work = Workload("wan21_1_3b", 256, 256, 1, 20, 19, 1, 2, 1, False, 64 if trained == "attn" else None, "attn")
+    rest = work.forward_flops() - work.attention_flops()
+    for grade in GRADES:
+        mode = parse_recompute(grade).modes(1)[0]
+        expected = work.repeated_flops(mode) - work.attention_flops() * (grade is True)
+        assert (whole[grade] - whole[False]) / block == pytest.approx(expected / rest, abs=0.08), grade  # half text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trained", "rows", "frames"),
+    [("full", 1, 3), ("full", 2, 2), ("full", 4, 2), ("attn", 1, 6), ("attn", 2, 3), ("attn", 4, 2)],
+)
+def test_activations_of_a_mid_size_build_are_within_15_percent(trained: str, rows: int, frames: int) -> None:
+    """At least 300 MB kept by autograd, counted by saved-tensor hooks; checkpointed builds by what stays alive."""
+    counted, hooks = _counted(trained, rows, blocks=6, side=40, frames=frames)
+    assert hooks >= 300e6
+    assert hooks == pytest.approx(counted[False][1], rel=0.15)
+    for grade, (kept, expected) in counted.items():
+        assert kept == pytest.approx(expected, rel=0.15), grade
+
+
+def _counted(
+    trained: str, rows: int, blocks: int, side: int, frames: int
+) -> tuple[dict[bool | str, tuple[int, float]], int]:
+    """Grade -> (bytes that `blocks` keep, the model's figure) on real builds, by what one block more or less keeps; and
+    what saved-tensor hooks see of them."""
+    scale, builds = 4, (1, 1 + blocks)
+    sizes: dict[bool | str, list[int]] = {grade: [] for grade in GRADES}
+    hooks = []
+    for count in builds:
+        model, forward = _build(trained, rows, count, scale, side, frames)
+        for grade in GRADES:
+            model.disable_gradient_checkpointing()
+            checkpointing.enable(model, list(model.blocks), parse_recompute(grade))
+            sizes[grade].append(count_bytes(model, forward)[1].kept)
+        model.disable_gradient_checkpointing()
+        hooks.append(_saved(model, forward))
+    rank = 64 if trained == "attn" else None
+    work = Workload("wan21_1_3b", side * 8, side * 8, 4 * frames - 3, 20, 19, 1, 2, 1, False, rank, "attn")
+    assert work.tokens == frames * side * side // 4
+    results: dict[bool | str, tuple[int, float]] = {}
+    for grade, (small, large) in sizes.items():
+        mode = parse_recompute(grade).modes(1)[0]  # casts of weights shrink with the square of the width
+        weights = work.sizes["kept_bytes"][trained][mode]["forward"]
+        expected = blocks * ((work.kept_bytes(mode, rows) - weights) / scale + weights / scale**2)
+        results[grade] = (large - small, expected)
+    return results, hooks[1] - hooks[0]
+
+
+def _build(
+    trained: str, rows: int, blocks: int, scale: int, side: int, frames: int
+) -> tuple[Any, Callable[[], torch.Tensor]]:
+    """A random Wan of 1/scale of the 1.3B's width, and a forward of `rows` samples as the policy makes it."""
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        num_attention_heads=12 // scale, ffn_dim=8960 // scale, num_layers=blocks, attention_head_dim=128
+    )
+    dtype = torch.float32
+    if trained != "full":
+        dtype = torch.bfloat16
+        model.to(dtype)
+        inject_lora(model, LoraSpec(64 // scale, 1.0, (r"attn[12]\.(to_[qkv]|to_out\.0)",)))
+    inputs = {
+        "hidden_states": torch.randn(rows, 16, frames, side, side, dtype=dtype),
+        "timestep": torch.full((rows,), 500.0),
+        "encoder_hidden_states": torch.randn(rows, 512, 4096, dtype=dtype),
+    }
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, trained == "full", cache_enabled=False):
+            output: torch.Tensor = model(**inputs, return_dict=False)[0]
+            return output
+
+    return model, forward
+
+
+def _saved(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> int:
+    """Unique bytes that saved-tensor hooks see, parameters excluded."""
+    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            seen[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(seen.values())
+
+
+def test_lora_and_full_memory_differ_as_they_should() -> None:
+    full = Workload("flux1_dev", 512, 512, 1, 6, 5, 48, 24, 2, False, None)
+    assert trainer_memory(full, 1, 1, 1, INPUTS, False, False).total > 16 * full.sizes["parameters"]
+    assert trainer_memory(FLUX, 1, 1, 1, INPUTS, False, False).total < 40 * 2**30
+    assert trainer_memory(FLUX, 1, 2, 4, Recompute(), False, False).activations == pytest.approx(
+        8 * trainer_memory(FLUX, 1, 1, 1, Recompute(), False, False).activations, rel=0.05
+    )
+
+
+def test_facts_are_counted_for_every_real_model_config(repository: Path) -> None:
+    embedded = {"digits", "scenes", "scenes_edit", "mixture"}
+    names = {path.stem for path in (repository / "configs/model").glob("*.yaml")} - embedded
+    assert names <= set(facts()["models"])

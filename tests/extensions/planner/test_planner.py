@@ -1,0 +1,532 @@
+"""Plans: the bound can be recomputed, the choice is near an exhaustive sweep's, roles and memory are obeyed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from digenrl import config as configuration
+from digenrl.extensions.planner import planner
+from digenrl.extensions.planner.bound import solve_bound
+from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.cli import plan as plan_command
+from digenrl.extensions.planner.cli.plan import as_configured
+from digenrl.extensions.planner.outcome import evaluate
+from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
+from digenrl.extensions.planner.planner import Plan, PlanError, fitted, lean_run, make_plan, task_sizes
+from digenrl.extensions.planner.workload import Drawn, Workload
+from digenrl.hardware import Hardware, Line, Pool, assign
+from digenrl.preflight import allocated, candidate_of, costing_of, planned_split
+from digenrl.recompute import Recompute
+
+pytestmark = pytest.mark.heavy
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+FAST = Pool("fast", "H100", 4, "auto", 80, 989, 3.35, 450, 25, 8)
+SLOW = Pool("slow", "RTX", 4, "auto", 48, 165, 1.0, 32, 25, 8)
+FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pickscore",))
+HUNYUAN = Workload("hunyuan_video", 480, 480, 53, 16, 9, 32, 24, 1, False, None)
+
+
+@pytest.fixture(scope="module")
+def costing() -> Costing:
+    return Costing(FLUX, Hardware((FAST, SLOW)))
+
+
+def test_what_is_not_computed_twice_is_planned_beside_the_rest() -> None:
+    """Colocated replicas, a backward pass in place of training, and room for what waits and for a step's own."""
+    large = replace(FLUX, height=1024, width=1024, updates=1, lean=True)
+    costing = Costing(large, Hardware((replace(FAST, memory_gib=141),)))
+    lean = lean_run(Plan(costing, costing.bound(), (), 0))
+    assert lean is not None
+    assert {"schedule.gradients=generation", "schedule.tsp.batch=1"} < set(overrides(lean))
+    (memory,) = lean.costing.memory(lean.candidate).values()
+    task = lean.candidate.spec.task_size
+    assert memory.samples == 4 * large.trained_parameters * (large.samples // 4 + 2 * task)
+    assert lean.bound_s <= lean.step_s < 0.8 * costing.bound().seconds  # three passes with replay, two without
+    other = Costing(replace(large, lean=False), costing.hardware)
+    assert lean_run(Plan(other, other.bound(), (), 0)) is None
+
+
+def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
+    line = Line(0.0125, 0.02, told=True, packed=True)
+    work = replace(FLUX, lean=True, updates=1)
+    plan = make_plan(
+        Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): line})), asynchronous=False
+    )
+    for outcome in plan.outcomes:
+        trainers = {pool for pool, role in plan.costing.placed(outcome.candidate) if role == "trainer"}
+        assert len(trainers) == 1
+        assert outcome.candidate.rollouts
+    assert lean_run(plan) is None
+
+
+def test_samples_together_where_launches_bound_and_gradients_are_taken_apart() -> None:
+    """Small pictures: adapters take the gradients of several samples in one backward pass; all weights cannot."""
+    costing = Costing(replace(FLUX, updates=1, lean=True), Hardware((replace(FAST, memory_gib=141),)))
+    lean = lean_run(Plan(costing, costing.bound(), (), 0))
+    assert lean is not None
+    assert lean.candidate.spec.task_size > 1
+    one = evaluate(lean.costing, lean.candidate.but(task_size=1), lean.costing.bound())
+    assert lean.step_s < 0.95 * one.step_s
+    assert task_sizes(replace(lean.costing, work=replace(lean.costing.work, lora_rank=None))) == [1]
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        (("algorithm.kl_weight=0", "algorithm.updates_per_batch=1"), "generation"),
+        (("algorithm.kl_weight=0.01", "algorithm.updates_per_batch=1"), "replay"),
+        (("algorithm.kl_weight=0", "algorithm.updates_per_batch=2"), "replay"),
+    ],
+)
+def test_gradients_are_taken_where_that_is_possible_and_faster(words: tuple[str, ...], chosen: str) -> None:
+    small = ("data.prompts_per_batch=2", "data.group_size=8")
+    given = ("experiment=flux1_flowgrpo", "hardware=single_gpu", "schedule=colocated", "schedule.gap=0", *small, *words)
+    composed = allocated(configuration.load([*given, "schedule.gradients=auto"]))
+    assert composed.config.schedule.gradients == chosen
+    assert any("schedule.gradients=generation" in note for note in composed.notes) == (chosen == "generation")
+    same = allocated(configuration.load([*given, f"schedule.gradients={chosen}"]))
+    assert same.config.sampling == composed.config.sampling
+    assert same.config.schedule == composed.config.schedule
+
+
+SMALL = ("experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8")
+
+
+def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(tmp_path: Path) -> None:
+    plain = configuration.load([*SMALL, f"output_root={tmp_path}"])
+    best = chosen(make_plan(costing_of(plain)), asynchronous=False)[0]
+    composed = allocated(plain)
+    config = composed.config
+    found = candidate_of(config, config.allocation.trainers, config.allocation.rollouts, costing_of(plain).work.steps)
+    assert (found.trainers, found.rollouts, found.sharding) == (
+        best.candidate.trainers, best.candidate.rollouts, best.candidate.sharding,
+    )  # fmt: skip
+    assert replace(found.spec, trained_steps=0) == replace(best.candidate.spec, trained_steps=0)
+    (said,) = (note for note in composed.notes if note.startswith("schedule=auto: "))
+    assert f"{best.step_s:.2f} s per step" in said
+    assert composed.planned is not None
+    assert composed.planned["sync_step_s"] > composed.planned["step_s"] == best.step_s
+
+    run = configuration.prepare_run_dir(composed)
+    again = allocated(configuration.load([f"resume={run}"]))
+    assert again.config.schedule == config.schedule
+    assert again.config.allocation == config.allocation
+    assert again.planned is None
+
+
+def test_what_is_given_is_not_the_planners() -> None:
+    given = {"allocation.trainers": 5, "sampling.task_size": 4, "schedule.tag": False, "schedule.tsp.batch": 1}
+    config = allocated(configuration.load([*SMALL, *(f"{key}={value}" for key, value in given.items())])).config
+    assert {key: OmegaConf.select(config, key) for key in given} == given
+    assert config.allocation.rollouts == 3
+
+
+@pytest.mark.parametrize(("experiment", "gap"), [("qwen_image_nft", 0), ("wan21_flowgrpo", 1)])
+def test_where_nothing_can_be_planned_groups_train_as_they_complete_if_they_may(experiment: str, gap: int) -> None:
+    schedule = allocated(configuration.load([f"experiment={experiment}", "hardware=cpu_tiny"])).config.schedule
+    assert (schedule.auto, schedule.gap) == (False, gap)
+
+
+@pytest.mark.parametrize("processes", [None, 6])
+def test_a_role_of_auto_asks_the_planner_for_the_split(processes: int | None) -> None:
+    """All splits that fit, simulated, against the one that a run without allocation.* starts with."""
+    words = ["experiment=flux1_flowgrpo", "hardware=node_8xh100", "schedule=sync", "schedule.tag=true"]
+    composed = configuration.load(words)
+    chosen = planned_split(composed, processes)
+    costing, ranks = costing_of(composed), processes or 8
+    assert chosen is not None
+    assert chosen.candidate.trainers + chosen.candidate.rollouts == ranks
+    steps = costing.work.trained_steps
+    splits = [candidate_of(composed.config, trainers, ranks - trainers, steps) for trainers in range(1, ranks)]
+    every = [evaluate(costing, split, costing.bound()).step_s for split in splits if not costing.misfits(split)]
+    assert len(every) > 2
+    assert chosen.step_s == min(every) < max(every)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hardware=node_8xh100", "allocation.trainers=2"],
+        ["hardware=node_8xh100", "hardware.pools.h100.role=trainer"],
+        ["hardware=cpu_tiny"],
+        ["hardware=single_gpu"],
+    ],
+    ids=["number", "role", "tiny build", "one rank"],
+)
+def test_what_is_settled_is_not_planned(words: list[str]) -> None:
+    assert planned_split(configuration.load(["experiment=flux1_flowgrpo", *words])) is None
+
+
+def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
+    plan = make_plan(costing)
+    text = json.loads(json.dumps(as_json(plan, None, True, Booking(10))))
+    bound = solve_bound(text["pools"], text["work"], text["seconds_per_unit"]).seconds
+    assert bound == pytest.approx(text["bound_step_s"])
+    steps = [row["robust_step_s"] for row in text["candidates"] if row["settled"] and not row["async_steps"]]
+    quickest = min(row["step_s"] for row in text["candidates"] if row["settled"] and not row["async_steps"])
+    assert text["best"]["on_policy"]["step_s"] <= 1.05 * quickest
+    assert text["best"]["on_policy"]["robust_step_s"] == steps[0]
+    for row in text["candidates"]:
+        assert row["efficiency"] == pytest.approx(bound / row["step_s"])
+        assert row["efficiency"] <= 1.0
+        assert sum(limit["seconds"] for limit in row["limits"]) == pytest.approx(row["step_s"] - bound, abs=1e-6)
+        assert set(row["memory_gib"]) == ({"trainer", "rollout"} if row["rollouts"] else {"trainer"})
+    assert text["best"]["on_policy"]["async_steps"] == 0
+    assert text["best"]["async"]["async_steps"] == 1
+    assert text["best"]["colocated"]["rollouts"] == 0
+    lines = explanation(plan, False)
+    assert len(lines) == 3
+    winner = next(o for o in plan.outcomes if o.candidate.spec.async_steps == 0)
+    assert ("Colocated wins" in lines[1]) == (winner.candidate.rollouts == 0)
+
+
+@pytest.mark.parametrize(
+    "pools", [(FAST,), pytest.param((FAST, SLOW), marks=pytest.mark.slow)], ids=["equal", "unequal"]
+)
+@pytest.mark.heavy
+def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool, ...]) -> None:
+    costing = Costing(FLUX, Hardware(pools))
+    best = make_plan(costing).best("on_policy")
+    assert best is not None
+    gpus, unequal, bound_s = costing.hardware.gpus, len(pools) > 1, costing.bound()
+    firsts = [pool.name for pool in pools] if unequal else [None]
+    sweep = []
+    for first, trainers, size, gap, handoff, tag in itertools.product(
+        firsts, range(1, gpus + 1), task_sizes(costing), (0, 1, 2), (False, True), (False, True)
+    ):
+        if trainers == gpus and (tag or first != firsts[0]):
+            continue
+        base = costing.candidate(
+            trainers, gpus - trainers, first=first, task_size=size, gap=gap, handoff=handoff, tag=tag, shares=unequal
+        )
+        if (candidate := fitted(costing, base)) is not None:
+            sweep.append(evaluate(costing, candidate, bound_s))
+    assert len(sweep) > 80
+    fastest = sorted(sweep, key=lambda outcome: outcome.step_s)[:5]
+    robust = [evaluate(costing, outcome.candidate, bound_s, exact=True).robust_s for outcome in fastest]
+    assert best.robust_s <= 1.05 * min(robust), "what the plan ranks by"
+    assert best.step_s <= 1.05 * fastest[0].step_s
+
+
+def test_other_hardware_is_asked_anew() -> None:
+    few = Costing(FLUX, Hardware((FAST,)))
+    candidate = few.candidate(4, 0, sharding="fsdp", recompute=None)
+    assert few.cluster(candidate).ranks
+    slow = replace(few, hardware=Hardware((SLOW,)))
+    assert {pool for pool, _ in slow.placed(candidate)} == {"slow"}
+    assert slow.cell_seconds(candidate) > few.cell_seconds(candidate)
+
+
+def test_roles_of_a_profile_are_obeyed() -> None:
+    hardware = Hardware((replace(FAST, role="rollout"), SLOW))
+    plan = make_plan(Costing(FLUX, hardware))
+    assert plan.best("colocated") is None
+    for outcome in plan.outcomes:
+        assert all(role == "rollout" for pool, role in outcome.costing.placed(outcome.candidate) if pool == "fast")
+    with pytest.raises(ValueError, match=r"allocation.trainers = 5: the hardware profile has 4 GPUs left"):
+        assign(hardware, 5, 1)
+
+
+def test_overrides_name_the_pools_that_the_placement_needs(costing: Costing) -> None:
+    for first, trainers, words in [
+        ("slow", 2, ["hardware.pools.fast.role=rollout"]),
+        ("fast", 6, ["hardware.pools.fast.role=trainer"]),
+    ]:
+        outcome = evaluate(costing, costing.candidate(trainers, 8 - trainers, first=first), costing.bound())
+        named = [word for word in overrides(outcome) if word.startswith("hardware")]
+        assert named == words
+        pools = {p.name: p for p in costing.hardware.pools}
+        for word in named:
+            name = word.split(".")[2]
+            pools[name] = replace(pools[name], role=word.partition("=")[2])
+        hardware = Hardware(tuple(pools.values()))
+        assert sorted(assign(hardware, trainers, 8 - trainers)) == sorted(costing.placed(outcome.candidate))
+
+
+def test_what_does_not_fit_says_why() -> None:
+    small = Hardware((replace(SLOW, memory_gib=12),))
+    with pytest.raises(
+        PlanError, match=r"nothing fits: .*trainer on slow \(RTX\) needs .* GiB of 10\.8 GiB \(90% of 12\)"
+    ):
+        make_plan(Costing(HUNYUAN, small))
+
+
+def test_trainers_share_the_tokens_of_what_fits_in_no_other_way() -> None:
+    """All weights of Wan 14B at 480 x 832 x 81."""
+    node, work = Hardware((replace(FAST, count=8),)), Workload("wan21_14b", 480, 832, 81, 20, 10, 8, 8, 1, True, None)
+    alone = replace(work, model="qwen_image")
+    best = make_plan(Costing(work, node), steps=4).outcomes[0]
+    assert best.candidate.spec.context > 1
+    assert f"parallel.context={best.candidate.spec.context}" in overrides(best)
+    assert not Costing(work, node).misfits(best.candidate)
+    assert Costing(work, node).misfits(best.candidate.but(context=1))
+    assert Costing(alone, node).contexts(best.candidate) == []
+
+
+def test_rollouts_that_generate_together_are_one_rank_of_several_gpus() -> None:
+    """Hunyuan at 480 x 832 x 81: a step takes a Nth and what they send each other, a larger task fits."""
+    work, node = replace(HUNYUAN, width=832, frames=81, lora_rank=32), replace(FAST, count=16)
+    costing = Costing(work, Hardware((node,)))
+    together = costing.candidate(8, 8, rollout_context=4)
+    alone, cluster = costing.cluster(together.but(rollout_context=1)), costing.cluster(together)
+    assert [rank.gpus for rank in cluster.ranks] == [1] * 8 + [4, 4]
+    assert [together.seat(rank) for rank in range(16)] == [*range(8), *[8] * 4, *[9] * 4]
+    ratio = alone.rollouts[0].step_seconds / cluster.rollouts[0].step_seconds
+    assert 3.5 < ratio < 4.0
+    assert alone.rollouts[0].decode_seconds == cluster.rollouts[0].decode_seconds
+    large = together.but(task_size=24)
+    needs = [costing.memory(large.but(rollout_context=n))["fast", "rollout"].gib for n in (1, 4)]
+    assert needs[1] < 0.5 * needs[0]
+    assert costing.rollout_contexts(together) == [2, 4, 8]
+    assert costing.rollout_contexts(together.but(trainers=7)) == []  # over two nodes
+    with pytest.raises(ValueError, match="ranks 7 to 8 would be on two nodes"):
+        costing.placed(costing.candidate(7, 8, rollout_context=2))
+    outcome = evaluate(costing, together, costing.bound(), exact=True, steps=3)
+    assert 0 < sum(outcome.bubble.values()) < 1
+    assert "parallel.rollout_context=4" in overrides(outcome)
+
+
+@pytest.mark.slow
+def test_a_plan_keeps_to_groups_of_rollouts_that_are_given() -> None:
+    """Also where the balance asks for a number of rollouts that is no multiple."""
+    costing = Costing(replace(HUNYUAN, lora_rank=32), Hardware((replace(FAST, count=8),)))
+    (best, *_) = make_plan(costing, 2, {"rollout_context": 4}, asynchronous=False).outcomes
+    assert (best.candidate.trainers, best.candidate.rollouts, best.candidate.rollout_context) == (4, 4, 4)
+
+
+class EveryThird:
+    """A user's own `algorithm.train_steps`."""
+
+    def count(self, steps: int) -> int:
+        return steps // 3
+
+
+def test_a_users_own_step_selection_is_planned() -> None:
+    own = f"algorithm.train_steps={{_target_:{__name__}.EveryThird}}"
+    words = ["experiment=flux1_flowgrpo", "hardware=node_8xh100", "allow_targets=[tests]", "~algorithm.train_steps"]
+    composed = configuration.load([*words, f"+{own}", "sampling.steps=9"])
+    assert costing_of(composed).work.trained_steps == 3
+
+
+def test_a_model_without_sizes_is_named() -> None:
+    with pytest.raises(ValueError, match=r"model=digits has no counted sizes .*known: aura_flow, .*count_facts"):
+        costing_of(configuration.load([]))
+
+
+def test_measured_seconds_replace_computed_ones() -> None:
+    measured = Hardware((FAST,), seconds={"generate": {"fast": 6.0}, "train": {"fast": 2.0}})
+    table = Costing(FLUX, measured).seconds_per_unit()
+    assert table["generate"]["fast"] == pytest.approx(6.0)
+    assert table["train"]["fast"] == pytest.approx(2.0)
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+def test_a_plan_says_that_it_simulates_the_stock_hooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8"]
+    words = [*small, f"output_root={tmp_path}", "plan.plot=false"]
+    said = "The plan simulates the stock hooks: what patient.Patient overrides is not in these figures."
+    assert plan_command.main(words) == 0
+    assert said not in capsys.readouterr().out
+    assert plan_command.main([*words, "strategy._target_=patient.Patient", "allow_targets=[patient]"]) == 0
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_the_command_plans_without_torch(tmp_path: Path) -> None:
+    small = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c", "data.prompts_per_batch=8"]
+    words = [*small, f"output_root={tmp_path}"]
+    code = (
+        "import sys; from digenrl.extensions.planner.cli.plan import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules, 'torch was imported'; raise SystemExit(code)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    path = Path(run.stdout.strip().splitlines()[-1])
+    planned = json.loads(path.read_text())
+    best = planned["candidates"][0]
+    assert best["async_steps"] == 0  # the experiment's own
+    assert planned["configured"]["trainers"] + planned["configured"]["rollouts"] == 16  # what train would start
+    assert (path.parent / "plots/gantt.png").stat().st_size > 0
+    assert json.loads((path.parent / "trace.json").read_text())["traceEvents"]
+
+    composed = configuration.load([*words, *best["overrides"]])  # train accepts what the plan proposes
+    assert composed.config.allocation.trainers == best["trainers"]
+    again = as_configured(composed, costing_of(composed))
+    assert again is not None
+    assert again.step_s == pytest.approx(best["step_s"], rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", [None, Recompute(inputs=1.0), Recompute(products=0.5, inputs=0.25)])
+def test_overrides_carry_what_is_recomputed(recompute: Recompute | None) -> None:
+    words = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c"]
+    costing = costing_of(configuration.load(words))
+    outcome = evaluate(costing, costing.candidate(16, 0, recompute=recompute), costing.bound())
+    composed = configuration.load([*words, *overrides(outcome)])
+    assert candidate_of(composed.config, 16, 0, costing.work.trained_steps).recompute == recompute
+
+
+def test_a_plan_says_what_to_book_and_for_machines_only_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8"]
+    words = [*small, f"output_root={tmp_path}", "plan.plot=false"]
+    assert plan_command.main([*words, "plan.price_per_gpu_hour=2"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    planned = json.loads(Path(out[-1]).read_text())
+    assert planned["price"] == pytest.approx(2 * planned["gpu_hours"]) == pytest.approx(16 * planned["hours"])
+    assert out[0].startswith("Book 8 x H100-SXM for ")
+    assert f"{planned['price']:,.0f} at 2 a GPU-hour" in out[0]
+    assert any(line.startswith("as configured") for line in out)
+    assert planned["sources"]["train"] == {"h100": "assumed"}
+    assert planned["sources"]["generate"] == {"h100": "published"}
+    assert plan_command.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["candidates"]
+
+
+def test_nothing_fits_is_an_exit_code_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=hunyuanvideo_dancegrpo", "hardware=node_8xh100", "hardware.pools.h100.memory_gib=12"]
+    assert plan_command.main([*words, f"output_root={tmp_path}"]) == 3
+    assert "Use more or larger GPUs, LoRA" in capsys.readouterr().err
+
+
+EXPERIMENTS = sorted(path.stem for path in CONFIGS.glob("experiment/[!_]*.yaml"))
+CASES = list(
+    itertools.product(
+        [
+            name
+            for name in EXPERIMENTS
+            if not name.startswith(("digits", "mixture", "scenes", "ablation", "sweep", "ocr_tiny"))
+        ],
+        [path.stem for path in sorted(CONFIGS.glob("hardware/*.yaml")) if path.stem not in ("cpu", "cpu_tiny")],
+        (False, True),
+        (False, True),
+    )
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [200])
+def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) -> None:
+    cases = random.Random(count).sample(CASES, min(count, len(CASES)))
+    for experiment, hardware, full, trace in cases:
+        composed = configuration.load([f"experiment={experiment}", f"hardware={hardware}"], "plan")
+        costing = costing_of(composed)
+        if full:
+            costing = Costing(replace(costing.work, lora_rank=None), costing.hardware)
+        try:
+            plan = make_plan(costing)
+        except PlanError:
+            continue
+        winner = chosen(plan, asynchronous=True)[0]
+        assert winner.settled
+        assert winner.efficiency <= 1.0 + 1e-9
+        assert evaluate(costing, winner.candidate, plan.bound, exact=True, trace=trace).step_s == winner.step_s
+        assert booked(plan, True, Booking(10)) + table(plan, True, Booking(10), 5)
+        assert json.dumps(as_json(plan, None, True, Booking(10)))
+
+
+@pytest.mark.slow
+def test_a_batch_wide_advantage_is_planned_as_one_fragment() -> None:
+    """`train` refuses gap with it."""
+    plan = make_plan(costing_of(configuration.load(["experiment=sd35_flowgrpo", "hardware=node_8xh100"], "plan")))
+    assert {outcome.candidate.spec.gap for outcome in plan.outcomes} == {0}
+
+
+def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> None:
+    """Each of four rollouts takes the next prompt when it is free. What outlasts their usual wait for weights adds to
+    the step; of the run's last evaluation all does."""
+    hardware = Hardware((FAST, SLOW))
+    by = {on: Costing(replace(FLUX, evaluated=4, rollouts_evaluate=on), hardware) for on in (True, False)}
+    candidate = by[True].candidate(4, 4, first="fast")
+    assert {name for name, role in by[True].placed(candidate) if role == "rollout"} == {"slow"}
+    first, second = Drawn(1, 4, FLUX.steps), Drawn(5, 4, FLUX.steps)
+    one, five = (by[True].evaluation_seconds(drawn, candidate) for drawn in (first, second))
+    assert five == pytest.approx(2 * one)
+    forwards = one - by[True].evaluation_seconds(replace(first, steps=0), candidate)
+    assert by[True].evaluation_seconds(replace(first, steps=28), candidate) == pytest.approx(
+        one + (28 / FLUX.steps - 1) * forwards
+    )
+    assert by[True].evaluation_seconds(replace(first, compared=4), candidate) == pytest.approx(one + 2 * forwards)
+    assert by[False].evaluation_seconds(second, candidate) == pytest.approx(2 * one), (
+        "trainers wait for the slowest GPU"
+    )
+    assert by[True].evaluation_seconds(second, by[True].candidate(8, 0)) == pytest.approx(one), "nobody else is there"
+    outcome, theirs = (evaluate(costing, candidate, costing.bound()) for costing in (by[True], by[False]))
+    assert theirs.evaluation_s(second) == theirs.costing.evaluation_seconds(second, candidate)
+    assert 0.0 <= outcome.evaluation_s(first) <= one
+    many = replace(first, prompts=400)
+    long = outcome.evaluation_s(many)
+    assert by[True].evaluation_seconds(many, candidate) - outcome.step_s < long
+    assert outcome.evaluation_s(replace(first, prompts=800)) - long == pytest.approx(100 * one)
+    short = Booking(10, None, 2, second).hours(outcome) * 3600
+    assert short == pytest.approx(10 * outcome.step_s + outcome.evaluation_s(second) + five)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hardware", "experiment", "share"),
+    [
+        ("testbed_c", "wan21_flowgrpo", 0.97),
+        ("testbed_c", "flux1_flowgrpo", 0.97),
+        ("testbed_a", "hunyuanvideo_dancegrpo", 0.90),
+    ],
+)
+def test_a_wider_search_finds_no_faster_asynchronous_run(
+    monkeypatch: pytest.MonkeyPatch, hardware: str, experiment: str, share: float
+) -> None:
+    costing = costing_of(configuration.load([f"experiment={experiment}", f"hardware={hardware}"], "plan"))
+
+    def fastest() -> float:
+        outcomes = make_plan(costing).outcomes
+        return max(o.efficiency for o in outcomes if o.settled and o.candidate.spec.async_steps)
+
+    found = fastest()
+    monkeypatch.setattr(planner, "PROMISING", (2, 4))
+    monkeypatch.setattr(planner, "NEAR", 2)
+    assert found > share
+    assert found > 0.99 * fastest()
+
+
+def test_what_a_node_gathers_over_slow_links_costs_that_node_and_its_share() -> None:
+    hardware = Hardware((replace(FAST, per_node=2), replace(SLOW, per_node=2, intra_gb_s=4.0)))
+    costing = Costing(FLUX, hardware)
+    held = costing.candidate(6, 2, first="fast", sharding="hsdp", shares=True, gap=0)
+    cluster = costing.cluster(held)
+    assert (cluster.lockstep, cluster.together) == (True, 2)
+    exposed = {rank.pool: rank.exposed_seconds for rank in cluster.trainers}
+    assert exposed["fast"] == 0.0 < exposed["slow"]
+    cells = {rank.pool: rank.cell_seconds for rank in cluster.trainers}
+    shares = costing.spec(held).shares
+    assert shares[0] / shares[-1] == pytest.approx((cells["slow"] + exposed["slow"]) / cells["fast"])
+    floor = costing.floor(held)
+    assert floor <= evaluate(costing, held, costing.bound(), exact=True).step_s < 1.2 * floor
+
+
+def test_what_is_much_slower_undisturbed_does_not_win_by_bearing_disturbances(costing: Costing) -> None:
+    first = evaluate(costing, costing.candidate(8, 0, shares=True), costing.bound())
+    outcomes = []
+    for seconds, robust in ((10.0, 13.0), (10.4, 12.0), (11.1, 11.5)):
+        result = replace(first.result, step_ends=(0.0, seconds), first=0)
+        outcomes.append(replace(first, result=result, quick_s=seconds))
+        vars(outcomes[-1])["robust_s"] = robust
+    assert [outcome.step_s for outcome in planner._ranked(outcomes)] == [10.4, 10.0, 11.1]
+
+
+@pytest.mark.slow
+def test_more_gpus_than_tasks_share_the_tokens_of_one() -> None:
+    words = ["experiment=wan21_flowgrpo", "hardware=testbed_c", "hardware.pools.c.count=256"]
+    best = make_plan(costing_of(configuration.load(words, "plan"))).outcomes[0]
+    assert best.candidate.spec.context == best.candidate.rollout_context == 2
+    assert best.efficiency > 0.92
