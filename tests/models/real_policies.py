@@ -31,10 +31,10 @@ def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:
         made: nn.Module = FAMILIES[family].transformer_class(**arguments)
         return made.to(dtype).eval()
 
+    path = str(tiny_builds.ensure(family))
     frames = {"frames": size(family)["frames"]} if FAMILIES[family].temporal_stride else {}
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         patch.setattr(pretrained, "load_component", component)
-        path = str(tiny_builds.ensure(family))
         policy = FAMILIES[family](path, 256, 256, lora=LORA if lora else None, **(frames | arguments))
         assert policy._vae is not None
     return policy
