@@ -27,8 +27,8 @@ def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:
         if name == "vae":
             return _families.decoder(FACTS[family]).to(dtype).eval()
         model = next(iter(FACTS[family].models))
-        arguments = FACTS[family].models[model]["network"]
-        made: nn.Module = FAMILIES[family].transformer_class(**arguments)
+        sizes = FACTS[family].models[model]["network"]
+        made: nn.Module = FAMILIES[family].transformer_class(**sizes)
         return made.to(dtype).eval()
 
     path = str(tiny_builds.ensure(family))
