@@ -25,7 +25,7 @@ from digenrl.extensions.planner.workload import Workload
 from digenrl.facts import counted
 from digenrl.hardware import assign, parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
-from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward, usual_groups
+from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward
 
 NEARLY = 1.05
 """Seconds of a sample that `sampling.task_size=auto` takes for as good as the best."""
@@ -188,7 +188,6 @@ CHOICES = {
     "schedule.tsp.batch": "tsp_batch",
     "schedule.tsp.shard": "tsp_shard",
     "schedule.tag": "tag",
-    "schedule.handoff": "handoff",
     "schedule.shares": "shares",
     "schedule.stale_fraction": "stale_fraction",
 }
@@ -324,12 +323,6 @@ def without_effect(config: Any) -> Iterator[str]:
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
-    if schedule.handoff and rollouts == 0:
-        yield idle("handoff = true", "colocated ranks hand nothing over")
-    elif schedule.handoff and schedule.claims == "split":
-        yield idle("handoff = true", "with schedule.claims=split no rank takes over another's tasks")
-    elif schedule.handoff and rollouts == 1 and not schedule.tag:
-        yield idle("handoff = true", "only one rank generates")
     if schedule.tsp.shard and trainers == 1:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:
@@ -592,8 +585,8 @@ def workload(composed: Composed) -> Workload:
         frames=sampling.frames,
         steps=sampling.steps,
         trained_steps=trained_steps(config),
-        prompts=usual_groups(config.data),
-        oversample=usual_groups(config.data) - config.data.prompts_per_batch,
+        prompts=groups_of_step(config.data),
+        oversample=config.data.oversample,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,
         updates_split=config.data.updates_split,

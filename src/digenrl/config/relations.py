@@ -5,7 +5,6 @@ They are read twice: with the configuration as written, and when `auto` has beco
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -90,30 +89,6 @@ def _updates(get: _View) -> Iterator[str]:
         yield (
             f"data.oversample = {oversample}: each of algorithm.updates_per_batch = {updates} takes an equal part of "
             f"it; allowed: 0, {updates}, {2 * updates}, ..."
-        )
-
-
-def _refill(get: _View) -> Iterator[str]:
-    if get("data.zero_variance_groups") != "refill":
-        return
-    places, more, updates = get("data.prompts_per_batch"), get("data.oversample"), get("algorithm.updates_per_batch")
-    if not more:
-        yield (
-            "data.zero_variance_groups = refill with data.oversample = 0: nothing may be sampled in place of a group "
-            f"that teaches nothing; set data.oversample={places} (the most groups), or data.zero_variance_groups=drop."
-        )
-    if updates > 1 and get("data.updates_split") == "groups":
-        yield (
-            f"data.zero_variance_groups = refill with algorithm.updates_per_batch = {updates}: a later update's "
-            "prompts would be sampled with weights that are gone; set algorithm.updates_per_batch=1, "
-            "data.updates_split=samples, or data.zero_variance_groups=drop with the same data.oversample."
-        )
-    stale = get("schedule.stale_fraction")
-    if get("schedule.async_steps") and math.ceil(stale * (places + more)) > places:
-        yield (
-            f"schedule.stale_fraction = {stale} of {places + more} groups, with data.zero_variance_groups = refill: "
-            f"what is sampled in place of others needs fresh weights; set schedule.stale_fraction="
-            f"{places * 100 // (places + more) / 100:g} or less, or a smaller data.oversample."
         )
 
 
@@ -322,7 +297,6 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _task_size,
     _updates_within,
     _updates,
-    _refill,
     _batch_wide_statistics,
     _same_noise,
     _scouts,

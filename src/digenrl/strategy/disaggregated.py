@@ -223,7 +223,6 @@ class DisaggregatedStrategy(DDPStrategy):
             self._new_board,
             self._serve,
             self._recording.take,
-            lambda step, count: self.runner.open(step, count) if self.is_global_zero else None,
             lambda message: self.evaluations.add(message),
         )
         hooks = Hooks(

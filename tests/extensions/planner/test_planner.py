@@ -156,13 +156,13 @@ def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool
     gpus, unequal, bound_s = costing.hardware.gpus, len(pools) > 1, costing.bound()
     firsts = [pool.name for pool in pools] if unequal else [None]
     sweep = []
-    for first, trainers, size, gap, handoff, tag in itertools.product(
-        firsts, range(1, gpus + 1), task_sizes(costing), (0, 1, 2), (False, True), (False, True)
+    for first, trainers, size, gap, tag in itertools.product(
+        firsts, range(1, gpus + 1), task_sizes(costing), (0, 1, 2), (False, True)
     ):
         if trainers == gpus and (tag or first != firsts[0]):
             continue
         base = costing.candidate(
-            trainers, gpus - trainers, first=first, task_size=size, gap=gap, handoff=handoff, tag=tag, shares=unequal
+            trainers, gpus - trainers, first=first, task_size=size, gap=gap, tag=tag, shares=unequal
         )
         if (candidate := fitted(costing, base)) is not None:
             sweep.append(evaluate(costing, candidate, bound_s))

@@ -64,9 +64,9 @@ class Candidate:
         if self.rollouts == 0:
             return "colocated_split" if self.static_claims else "colocated"
         if spec.async_steps:
-            return "full" if spec.tag and spec.handoff else "async"
+            return "full" if spec.tag else "async"
         words = [word for word, on in (("gap", spec.gap), ("tsp", spec.tsp_shard), ("tag", spec.tag)) if on]
-        return "_".join([*words, *(["handoff"] if spec.handoff else [])]) or "sync"
+        return "_".join(words) or "sync"
 
 
 _OWN = frozenset(Candidate.__dataclass_fields__)

@@ -242,7 +242,6 @@ def _also(candidate: Candidate) -> str:
         "encoders stay on the GPU": candidate.encoders,
         f"stale {candidate.spec.stale_fraction:g}": candidate.spec.async_steps > 0,
         "lends": candidate.spec.async_steps > 0 and candidate.spec.tag,
-        "hands over": candidate.spec.async_steps > 0 and candidate.spec.handoff,
         f"tokens over {candidate.spec.context} trainers": candidate.spec.context > 1,
         "steps not sharded": not candidate.spec.tsp_shard and candidate.rollouts > 0,
     }

@@ -1,6 +1,6 @@
 """The planner: enumerate, drop what does not fit into memory, simulate, rank.
 
-Colocated and disaggregated, allocation, pools' roles, rollout batch, fragment size, K, sharding, lending, hand-off,
+Colocated and disaggregated, allocation, pools' roles, rollout batch, fragment size, K, sharding, lending,
 asynchrony. A coarse pass over what decides most (who does what, how the model is held, the task size), then a fine pass
 around the best of each kind.
 """
@@ -334,8 +334,6 @@ def _disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None 
             for candidate in _allocations(costing, base, numbers or _around_balance(costing, base)):
                 found = True
                 yield candidate
-                if candidate.spec.tag and not async_steps:
-                    yield candidate.but(handoff=True)
         if not found:  # memory decides, not the balance
             every = {max(1, gpus * eighth // 8) for eighth in range(1, 8)}
             yield from _allocations(costing, typical.but(task_size=task_sizes(costing)[0]), numbers or every)
@@ -440,7 +438,6 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
         near = candidate.but(trainers=trainers, rollouts=gpus - trainers)
         if trainers != candidate.trainers and 1 <= trainers < gpus and _allowed(costing, near):
             yield from _held(costing, near)
-    yield candidate.but(handoff=not candidate.spec.handoff)
     yield from _held(costing, candidate.but(tag=not candidate.spec.tag))
     update = costing.work.spec.groups_per_update
     for gap in sorted({1, 2, 4, update // 2, update}):
