@@ -34,8 +34,8 @@ from digenrl.extensions.planner.memory import (
     saved_bytes,
     trainer_memory,
 )
+from digenrl.facts import families
 from digenrl.models import tiny_builds
-from digenrl.models.graphs import Graphs
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.preflight import workload
@@ -45,16 +45,9 @@ from digenrl.schedule import Task
 from digenrl.transport.weights import adopt, publish
 from digenrl.types import CellBlock, Prompt, TrainBatch, move
 
-EXPERIMENTS = {
-    "flux1_dev": "flux1_flowgrpo",
-    "wan21_14b": "wan21_flowgrpo",
-    "hunyuan_video": "hunyuanvideo_dancegrpo",
-    "qwen_image": "qwen_image_flowgrpo",
-    "sd35_medium": "sd35_flowgrpo",
-}
+EXPERIMENTS = {model: families()[family].measured["experiment"] for model, family in FAMILY.items()}
 """Model -> experiment whose sizes, guidance and loss are measured."""
-EAGER, COMPILED, GRAPHS, COMPILED_GRAPHS = ENGINES = ("eager", "compiled", "graphs", "compiled_graphs")
-CAPTURED = (GRAPHS, COMPILED_GRAPHS)
+EAGER, COMPILED = ENGINES = ("eager", "compiled")
 GRADES = {"all": "false", "products": "products", "attention": "attention", "inputs": "true"}
 """What blocks keep for the backward pass -> `model.gradient_checkpointing`."""
 PROMPT = Prompt("a shop window at night with a hand-painted sign that says open, rain on the glass")
@@ -177,12 +170,6 @@ class Bench:
         """Inside, encoders and decoder are made with random weights when they are first asked for."""
         return random_weights(self.model, self.size, self.device)
 
-    @contextmanager
-    def engine(self, unit: Unit) -> Iterator[None]:
-        """Inside, the policy's forward without gradients is a replayed graph, where the unit's engine says so."""
-        with mock.patch.object(self.policy, "graphs", Graphs() if unit.engine in CAPTURED else None):
-            yield
-
 
 def build(model: str, size: str, device: torch.device, how: Build, *words: str) -> Bench:
     """A policy of `model` with random weights and its algorithm, both on `device`; `words`: further overrides. A
@@ -223,8 +210,7 @@ def conditioning(model: str, size: str, device: torch.device) -> dict[str, Tenso
 def generate(bench: Bench, unit: Unit) -> Row:
     """Seconds of a denoising step of a task of `samples`."""
     state = bench.start(unit.samples)
-    with bench.engine(unit):
-        taken = _device.seconds(lambda: bench.advance(state), bench.device)
+    taken = _device.seconds(lambda: bench.advance(state), bench.device)
     work = workload(bench.composed)
     weights = rollout_memory(work, unit.samples)
     forward = FRAGMENTATION * work.forward_bytes(unit.samples * work.passes)
@@ -265,8 +251,7 @@ def train(bench: Bench, unit: Unit) -> Row:
 
 def ratio(bench: Bench, unit: Unit) -> Row:
     """max |ratio - 1| before any update: sampled as rollouts sample, replayed as trainers replay."""
-    with bench.engine(unit):
-        (block,) = bench.cells(unit.samples, unit.steps).blocks
+    (block,) = bench.cells(unit.samples, unit.steps).blocks
     new = denoise.replay(bench.policy, block, bench.module.sde).log_prob.detach()
     return {"deviation": float((new - block.log_probs).exp().sub(1.0).abs().max())}
 
@@ -313,7 +298,7 @@ def publication(bench: Bench, unit: Unit) -> Row:
 def mask(bench: Bench, unit: Unit) -> Row:
     """Seconds of a denoising step with the prompt cut to its real length, as runs have it, and padded and masked."""
     policy, state = bench.policy, bench.start(unit.samples)
-    if not isinstance(policy, DiffusersPolicy) or policy.family not in ("hunyuan_video", "qwen_image"):
+    if not isinstance(policy, DiffusersPolicy) or "mask" not in policy.facts().conditioning:
         return {"skipped": "the family passes no mask"}
     length = bench.condition["text"].shape[1]
     padding = policy.max_sequence_length - length
@@ -399,8 +384,6 @@ MEASURES: dict[str, Callable[[Bench, Unit], Row]] = {
 
 def attempt(bench: Bench, unit: Unit) -> Row:
     """The measurement with its peak of memory and what it took, or `full`, `failed` or `skipped` with the reason."""
-    if unit.engine in CAPTURED and bench.device.type != "cuda":
-        return {"skipped": "graphs need a GPU"}
     _device.release(bench.device)
     _device.watch_peak(bench.device)
     began = time.monotonic()

@@ -120,7 +120,7 @@ def command(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         "CANARY": CANARY,
         "DIGENRL_REWARD_TOKEN": CANARY,
     }
-    line = [sys.executable, "-m", "digenrl.cli.main", name, *words]
+    line = [sys.executable, "-m", "digenrl", name, *words]
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200)
 
 
@@ -134,7 +134,7 @@ def listener() -> Iterator[socket.socket]:
 
 def remote(run: Path, url: str) -> None:
     """Make the held-out judge of a run a service at `url`."""
-    scorer = {"_target_": "reward_models.remote.RemoteScorer", "urls": [url], "deadline_s": 3.0}
+    scorer = {"_target_": "digenrl.extensions.rewards.remote.RemoteScorer", "urls": [url], "deadline_s": 3.0}
     evaluation = {"_target_": "digenrl.callbacks.evaluation.Evaluation", "prompts": "digits.jsonl"}
     evaluation |= {"samples_per_prompt": 1}
     store(run, reward__heldout__judge_b__scorer=None)

@@ -18,13 +18,14 @@ from digenrl.extensions.planner.candidate import Candidate, Costing
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
-from digenrl.extensions.planner.outcome import Outcome, evaluate
+from digenrl.extensions.planner.outcome import Outcome
 from digenrl.extensions.planner.plan_text import explanation, overrides
 from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
-from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.extensions.planner.workload import Workload
+from digenrl.facts import counted
 from digenrl.hardware import assign, parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
-from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward, usual_groups
+from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward
 
 NEARLY = 1.05
 """Seconds of a sample that `sampling.task_size=auto` takes for as good as the best."""
@@ -108,8 +109,7 @@ def with_task_size(composed: Composed) -> Composed:
     if config.sampling.task_size != AUTO:
         return composed
     portion = config.data.group_size // slices_of_group(config.data.updates_split, config.algorithm.updates_per_batch)
-    one = config.schedule.gradients == "generation" and config.model.get("lora") is None  # gradients are not apart
-    sizes = [1] if one else [size for size in range(1, portion + 1) if portion % size == 0]
+    sizes = [size for size in range(1, portion + 1) if portion % size == 0]
     tree: Any = OmegaConf.to_container(config)
     if sized(composed):
         # Seconds that were measured are those of one size, and do not say what another takes.
@@ -117,9 +117,8 @@ def with_task_size(composed: Composed) -> Composed:
         costing = Costing(alone, replace(parse_hardware(config.hardware), seconds={}))
         costs, pools, stay = costing.costs, costing.hardware.pools, not config.model.get("offload_encoders", True)
         room = USABLE * min(pool.memory_gib for pool in pools)
-        together = config.parallel.rollout_context
-        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay, together).gib <= room] or [1]
-        seconds = {size: [costs.step_seconds(pool, size, together) / size for pool in pools] for size in fitting}
+        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay).gib <= room] or [1]
+        seconds = {size: [costs.step_seconds(pool, size) / size for pool in pools] for size in fitting}
         best = [min(taken) for taken in zip(*seconds.values(), strict=True)]
         good = (
             size
@@ -181,7 +180,6 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
 CHOICES = {
     "parallel.sharding": "sharding",
     "parallel.context": "context",
-    "parallel.rollout_context": "rollout_context",
     "sampling.task_size": "task_size",
     "model.gradient_checkpointing": "recompute",
     "model.offload_encoders": "encoders",
@@ -190,7 +188,6 @@ CHOICES = {
     "schedule.tsp.batch": "tsp_batch",
     "schedule.tsp.shard": "tsp_shard",
     "schedule.tag": "tag",
-    "schedule.handoff": "handoff",
     "schedule.shares": "shares",
     "schedule.stale_fraction": "stale_fraction",
 }
@@ -265,23 +262,20 @@ def _with(composed: Composed, words: list[str]) -> DictConfig:
 
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
-    """The configuration with values for allocation, `parallel.sharding`, `schedule.tsp.batch`, `schedule.gradients` and
+    """Return the configuration with values for allocation, `parallel.sharding`, `schedule.tsp.batch` and
     `model.gradient_checkpointing`.
 
     `auto` sharding is the first that fits: replicas, a copy of the weights per node, one over all trainers. `auto`
     steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish first;
     all of them where the model's sizes are not known. `auto` checkpointing becomes what each trainer's GPU needs to
     repeat least (one value, or a list in the order of the trainers); with both, the fastest combination. A tiny build
-    repeats nothing, a real one of unknown sizes every block. `auto` gradients are replayed unless the model's sizes are
-    known and a simulated step is shorter otherwise.
+    repeats nothing, a real one of unknown sizes every block.
 
     Raises:
         ValueError: the numbers contradict another key; or a rank would not fit into its GPU's memory (gives the
             estimate, the pool, and a change that fits if there is one).
     """
     config: Any = composed.config
-    if config.schedule.gradients == AUTO:
-        return _faster(composed, trainers, rollouts)
     tree: Any = OmegaConf.to_container(config)
     tree["allocation"]["trainers"] = trainers
     if most_rollouts(tree["allocation"]["rollouts"]) != rollouts:  # auto; {min, max} stays
@@ -291,8 +285,6 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     notes = composed.notes
     if wrong := relation_problems(tree):
         raise ValueError("\n".join(wrong))
-    if config.parallel.rollout_context > 1 and all(pool.gpu != "cpu" for pool in config.hardware.pools.values()):
-        assign(parse_hardware(config.hardware), trainers, rollouts, config.parallel.rollout_context)
     steps = trained_steps(config)
     asked = config.schedule.tsp.batch
     batch = steps_per_forward(asked, steps)
@@ -323,29 +315,6 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     return replace(composed, config=numbers, notes=(*notes, *without_effect(numbers)))
 
 
-def _faster(composed: Composed, trainers: int, rollouts: int) -> Composed:
-    """`settled`, with that of the possible values for `schedule.gradients` whose simulated step is shorter."""
-    replayed, taken = (
-        replace(composed, config=_with(composed, [f"schedule.gradients={how}"])) for how in ("replay", "generation")
-    )
-    known = settled(replayed, trainers, rollouts)
-    if not sized(composed):
-        return known
-    try:
-        other = settled(taken, trainers, rollouts)
-    except ValueError:  # other settings forbid it, or it does not fit
-        return known
-    seconds = []
-    for way in (known, other):
-        costing = costing_of(way)
-        candidate = candidate_of(way.config, trainers, rollouts, costing.work.trained_steps)
-        seconds.append(evaluate(costing, candidate, costing.bound()).step_s)
-    if seconds[1] >= seconds[0]:
-        return known
-    said = f"schedule.gradients=generation: {seconds[1]:.4g} s per step in simulation, {seconds[0]:.4g} with replay."
-    return replace(other, notes=(*other.notes, said))
-
-
 def without_effect(config: Any) -> Iterator[str]:
     """A line for each schedule setting that has no effect with the settled allocation and the other settings."""
     schedule, trainers, rollouts = config.schedule, config.allocation.trainers, config.allocation.rollouts
@@ -354,18 +323,6 @@ def without_effect(config: Any) -> Iterator[str]:
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
-    if schedule.handoff and rollouts == 0:
-        yield idle("handoff = true", "colocated ranks hand nothing over")
-    elif schedule.handoff and schedule.claims == "split":
-        yield idle("handoff = true", "with schedule.claims=split no rank takes over another's tasks")
-    elif schedule.handoff and rollouts == config.parallel.rollout_context and not schedule.tag:
-        yield idle("handoff = true", "only one rank generates")
-    if schedule.gradients == "generation":
-        taken = "gradients are taken step by step, where a sample is generated"
-        if schedule.tsp.shard:
-            yield idle("tsp.shard = true", taken)
-        if config.algorithm.advantage.get("best_and_worst") and schedule.skip_zero:
-            yield idle("skip_zero = true", f"{taken}, before anybody knows its advantage")
     if schedule.tsp.shard and trainers == 1:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:
@@ -467,13 +424,13 @@ def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate
     if candidate.trainers % candidate.spec.context:
         return []
     shardings = [candidate.sharding]
-    if config.parallel.sharding == AUTO and candidate.trainers > 1 and candidate.spec.replays:
+    if config.parallel.sharding == AUTO and candidate.trainers > 1:
         group = shard_group(config, candidate.trainers)
         shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]
     ways = []
     for sharding in shardings:
         trial: Candidate | None = candidate.but(sharding=sharding)
-        if config.schedule.tsp.batch == AUTO and candidate.spec.replays:
+        if config.schedule.tsp.batch == AUTO:
             trial = _steps_that_fit(costing, candidate.but(sharding=sharding))
         if trial is not None and not costing.misfits(trial):
             ways.append(trial)
@@ -520,7 +477,6 @@ def _way_out(costing: Costing, candidate: Candidate) -> str:
 def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
     """The words of `_way_out`; None where nothing helps."""
     tokens = [(f"parallel.context={n}", {"context": n}) for n in costing.contexts(candidate)[-1:]]
-    tokens += [(f"parallel.rollout_context={n}", {"rollout_context": n}) for n in costing.rollout_contexts(candidate)]
     known = [(word, change) for word, change in (*CHANGES, *tokens) if candidate.but(**change) != candidate]
     for count in range(len(known) + 1):
         for chosen in itertools.combinations(known, count):
@@ -532,17 +488,15 @@ def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
     for trainers in range(gpus, 0, -1):
         sharding = "fsdp" if trainers > 1 else "ddp"
         split = smallest.but(trainers=trainers, rollouts=gpus - trainers, sharding=sharding)
-        shared = (1, *costing.contexts(split)[-1:]), (1, *costing.rollout_contexts(split)[-1:])
-        for context, together in itertools.product(*shared):
+        for context in (1, *costing.contexts(split)[-1:]):
             try:
-                if costing.misfits(split.but(context=context, rollout_context=together)):
+                if costing.misfits(split.but(context=context)):
                     continue
             except ValueError:  # the roles of the pools do not allow it
                 break
             words = [f"allocation.trainers={trainers}", f"allocation.rollouts={gpus - trainers}"]
             words += [w for w, change in known if w not in dict(tokens) and (trainers > 1 or "sharding" not in change)]
             words += [f"parallel.context={context}"] * (context != candidate.spec.context)
-            words += [f"parallel.rollout_context={together}"] * (together != candidate.rollout_context)
             return words
     return None
 
@@ -550,8 +504,8 @@ def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
 def sized(composed: Composed) -> bool:
     """Whether the model is a real build whose sizes have been counted, on pools whose memory is known."""
     config: Any = composed.config
-    counted = composed.choices.get("model") in facts()["models"] and config.model.get("build") == "real"
-    return counted and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
+    known = composed.choices.get("model") in counted() and config.model.get("build") == "real"
+    return known and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
 
 
 def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[tuple[str, int], float]:
@@ -564,8 +518,7 @@ def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[t
     candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
     cluster = costing.cluster(candidate)
     expected: dict[tuple[str, int], float] = {}
-    for number in range(trainers + rollouts):
-        rank = cluster.ranks[candidate.seat(number)]
+    for number, rank in enumerate(cluster.ranks):
         seconds = {"generate": rank.task_seconds(config.sampling.steps)}
         if rank.role == "trainer":
             seconds |= {"train": rank.cell_seconds, "switch": cluster.switch_seconds}
@@ -613,9 +566,9 @@ def workload(composed: Composed) -> Workload:
     """The experiment's numbers. Raises ValueError for a model without counted sizes."""
     config: Any = composed.config
     model_name = composed.choices["model"]
-    if model_name not in facts()["models"]:
+    if model_name not in counted():
         raise ValueError(
-            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(facts()['models']))}). A "
+            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(counted()))}). A "
             "small one is measured faster than planned: `python -m digenrl.cli.train "
             f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} max_rl_steps=3` ends "
             "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, once."
@@ -632,8 +585,8 @@ def workload(composed: Composed) -> Workload:
         frames=sampling.frames,
         steps=sampling.steps,
         trained_steps=trained_steps(config),
-        prompts=usual_groups(config.data),
-        oversample=usual_groups(config.data) - config.data.prompts_per_batch,
+        prompts=groups_of_step(config.data),
+        oversample=config.data.oversample,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,
         updates_split=config.data.updates_split,
@@ -641,8 +594,6 @@ def workload(composed: Composed) -> Workload:
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(config),
         stored_prompts=config.data.prompt_store is not None,
-        replays=config.schedule.gradients != "generation",
-        lean="surrogate" in algorithm and not algorithm.kl_weight,
         whole_batch=_whole_batch(config),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
@@ -650,7 +601,7 @@ def workload(composed: Composed) -> Workload:
         rewards=tuple(config.reward.get("rewards", {})),
         heldout=tuple(config.reward.get("heldout") or {}),
         evaluated=max((min(n, sampling.eval.batch or n) for n in drawn), default=0),
-        engine=_ENGINES[model.get("compile", False)],
+        engine="compiled" if model.get("compile", False) else "eager",
         fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
@@ -660,16 +611,11 @@ def workload(composed: Composed) -> Workload:
     return replace(work, rollouts_evaluate=able and (asked or _has_room(config, work)))
 
 
-_ENGINES = {False: "eager", True: "compiled", "graphs": "compiled_graphs"}
-"""`model.compile` -> engine of `simulate.gpus`."""
-
-
 def _has_room(config: Any, work: Workload) -> bool:
     """Whether the samples of an evaluation fit beside the model on every GPU that a rollout may have."""
     pools = [pool for pool in parse_hardware(config.hardware).pools if pool.role != "trainer"]
     stay, size = not config.model.get("offload_encoders", True), config.sampling.task_size
-    work, together = replace(work, rollouts_evaluate=True), config.parallel.rollout_context
-    need = rollout_memory(work, 1 if size == AUTO else size, stay, together).gib
+    need = rollout_memory(replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay).gib
     return all(need <= USABLE * pool.memory_gib for pool in pools)
 
 
@@ -683,12 +629,7 @@ def _trained_samples(config: Any) -> int | None:
     """2k of a group where only the k best and k worst have an advantage, nothing else holds the others, and cells
     without a gradient are skipped; otherwise None."""
     k = config.algorithm.advantage.get("best_and_worst")
-    skips = (
-        config.schedule.skip_zero
-        and config.schedule.gradients == "replay"
-        and "surrogate" in config.algorithm
-        and not config.algorithm.kl_weight
-    )
+    skips = config.schedule.skip_zero and "surrogate" in config.algorithm and not config.algorithm.kl_weight
     return 2 * k if k and skips and 2 * k < config.data.group_size else None
 
 
@@ -720,5 +661,4 @@ def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Can
         encoders=not config.model.get("offload_encoders", True),
         shares=config.schedule.shares != "equal",
         static_claims=config.schedule.claims == "split",
-        rollout_context=config.parallel.rollout_context,
     )

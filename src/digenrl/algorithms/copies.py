@@ -34,8 +34,8 @@ class ParameterCopy:
     def swapped(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Inside, the parameters hold the copy's values; afterwards their own, bit by bit. No copy yet: unchanged.
 
-        Values are written through `.data` into the same storage, so FSDP's views and recorded graphs stay valid as long
-        as no backward runs inside.
+        Values are written through `.data` into the same storage, so FSDP's views stay valid as long as no backward
+        runs inside.
         """
         if not self.tensors:
             yield
@@ -82,7 +82,7 @@ class Ema:
             self.copy.follow(parameters, 0.0)
 
     def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Count one optimizer step and follow the parameters when it is due."""
+        """Count an optimizer step, and follow the parameters at every `every`-th step."""
         self.steps += 1
         if self.steps % self.every == 0:
             self.copy.follow(parameters, self.decay_at(self.steps))

@@ -5,7 +5,6 @@ They are read twice: with the configuration as written, and when `auto` has beco
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -93,30 +92,6 @@ def _updates(get: _View) -> Iterator[str]:
         )
 
 
-def _refill(get: _View) -> Iterator[str]:
-    if get("data.zero_variance_groups") != "refill":
-        return
-    places, more, updates = get("data.prompts_per_batch"), get("data.oversample"), get("algorithm.updates_per_batch")
-    if not more:
-        yield (
-            "data.zero_variance_groups = refill with data.oversample = 0: nothing may be sampled in place of a group "
-            f"that teaches nothing; set data.oversample={places} (the most groups), or data.zero_variance_groups=drop."
-        )
-    if updates > 1 and get("data.updates_split") == "groups":
-        yield (
-            f"data.zero_variance_groups = refill with algorithm.updates_per_batch = {updates}: a later update's "
-            "prompts would be sampled with weights that are gone; set algorithm.updates_per_batch=1, "
-            "data.updates_split=samples, or data.zero_variance_groups=drop with the same data.oversample."
-        )
-    stale = get("schedule.stale_fraction")
-    if get("schedule.async_steps") and math.ceil(stale * (places + more)) > places:
-        yield (
-            f"schedule.stale_fraction = {stale} of {places + more} groups, with data.zero_variance_groups = refill: "
-            f"what is sampled in place of others needs fresh weights; set schedule.stale_fraction="
-            f"{places * 100 // (places + more) / 100:g} or less, or a smaller data.oversample."
-        )
-
-
 def _batch_wide_statistics(get: _View) -> Iterator[str]:
     std, gap = get("algorithm.advantage.std"), get("schedule.gap")
     if gap and std in ("batch", "max_group"):
@@ -173,43 +148,6 @@ def _replay(get: _View) -> Iterator[str]:
         yield f"allocation.rollouts = {rollouts} with replay: nothing is generated; set allocation.rollouts=0."
     if get("record.trajectories"):
         yield "record.trajectories = true with replay: what it trains is recorded already; leave it false."
-
-
-def _gradients(get: _View) -> Iterator[str]:
-    if get("schedule.gradients") != "generation":
-        return
-    wrong = "{} = {} with schedule.gradients = generation: {}; set {}, or schedule.gradients=replay.".format
-    for key, wanted, why in _LEAN:
-        if (value := get(key)) not in wanted:
-            words = "replay=null" if key == "replay" else f"{key}={str(wanted[0]).lower()}"
-            yield wrong(key, str(value).lower() if isinstance(value, bool) else value, why, words)
-    if get("model").get("lora") is None and (size := get("sampling.task_size")) not in (1, "auto"):
-        why = "without model.lora a backward pass sums over the samples of a batch, and each has its own weight"
-        yield wrong("sampling.task_size", size, why, "sampling.task_size=1")
-    algorithm = get("algorithm")
-    if "surrogate" not in algorithm:
-        why = "it trains no log-probs, whose gradients a sampler could take"
-        yield wrong("algorithm._target_", algorithm.get("_target_"), why, "algorithm=flow_grpo")
-    elif get("algorithm.kl_weight"):
-        why = "the KL's gradient has another weight, and a second backward pass costs what the replay does"
-        yield wrong("algorithm.kl_weight", get("algorithm.kl_weight"), why, "algorithm.kl_weight=0")
-
-
-_LEAN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    (
-        "allocation.rollouts",
-        (0,),
-        "a gradient is as large as all that is trained and does not travel, so who generates trains",
-    ),
-    ("algorithm.updates_per_batch", (1,), "after the first update the gradients are those of older weights"),
-    ("schedule.async_steps", (0,), "a stale sample's gradient is that of older weights"),
-    ("schedule.shares", ("equal",), "who generates a sample trains it, whatever the shares"),
-    ("parallel.sharding", ("ddp", "auto"), "gradients of sharded weights are reduced in every backward pass"),
-    ("parallel.context", (1,), "each rank generates alone"),
-    ("record.trajectories", (False,), "no latents are kept that a later run could train from"),
-    ("replay", (None,), "nothing is generated"),
-)
-"""Key, values that allow gradients to be taken while generating, and why others do not."""
 
 
 def _shares(get: _View) -> Iterator[str]:
@@ -270,28 +208,6 @@ def _context(get: _View) -> Iterator[str]:
                 f"parallel.context = {context}: the {node} GPUs of a node of hardware.pools.{name} do not divide into "
                 f"groups of {context}; allowed: {_divisors(node)}."
             )
-
-
-def _rollout_context(get: _View) -> Iterator[str]:
-    together, rollouts = get("parallel.rollout_context"), get("allocation.rollouts")
-    if together == 1:
-        return
-    if isinstance(rollouts, int) and (rollouts % together or not rollouts):
-        yield (
-            f"parallel.rollout_context = {together}: must divide allocation.rollouts = {rollouts}; set "
-            f"allocation.rollouts={max(1, rollouts // together) * together}, or parallel.rollout_context=1."
-        )
-    if isinstance(rollouts, Mapping):
-        yield (
-            f"allocation.rollouts = {dict(rollouts)} with parallel.rollout_context = {together}: no rank joins a group "
-            "that generates together; set allocation.rollouts to a number, or parallel.rollout_context=1."
-        )
-    if get("launch") == "ray":
-        yield (
-            f"launch = ray with parallel.rollout_context = {together}: Ray gives each rollout a place of its own, and "
-            "those that generate together need one node; set launch=local, torchrun or SLURM, or "
-            "parallel.rollout_context=1."
-        )
 
 
 def _split_claims(get: _View) -> Iterator[str]:
@@ -381,19 +297,16 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _task_size,
     _updates_within,
     _updates,
-    _refill,
     _batch_wide_statistics,
     _same_noise,
     _scouts,
     _precision,
     _asynchrony,
     _replay,
-    _gradients,
     _shares,
     _sharding,
     _shard_group,
     _context,
-    _rollout_context,
     _split_claims,
     _publication,
     _recomputation,

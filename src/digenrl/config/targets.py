@@ -1,10 +1,10 @@
 """The classes that `_target_` may name, checked without importing any of them.
 
-Hydra turns `_target_` into a call, so a configuration is code. The rule: a target is
+Hydra turns `_target_` into a call, so a configuration is code. The rule is that a target may be one of three:
 
-- a class of digenrl or reward_models that a file of the shipped configs/ names, inside `ROOMS`, or
-- a class in `FOREIGN`, or
-- anything public in a package that `allow_targets` names on the command line, digenrl's own excepted.
+- A class in `ROOMS` that a file of the shipped configs/ names.
+- A class in `FOREIGN`.
+- Anything public in a package that `allow_targets` names on the command line. Our own packages are excepted.
 
 So commands, functions and whatever calls something by another name (`class_path`, `hydra.utils.get_method`) are no
 components. A configuration directory of the user's own adds nothing to the list.

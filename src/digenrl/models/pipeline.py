@@ -23,9 +23,9 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
+from digenrl.facts import Facts, of_module
 from digenrl.images import PromptImage
 from digenrl.models import deferred, latents, pretrained, tiny_builds
-from digenrl.models.graphs import Graphs
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.prompt_store import Condition, PromptStore, Wording, files_digest
@@ -33,7 +33,6 @@ from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
-GRAPHS = "graphs"
 COMPILED_CASES = 16
 """More than a block's code is compiled for: the first number of rows, one row, any number; each with gradients, without
 them, and without the adapter. PyTorch's own limit is 8, beyond which it raises."""
@@ -60,7 +59,7 @@ class DiffusersPolicy(Policy):
         negative_prompt: the unconditional branch's text where a prompt brings none; None = there is no default.
         attention_backend: one name of diffusers' attention dispatcher for rollout and replay alike; None = its default.
         compile: true: the repeated blocks are compiled (regional compilation); slow to start, fast afterwards. Padding
-            stays, so that all prompts have one shape. "graphs": forwards without gradient are also CUDA graphs.
+            stays, so that all prompts have one shape.
         offload_encoders: move encoders and VAE back to the CPU after each use.
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
         decode_pixels: pixels that are decoded together, over samples and frames; one sample at least.
@@ -121,7 +120,7 @@ class DiffusersPolicy(Policy):
         gradient_checkpointing: RecomputeConfig = False,
         keep_reference: bool = False,
         attention_backend: str | None = None,
-        compile: bool | str = False,
+        compile: bool = False,
         offload_encoders: bool = True,
         vae_dtype: str = "float32",
         vae_tiling: bool = False,
@@ -138,15 +137,13 @@ class DiffusersPolicy(Policy):
                 f"model.true_cfg_scale={true_cfg_scale} is for guidance-distilled families; {self.family} takes "
                 "classifier-free guidance from sampling.guidance_scale"
             )
-        if compile not in (False, True, GRAPHS):
-            raise ValueError(f"model.compile={compile}: expected true, false or {GRAPHS}")
         kept = parse_recompute(gradient_checkpointing)
         if compile and kept.products + kept.attention + kept.offload > 0:
             raise ValueError(
                 f"model.gradient_checkpointing={gradient_checkpointing} needs to see the operators, which compiled "
                 "blocks do not show: set model.compile=false, or model.gradient_checkpointing to true, false or a share"
             )
-        self.path = str(tiny_builds.ensure(self.family)) if build == "tiny" else path
+        self.path = str(tiny_builds.ensure(self.facts())) if build == "tiny" else path
         self.check_checkpoint(self.path)
         compute = self._compute_dtype(dtype, build)
         load = deferred.empty if empty else pretrained.load_component
@@ -183,8 +180,7 @@ class DiffusersPolicy(Policy):
             dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
             for block in self.wrap_units():
                 block.compile(fullgraph=True)
-        self.graphs = Graphs() if compile == GRAPHS else None
-        self.keep_padding(bool(compile))
+        self.keep_padding(compile)
         self._empty = empty
         self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
@@ -195,6 +191,12 @@ class DiffusersPolicy(Policy):
         self._decoded_together = max(1, decode_pixels // (height * width * frames))
 
     @classmethod
+    def facts(cls) -> Facts:
+        """Return the family's facts, from the file beside the module that brings the family."""
+        found = (of_module(base.__module__).get(cls.family) for base in cls.__mro__)
+        return next(filter(None, found), Facts(cls.family, cls.__name__, Path(inspect.getfile(cls))))
+
+    @classmethod
     def check(cls, settings: Mapping[str, Any]) -> None:
         """Refuse a model config that cannot be built, from small files alone, before any rank starts.
 
@@ -203,15 +205,10 @@ class DiffusersPolicy(Policy):
                 a tiny build that nobody described, latents of another number of channels than the network takes.
         """
         cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
-        if settings.get("compile") == GRAPHS and len(cls.components) > 1:
-            raise ValueError(
-                f"model.compile = {GRAPHS}: which expert of {cls.family} takes a row depends on its noise level, "
-                "which a graph cannot ask; set model.compile=true."
-            )
         if settings.get("build", "real") == "real":
             cls.check_checkpoint(str(settings["path"]))
         else:
-            tiny_builds.require(cls.family)
+            tiny_builds.require(cls.facts())
         network = cls.network_config(settings)
         channels = cls.channels * (4 if cls.packed else 1)
         if channels not in (network.get("in_channels"), network.get("out_channels")):
@@ -226,17 +223,17 @@ class DiffusersPolicy(Policy):
     def network_config(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The transformer's configuration, defaults included, for a model config (its YAML's keys)."""
         if settings.get("build", "real") == "tiny":
-            given = tiny_builds.BUILDERS[cls.family]["transformer"]
+            given = tiny_builds.part(cls.facts(), "transformer")
         else:
             given = pretrained.component_config(cls.transformer_class, str(settings["path"]), "transformer")
         parameters = inspect.signature(cls.transformer_class).parameters.values()
         return {each.name: each.default for each in parameters if each.default is not each.empty} | dict(given)
 
     @classmethod
-    def check_context(cls, settings: Mapping[str, Any], ranks: int, key: str) -> None:
-        """Also refuses numbers that do not divide the attention heads and the tokens, and compiled blocks. Raises
+    def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
+        """Refuse also numbers that do not divide the attention heads and the tokens, and compiled blocks; raises
         ValueError."""
-        super().check_context(settings, ranks, key)
+        super().check_context(settings, ranks)
         if ranks == 1:
             return
         heads = cls.network_config(settings)["num_attention_heads"]
@@ -245,13 +242,13 @@ class DiffusersPolicy(Policy):
         common = [n for n in range(1, heads + 1) if heads % n == 0 and tokens % n == 0]
         if ranks not in common:
             raise ValueError(
-                f"{key} = {ranks}: must divide the {heads} attention heads of {cls.family} and the {tokens} "
+                f"parallel.context = {ranks}: must divide the {heads} attention heads of {cls.family} and the {tokens} "
                 f"tokens of a sample of this size; allowed: {', '.join(map(str, common))}."
             )
         if settings.get("compile"):
             raise ValueError(
-                f"{key} = {ranks} with model.compile = {str(settings['compile']).lower()}: compiled blocks cannot be "
-                "divided; set one of them back."
+                f"parallel.context = {ranks} with model.compile = true: compiled blocks cannot be divided; set one of "
+                "them back."
             )
 
     # ---- what a family implements

@@ -33,8 +33,6 @@ from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment, Session, World
 from digenrl.data import PromptSampler
 from digenrl.extensions.links.broadcast import EVERYONE, Audience, BroadcastLink
-from digenrl.extensions.records.replay import Recording, Replay
-from digenrl.extensions.records.trajectories import Recorded, TrajectoryFiles
 from digenrl.record.decision_log import DecisionLog
 from digenrl.record.run_dir import DECISIONS, append_event, tell_unwritten
 from digenrl.record.span_log import SpanLog
@@ -49,13 +47,12 @@ from digenrl.strategy.checkpoint_storage import PREFIX
 from digenrl.strategy.consent import Consent
 from digenrl.strategy.context import Context
 from digenrl.strategy.evaluating import Evaluations, Examiner, number_of_evaluated
-from digenrl.strategy.following import Follower, leading
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.measured_shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
-from digenrl.strategy.stream import FragmentStream, Inbox, Source
+from digenrl.strategy.stream import FragmentStream, Inbox, NoRecord, Record, Source
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
@@ -82,8 +79,8 @@ class DisaggregatedStrategy(DDPStrategy):
         split_claims: divide every queue equally beforehand instead of claiming (what published colocated loops do).
         expected: (stage, rank) -> seconds, as `SchedulePolicy.expected` takes them: what the hardware profile says.
         record_bytes: of this rank's spans, and of its decisions; more are left out.
-        recording: where this trainer writes what it trains; None: nowhere.
-        replay: what it trains in place of what ranks generate; None: the latter.
+        recording: is told everything that this trainer trains on.
+        source: makes, of the trainer's parts, where fragments come from; None: from ranks that generate.
         evaluated: what rollouts draw for evaluations; None: nothing, trainers evaluate by themselves.
     """
 
@@ -105,8 +102,8 @@ class DisaggregatedStrategy(DDPStrategy):
         split_claims: bool = False,
         expected: Mapping[tuple[str, int], float] | None = None,
         record_bytes: float = math.inf,
-        recording: TrajectoryFiles | None = None,
-        replay: Recorded | None = None,
+        recording: Record | None = None,
+        source: Callable[[Inbox, Hooks, PromptSampler, SpanLog], Source] | None = None,
         evaluated: FixedSamples | None = None,
         checkpoint_io: Any = None,
     ) -> None:
@@ -116,7 +113,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
         self._unequal = unequal and sharding == "ddp"
         self._expected, self._record_bytes = expected or {}, record_bytes
-        self._recording, self._replay = Recording(recording), replay
+        self._recording, self._make_source = recording or NoRecord(), source
         self._sampler, self._last_step, self._evaluated = sampler, last_step, evaluated
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
@@ -186,8 +183,7 @@ class DisaggregatedStrategy(DDPStrategy):
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, progress, self._record_bytes)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
-        kept, together = self.published.kept, world.rollout_context
-        roles = Roles(world.trainers, world.rollouts, self._sharded, self._split_claims, kept, together)
+        roles = Roles(world.trainers, world.rollouts, self._sharded, self._split_claims, self.published.kept)
         head = header(self.spec, roles, self._last_step)
         self._decisions = DecisionLog(session.run_dir / DECISIONS / path.name, head, self._record_bytes)
         self.policy = SchedulePolicy(self.spec, roles, lambda version: self.plan_tasks(version), self._decisions)
@@ -196,7 +192,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.ledger = StepLedger(self.spec, world, self.spans, self.policy, session.run_dir)
         self.shares = Shares(self.spec, world, self.control, session.run_dir, timed=self.sharding == "ddp")
         self._process_group_backend = self._get_process_group_backend()
-        name = "trainers" if world.is_trainer else f"rollout-{world.group_of(world.rank)[0]}"
+        name = "trainers" if world.is_trainer else f"rollout-{world.rank}"
         dist.init_process_group(
             self._process_group_backend,
             store=dist.PrefixStore(f"world/{name}", store),
@@ -227,7 +223,6 @@ class DisaggregatedStrategy(DDPStrategy):
             self._new_board,
             self._serve,
             self._recording.take,
-            lambda step, count: self.runner.open(step, count) if self.is_global_zero else None,
             lambda message: self.evaluations.add(message),
         )
         hooks = Hooks(
@@ -253,8 +248,8 @@ class DisaggregatedStrategy(DDPStrategy):
         )
         self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.consent)
         self._source: Source = self._lending
-        if self._replay is not None:
-            self._source = Replay(self._replay, self.inbox, hooks.cut_fragment, self._sampler, self.spans)
+        if self._make_source is not None:
+            self._source = self._make_source(self.inbox, hooks, self._sampler, self.spans)
 
     def _made_link(self, store: StoreClient) -> SocketLink:
         """This rank's: with broadcasts, where it is one of their audience."""
@@ -319,12 +314,10 @@ class DisaggregatedStrategy(DDPStrategy):
             device = self.root_device.type
             mesh = shard.mesh_of(self.sharding, self.world.trainers, self._shard_group, device)
             shard.shard(self.engine.policy, shard.bounded(mesh, self._timeout))
-            self.engine.policy.graphs = None  # which would not gather
             self.engine.policy.fill(self.root_device)
         super().model_to_device()
-        ranks = self.spec.context if self.world.is_trainer else self.world.role_size
-        if ranks > 1:
-            self._context = Context(self.engine.policy, ranks, self.root_device.type, self._timeout)
+        if self.spec.context > 1 and self.world.is_trainer:
+            self._context = Context(self.engine.policy, self.spec.context, self.root_device.type, self._timeout)
 
     def configure_ddp(self) -> None:
         """Replicas need no wrapper: `gradients.average` reduces once per update. FSDP2 has sharded in place."""
@@ -396,7 +389,7 @@ class DisaggregatedStrategy(DDPStrategy):
             return super().training_step(*args, **kwargs)
 
     def _tokens_shared(self) -> AbstractContextManager[None]:
-        """Inside, a context group computes forwards together. Trainers generate and evaluate outside, each alone."""
+        """Make a context group compute together what is trained; each rank generates and evaluates alone."""
         return nullcontext() if self._context is None else self._context.shared()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -590,14 +583,8 @@ class DisaggregatedStrategy(DDPStrategy):
         model = self.engine.policy
         if self.world.joined:
             self.control.join(self.world.rank)
-        with self._tokens_shared():
-            if self.world.follows:
-                return Follower(model, self.control, self.link, self.spans).run()
-            leave, examiner = self.session.leave, Examiner(self._evaluated, self.engine, self.control, self.world.rank)
-            worker = RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave, examiner)
-            followers = self.world.group_of(self.world.rank)[1:]
-            with leading(model, self.link, followers, lambda: worker.version_in_use):
-                worker.run()
+        leave, examiner = self.session.leave, Examiner(self._evaluated, self.engine, self.control, self.world.rank)
+        RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave, examiner).run()
         if leave.is_set():
             self.link.drain()  # what this rank has given away is on its way when it says that it has left
 

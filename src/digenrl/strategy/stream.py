@@ -1,7 +1,7 @@
 """The fragment stream of a trainer rank: what the Strategy gives Lightning in place of the train dataloader.
 
     rollout ranks, lending trainers --cells, rewards--> Inbox: one StepBoard per RL step
-    FragmentStream: waits for the next complete fragment     (`lending`: it may generate meanwhile; `replay`: it reads)
+    FragmentStream: waits for the next complete fragment     (its `Source`: a lending trainer generates meanwhile)
                     -> yields its micro-batches -> Lightning: training_step, backward
     after the last micro-batch of an update: reduction, optimizer step; after the last update: publication,
     which lets rollout ranks begin what waits for the new version
@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from digenrl.schedule import ScheduleSpec, fragments
 from digenrl.schedule.claims import Claims
 from digenrl.schedule.policy import SchedulePolicy
@@ -24,11 +26,11 @@ from digenrl.strategy.step_ledger import StepLedger
 from digenrl.transport.cells import Part, StepBoard
 from digenrl.transport.link import Link
 from digenrl.transport.wire import Kind, Message
-from digenrl.types import TrainBatch
+from digenrl.types import CellBlock, TrainBatch
 
 
 class Source(Protocol):
-    """Where fragments come from: from ranks that generate (`lending`), or from a record (`replay`)."""
+    """Where fragments come from: ranks that generate (`lending`), or an extension such as a recorded run."""
 
     def predicted_end(self, step: int) -> float | None:
         """When RL step `step`, which begins, should end on the run's clock; None: nobody knows."""
@@ -37,14 +39,45 @@ class Source(Protocol):
         """The fragment of `pending` to train now, as soon as there is one."""
 
 
+class Record(Protocol):
+    """What is told everything that a trainer trains on. An extension may write it down."""
+
+    def take(self, step: int, message: Message) -> None:
+        """Note a message of RL step `step` that counts."""
+
+    def keep_base_means(self, block: CellBlock, means: Tensor) -> None:
+        """Note the base model's transition means [b, K, *L] of a block's cells."""
+
+    def finish(self, step: int) -> None:
+        """Note that RL step `step` is trained."""
+
+    def close(self) -> None:
+        """End the record with the last finished step."""
+
+
+class NoRecord:
+    """A `Record` that forgets everything."""
+
+    def take(self, step: int, message: Message) -> None:
+        """Forget the message."""
+
+    def keep_base_means(self, block: CellBlock, means: Tensor) -> None:
+        """Forget the means."""
+
+    def finish(self, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class Inbox:
     """Sorts what arrives on a trainer rank into the boards of the RL steps.
 
     Args:
         new_board: RL step -> an empty board.
         serve: sends the present version to a rank that joined.
-        keep: is given every message that counts (`record.trajectories`).
-        open_groups: is given (RL step, leading groups to generate) when these become more (`schedule.selection`).
+        keep: is given every message that counts.
         evaluated: is given every piece of an evaluation.
     """
 
@@ -57,10 +90,9 @@ class Inbox:
         new_board: Callable[[int], StepBoard],
         serve: Callable[[int], None],
         keep: Callable[[int, Message], None] = lambda step, message: None,
-        open_groups: Callable[[int, int], None] = lambda step, count: None,
         evaluated: Callable[[Message], None] = lambda message: None,
     ) -> None:
-        self._open_groups, self._evaluated = open_groups, evaluated
+        self._evaluated = evaluated
         self._serve = serve
         self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
         self._new_board, self._keep = new_board, keep
@@ -88,12 +120,9 @@ class Inbox:
             # Refused: a late result of a task that went back when its owner was lost.
             if step >= self._step and self._claims.accepts(version, part.claim):
                 self._policy.measured("generate", part.claim.rank, part.seconds)
-                open_before = self._board(step).opened
                 if self.add(part):
                     self._claims.received(version, part.claim.position)
                     self._keep(step, message)
-                    if (count := self._board(step).opened) > open_before:
-                        self._open_groups(step, count)
         return True
 
     def add(self, part: Part) -> bool:

@@ -1,6 +1,6 @@
 """Seconds that `make gpu` has measured on GPUs (configs/hardware/measured/NAME.yaml), as the `seconds` of a profile.
 
-A file has, by model (a key of facts.json) and stage, rows of {seconds, samples, engine, tokens, passes, ...}. A
+A file has, by model (an option of configs/model) and stage, rows of {seconds, samples, engine, tokens, passes, ...}. A
 workload takes the rows of its own model, tokens, guidance and training, and of them the fastest per unit; what nobody
 has measured stays computed. `hardware.seconds` of a profile goes before all of it.
 """
@@ -50,8 +50,6 @@ def units(stages: Mapping[str, list[dict[str, Any]]], work: Workload) -> dict[st
     }
     found: dict[str, float] = {}
     for stage, rows in stages.items():
-        if stage == "train":  # graphs have no gradients
-            wanted["engine"] = work.engine.removesuffix("_graphs")
         fitting = [row for row in rows if all(row.get(key, value) == value for key, value in wanted.items())]
         per_unit = [row["seconds"] / row["samples"] / row.get("steps", 1) for row in fitting]
         if per_unit:

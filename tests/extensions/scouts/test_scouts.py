@@ -12,6 +12,7 @@ from digenrl.data import load_prompts
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import NoiseLevels
+from digenrl.extensions.scouts.engine import ScoutingEngine
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
@@ -26,8 +27,8 @@ TASK = Task(step=3, index=1, group=0, first_sample=4, samples=4, version=0)
 
 def engine(**sampling: int) -> RolloutEngine:
     rewards = RewardSuite({"judge": {"scorer": SCORER}}, placement="inline")
-    spec = SamplingSpec(STEPS, **sampling)  # type: ignore[arg-type]
-    return RolloutEngine(DigitsPolicy(), rewards, FlowSDE(0.9), NoiseLevels(size=3), spec, seed=5)
+    arguments = DigitsPolicy(), rewards, FlowSDE(0.9), NoiseLevels(size=3), SamplingSpec(STEPS)
+    return ScoutingEngine(*arguments, seed=5, **sampling) if sampling else RolloutEngine(*arguments, seed=5)
 
 
 def finished(made: RolloutEngine, task: Task) -> tuple[tuple[int, ...], Tensor, Tensor]:
@@ -64,7 +65,7 @@ def test_the_best_and_the_worst_noises_are_generated_as_without_scouts() -> None
     assert scores.max() - scores.min() > 0
 
 
-def test_a_task_handed_over_keeps_what_its_scouts_chose() -> None:
+def test_a_suspended_task_keeps_what_its_scouts_chose() -> None:
     first, second = (engine(candidates=CANDIDATES, scout_steps=SCOUT_STEPS) for _ in range(2))
     begun = first.advance(first.begin(TASK, PROMPT))
     while second.steps_left(begun):
@@ -97,5 +98,5 @@ def test_off_is_one_candidate() -> None:
 )
 def test_the_samples_are_the_same_in_every_schedule(tmp_path: Path, words: tuple[str, ...]) -> None:
     together = completed(run_cluster(tmp_path / "0", 1, 0, configured(*words)))
-    apart = ("schedule=gap_tsp_tag", "schedule.handoff=true")
+    apart = ("schedule=gap_tsp_tag",)
     assert_same_cells(completed(run_cluster(tmp_path / "1", 1, 2, configured(*words, *apart))), together, steps=(0,))
