@@ -81,17 +81,18 @@ def check_network(composed: Composed, place: Place | None) -> None:
     """Refuse an interface, a range of ports or a cluster's address that the ranks of this machine cannot have.
 
     Raises:
-        ValueError: as `Network.check`, `on_ray.driver_host`.
+        ValueError: as `Network.check`, `on_ray.driver_host`, `run.link_maker`.
     """
     here = ranks(composed) if place is None else place.local_size
     if place is None and composed.config.launch == "ray":
         on_ray.driver_host(composed.config.ray.address)
         here = 0
     _network(composed).check(1 + here)
+    run.link_maker(composed.config)
 
 
 def _network(composed: Composed) -> Network:
-    return Network(**composed.config.network)
+    return Network.of(composed.config.network)
 
 
 def checkpoint_of(composed: Composed) -> Path | None:

@@ -113,6 +113,5 @@ class Follower:
             weights, self._adopted = self._weights.pop(version), version
             with self._spans.span("adopt", version=version, digest=weights.digest):
                 adopt(self._parameters, weights)
-                self._arrivals.in_use(weights)
             for old in [number for number in self._weights if max(number, number_of_evaluated(number)) < version]:
                 del self._weights[old]
