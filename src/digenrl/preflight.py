@@ -14,6 +14,7 @@ from digenrl.config import Composed, config_directory, instantiate
 from digenrl.config.compose import merge_words
 from digenrl.config.relations import most_rollouts, relation_problems
 from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.costs import as_sent
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
@@ -632,7 +633,7 @@ def workload(composed: Composed) -> Workload:
         rewards=tuple(config.reward.get("rewards", {})),
         heldout=tuple(config.reward.get("heldout") or {}),
         evaluated=max((min(n, sampling.eval.batch or n) for n in drawn), default=0),
-        engine=_ENGINES[model.get("compile", False)],
+        engine="compiled" if model.get("compile", False) else "eager",
         fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
@@ -640,10 +641,6 @@ def workload(composed: Composed) -> Workload:
     able = bool(drawn) and trainers_must_evaluate(config, 1 if most == AUTO else most) is None
     asked = config.allocation.evaluation == "rollouts"
     return replace(work, rollouts_evaluate=able and (asked or _has_room(config, work)))
-
-
-_ENGINES = {False: "eager", True: "compiled", "graphs": "compiled_graphs"}
-"""`model.compile` -> engine of `simulate.gpus`."""
 
 
 def _has_room(config: Any, work: Workload) -> bool:

@@ -125,6 +125,10 @@ VALUES: dict[str, Case] = {
     "rollouts at least, and no most": (["allocation.rollouts={min:2}"], ["names not both, expected {min: m, max: n}"]),
     "lost rollouts below none": (["allocation.max_lost_rollouts=-1"], ["allocation.max_lost_rollouts = -1", ">= 0"]),
     "restarts below none": (["allocation.max_restarts=-1"], ["allocation.max_restarts = -1", "whole number >= 0"]),
+    "removed value": (
+        ["experiment=sd35_flowgrpo", "model.compile=graphs"],
+        ["model.compile = graphs: was removed", "set model.compile=true"],
+    ),
     "unknown launcher": (["launch=slurm"], ["launch = slurm", "local | ray"]),
     "resources of no pool": (["ray.resources={spot:{GPU:1}}"], ["ray.resources.spot", "no pool", "pools are local"]),
     "a line to no pool": (

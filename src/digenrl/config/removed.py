@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 REMOVED: dict[str, str] = {
+    "model.compile=graphs": "torch.compile has a mode for CUDA graphs; set model.compile=true",
     "schedule.order": "fragments are trained in the order of their groups",
 }
 """Dotted key (a group of keys too), or `key=value`, -> what replaces it, or why it went."""

@@ -449,10 +449,7 @@ class Model(Open):
         description="which blocks are computed again in the backward pass, or wait on the host for it; auto: what the "
         "GPU's memory asks for, without the host",
     )
-    compile: bool | Literal["graphs"] = Field(
-        ABSENT,
-        description="compile the repeated blocks; graphs: and record forwards without gradient as CUDA graphs (GPUs)",
-    )
+    compile: bool = Field(ABSENT, description="compile the repeated blocks")
     lora: Lora | None = Field(ABSENT)
 
 
