@@ -66,9 +66,10 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
 
 
 def begins_with(config: Any) -> tuple[int, int]:
-    """(trainers, rollouts) that a settled run starts; the rest of {min, max} joins on Ray when it has places."""
+    """Return (trainers, rollouts) that a settled run starts; a launcher with places of its own lets the rest of
+    {min, max} join when it has them."""
     rollouts = config.allocation.rollouts
-    elastic = config.launch == "ray" and rollouts != most_rollouts(rollouts)
+    elastic = config.launch != "local" and rollouts != most_rollouts(rollouts)
     return config.allocation.trainers, rollouts["min"] if elastic else most_rollouts(rollouts)
 
 

@@ -347,12 +347,6 @@ def _rank_counts(get: _View) -> Iterator[str]:
             )
 
 
-def _ray_pools(get: _View) -> Iterator[str]:
-    pools = sorted(get("hardware.pools"))
-    for name in sorted(set(get("ray.resources")) - set(pools)):
-        yield f"ray.resources.{name}: is no pool of the hardware profile; its pools are {', '.join(pools)}."
-
-
 def _links(get: _View) -> Iterator[str]:
     pools, seen = sorted(get("hardware.pools")), dict[frozenset[str], str]()
     for name, entry in get("hardware.links").items():
@@ -387,6 +381,5 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _split_claims,
     _recomputation,
     _rank_counts,
-    _ray_pools,
     _links,
 )
