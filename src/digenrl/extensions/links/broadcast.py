@@ -143,19 +143,20 @@ class BroadcastLink(SocketLink):
         peers = _peers(routes)
         members = peers.intersection(self._audience.ranks)
         self._kept.append((routes, message))
-        again: list[tuple[Routes, Message]] = []
+        again = self._kept
         try:
             if members and self._together(message) and self._share(message):
                 self._kept[-1] = dict.fromkeys(members, ()), message
                 super().multicast(dict.fromkeys(peers - members, ()), message)
+                again = []
             else:
                 again = self._kept[-1:]
         except _Over as cause:
             self._end(str(cause))
-            lost = self._control.lost_ranks()
-            again = [(dict.fromkeys(_peers(lacking) - lost, ()), each) for lacking, each in self._kept]
+        lost = self._control.lost_ranks() if again else frozenset()
         for lacking, each in again:
-            super().multicast(lacking, replace(each, meta={**each.meta, _SHARED: None}))
+            left = dict.fromkeys(_peers(lacking) - lost, ()) if lost & _peers(lacking) else lacking
+            super().multicast(left, replace(each, meta={**each.meta, _SHARED: None}))
         self._kept = [] if "digest" in message.meta else self._kept
 
     def _together(self, message: Message) -> bool:
