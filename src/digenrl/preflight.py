@@ -18,7 +18,7 @@ from digenrl.extensions.planner.costs import as_sent
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
-from digenrl.extensions.planner.outcome import Outcome, evaluate
+from digenrl.extensions.planner.outcome import Outcome
 from digenrl.extensions.planner.plan_text import explanation, overrides
 from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
 from digenrl.extensions.planner.workload import Workload, facts
@@ -109,8 +109,7 @@ def with_task_size(composed: Composed) -> Composed:
     if config.sampling.task_size != AUTO:
         return composed
     portion = config.data.group_size // slices_of_group(config.data.updates_split, config.algorithm.updates_per_batch)
-    one = config.schedule.gradients == "generation" and config.model.get("lora") is None  # gradients are not apart
-    sizes = [1] if one else [size for size in range(1, portion + 1) if portion % size == 0]
+    sizes = [size for size in range(1, portion + 1) if portion % size == 0]
     tree: Any = OmegaConf.to_container(config)
     if sized(composed):
         # Seconds that were measured are those of one size, and do not say what another takes.
@@ -266,23 +265,20 @@ def _with(composed: Composed, words: list[str]) -> DictConfig:
 
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
-    """The configuration with values for allocation, `parallel.sharding`, `schedule.tsp.batch`, `schedule.gradients` and
+    """Return the configuration with values for allocation, `parallel.sharding`, `schedule.tsp.batch` and
     `model.gradient_checkpointing`.
 
     `auto` sharding is the first that fits: replicas, a copy of the weights per node, one over all trainers. `auto`
     steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish first;
     all of them where the model's sizes are not known. `auto` checkpointing becomes what each trainer's GPU needs to
     repeat least (one value, or a list in the order of the trainers); with both, the fastest combination. A tiny build
-    repeats nothing, a real one of unknown sizes every block. `auto` gradients are replayed unless the model's sizes are
-    known and a simulated step is shorter otherwise.
+    repeats nothing, a real one of unknown sizes every block.
 
     Raises:
         ValueError: the numbers contradict another key; or a rank would not fit into its GPU's memory (gives the
             estimate, the pool, and a change that fits if there is one).
     """
     config: Any = composed.config
-    if config.schedule.gradients == AUTO:
-        return _faster(composed, trainers, rollouts)
     tree: Any = OmegaConf.to_container(config)
     tree["allocation"]["trainers"] = trainers
     if most_rollouts(tree["allocation"]["rollouts"]) != rollouts:  # auto; {min, max} stays
@@ -323,29 +319,6 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     return replace(composed, config=numbers, notes=(*notes, *without_effect(numbers)))
 
 
-def _faster(composed: Composed, trainers: int, rollouts: int) -> Composed:
-    """`settled`, with that of the possible values for `schedule.gradients` whose simulated step is shorter."""
-    replayed, taken = (
-        replace(composed, config=_with(composed, [f"schedule.gradients={how}"])) for how in ("replay", "generation")
-    )
-    known = settled(replayed, trainers, rollouts)
-    if not sized(composed):
-        return known
-    try:
-        other = settled(taken, trainers, rollouts)
-    except ValueError:  # other settings forbid it, or it does not fit
-        return known
-    seconds = []
-    for way in (known, other):
-        costing = costing_of(way)
-        candidate = candidate_of(way.config, trainers, rollouts, costing.work.trained_steps)
-        seconds.append(evaluate(costing, candidate, costing.bound()).step_s)
-    if seconds[1] >= seconds[0]:
-        return known
-    said = f"schedule.gradients=generation: {seconds[1]:.4g} s per step in simulation, {seconds[0]:.4g} with replay."
-    return replace(other, notes=(*other.notes, said))
-
-
 def without_effect(config: Any) -> Iterator[str]:
     """A line for each schedule setting that has no effect with the settled allocation and the other settings."""
     schedule, trainers, rollouts = config.schedule, config.allocation.trainers, config.allocation.rollouts
@@ -360,12 +333,6 @@ def without_effect(config: Any) -> Iterator[str]:
         yield idle("handoff = true", "with schedule.claims=split no rank takes over another's tasks")
     elif schedule.handoff and rollouts == config.parallel.rollout_context and not schedule.tag:
         yield idle("handoff = true", "only one rank generates")
-    if schedule.gradients == "generation":
-        taken = "gradients are taken step by step, where a sample is generated"
-        if schedule.tsp.shard:
-            yield idle("tsp.shard = true", taken)
-        if config.algorithm.advantage.get("best_and_worst") and schedule.skip_zero:
-            yield idle("skip_zero = true", f"{taken}, before anybody knows its advantage")
     if schedule.tsp.shard and trainers == 1:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:
@@ -454,13 +421,13 @@ def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate
     if candidate.trainers % candidate.spec.context:
         return []
     shardings = [candidate.sharding]
-    if config.parallel.sharding == AUTO and candidate.trainers > 1 and candidate.spec.replays:
+    if config.parallel.sharding == AUTO and candidate.trainers > 1:
         group = shard_group(config, candidate.trainers)
         shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]
     ways = []
     for sharding in shardings:
         trial: Candidate | None = candidate.but(sharding=sharding)
-        if config.schedule.tsp.batch == AUTO and candidate.spec.replays:
+        if config.schedule.tsp.batch == AUTO:
             trial = _steps_that_fit(costing, candidate.but(sharding=sharding))
         if trial is not None and not costing.misfits(trial):
             ways.append(trial)
@@ -625,8 +592,6 @@ def workload(composed: Composed) -> Workload:
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(config),
         stored_prompts=config.data.prompt_store is not None,
-        replays=config.schedule.gradients != "generation",
-        lean="surrogate" in algorithm and not algorithm.kl_weight,
         whole_batch=_whole_batch(config),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
@@ -663,12 +628,7 @@ def _trained_samples(config: Any) -> int | None:
     """2k of a group where only the k best and k worst have an advantage, nothing else holds the others, and cells
     without a gradient are skipped; otherwise None."""
     k = config.algorithm.advantage.get("best_and_worst")
-    skips = (
-        config.schedule.skip_zero
-        and config.schedule.gradients == "replay"
-        and "surrogate" in config.algorithm
-        and not config.algorithm.kl_weight
-    )
+    skips = config.schedule.skip_zero and "surrogate" in config.algorithm and not config.algorithm.kl_weight
     return 2 * k if k and skips and 2 * k < config.data.group_size else None
 
 

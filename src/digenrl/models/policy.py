@@ -341,27 +341,6 @@ class Policy(nn.Module, ABC):
         """name in `transformer` -> parameter, in the transformer's own order; those that require a gradient."""
         return {name: value for name, value in self.transformer.named_parameters() if value.requires_grad}
 
-    @contextmanager
-    def samples_apart(self, samples: int) -> Iterator[dict[str, Tensor]]:
-        """Inside, forwards of `samples` samples give their gradients to what this yields in place of the trained
-        parameters: name -> [samples, ...], to each sample its own. Copies without memory.
-
-        Raises ValueError where all weights are trained: only adapters take gradients apart.
-        """
-        if self.lora is None:
-            raise ValueError("gradients are taken apart by adapters, and there is none: set sampling.task_size=1")
-        names = {id(parameter): name for name, parameter in self.trained_parameters().items()}
-        copies: dict[str, Tensor] = {}
-        for layer in self._adapted:
-            first, second = (f.detach().expand(samples, *f.shape).requires_grad_() for f in layer.factors)
-            layer.apart = first, second
-            copies |= {names[id(f)]: own for f, own in zip(layer.factors, layer.apart, strict=True)}
-        try:
-            yield copies
-        finally:
-            for layer in self._adapted:
-                layer.apart = None
-
     def load_trained_parameters(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` (names and shapes of `trained_parameters()`) into the policy; ValueError on any mismatch."""
         own = self.trained_parameters()

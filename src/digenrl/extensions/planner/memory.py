@@ -48,8 +48,6 @@ class Memory:
     gathered: int = 0
     """Full parameters of the blocks in use (sharded trainers), or a bf16 cast."""
     activations: int = 0
-    samples: int = 0
-    """Gradients in fp32 that wait for their samples' advantages (`schedule.gradients=generation`)."""
     workspace: int = 0
     """What generating or evaluating needs beyond the activations of training (a forward without gradients, encoders in
     use, VAE decode), and the reserve."""
@@ -178,7 +176,6 @@ def trainer_memory(
     generates: bool,
     keeps_copy: bool,
     encoders: bool = False,
-    held: int = 0,
     context: int = 1,
 ) -> Memory:
     """A trainer rank that shares its weights with `shards` - 1 others (1 = replicated).
@@ -188,7 +185,6 @@ def trainer_memory(
         generates: it also generates (colocated, or lending), so it needs room to encode and decode.
         keeps_copy: it keeps the published trained weights between updates, for lending.
         encoders: text encoders and VAE stay on the GPU of whoever generates.
-        held: samples whose gradients are here.
         context: ranks that share the tokens of a trained forward. Each generates and evaluates alone.
     """
     parameters, trained = int(work.sizes["parameters"]), work.trained_parameters
@@ -214,6 +210,5 @@ def trainer_memory(
         rewards=scorer_bytes(work, heldout=work.evaluated > 0) if makes else 0,
         gathered=gathered,
         activations=kept,
-        samples=4 * trained * held,
         workspace=int(max(0.05 * kept + moment, aside) + RESERVED) + encoder_bytes(work) * stays,
     )

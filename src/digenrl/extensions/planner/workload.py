@@ -133,11 +133,6 @@ class Workload:
     """What the updates share out (`ScheduleSpec.updates_split`)."""
     stored_prompts: bool = False
     """Prompts were encoded before the first step (`data.prompt_store`): nobody holds or waits for text encoders."""
-    replays: bool = True
-    """Trained steps are computed again after they were generated; else their gradients are taken while generating
-    (`schedule.gradients`), those of all samples, since nobody knows yet which are useful."""
-    lean: bool = False
-    """The loss allows the latter, with one update a batch."""
     whole_batch: bool = False
     """Advantages need every reward of the batch, so nothing is trained before all is generated (gap=0)."""
 
@@ -154,8 +149,7 @@ class Workload:
             updates_per_batch=self.updates,
             updates_split=self.updates_split,
             gap=0 if self.whole_batch else 1,
-            tsp_shard=self.replays,
-            gradients="replay" if self.replays else "generation",
+            tsp_shard=True,
         )
 
     @cached_property
@@ -210,16 +204,12 @@ class Workload:
     @property
     def useful(self) -> float:
         """Share of the samples that take a backward pass."""
-        if not self.replays:
-            return 1.0
         rows = 1.0 if self.trained_samples is None else self.trained_samples / self.group_size
         return rows * (self.prompts - self.oversample) / self.prompts
 
     @property
     def cells(self) -> int:
         """Cells of an RL step that take a backward pass."""
-        if not self.replays:
-            return self.samples * self.trained_steps
         return (self.prompts - self.oversample) * (self.trained_samples or self.group_size) * self.trained_steps
 
     @property
