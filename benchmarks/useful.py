@@ -17,11 +17,12 @@ from typing import Any
 
 from benchmarks._shared import Report, options
 from digenrl import config as configuration
+from digenrl import facts
 from digenrl.config import Composed, config_directory
 from digenrl.data import load_prompts
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.planner import fastest, fitted
-from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import parse_hardware
 from digenrl.preflight import workload
 
@@ -76,7 +77,7 @@ def counted() -> dict[str, Composed]:
     found = {}
     for path in sorted((config_directory() / "experiment").glob("[a-z]*.yaml")):
         composed = configuration.load([f"experiment={path.stem}"], "plan")
-        if composed.choices["model"] in facts()["models"]:
+        if composed.choices["model"] in facts.counted():
             found[path.stem] = composed
     return found
 

@@ -21,10 +21,11 @@ from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memor
 from digenrl.extensions.planner.outcome import Outcome
 from digenrl.extensions.planner.plan_text import explanation, overrides
 from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
-from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.extensions.planner.workload import Workload
+from digenrl.facts import counted
 from digenrl.hardware import assign, parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
-from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward, usual_groups
+from digenrl.schedule import ScheduleSpec, groups_of_step, slices_of_group, steps_per_forward
 
 NEARLY = 1.05
 """Seconds of a sample that `sampling.task_size=auto` takes for as good as the best."""
@@ -117,9 +118,8 @@ def with_task_size(composed: Composed) -> Composed:
         costing = Costing(alone, replace(parse_hardware(config.hardware), seconds={}))
         costs, pools, stay = costing.costs, costing.hardware.pools, not config.model.get("offload_encoders", True)
         room = USABLE * min(pool.memory_gib for pool in pools)
-        together = config.parallel.rollout_context
-        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay, together).gib <= room] or [1]
-        seconds = {size: [costs.step_seconds(pool, size, together) / size for pool in pools] for size in fitting}
+        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay).gib <= room] or [1]
+        seconds = {size: [costs.step_seconds(pool, size) / size for pool in pools] for size in fitting}
         best = [min(taken) for taken in zip(*seconds.values(), strict=True)]
         good = (
             size
@@ -181,7 +181,6 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
 CHOICES = {
     "parallel.sharding": "sharding",
     "parallel.context": "context",
-    "parallel.rollout_context": "rollout_context",
     "sampling.task_size": "task_size",
     "model.gradient_checkpointing": "recompute",
     "model.offload_encoders": "encoders",
@@ -190,7 +189,6 @@ CHOICES = {
     "schedule.tsp.batch": "tsp_batch",
     "schedule.tsp.shard": "tsp_shard",
     "schedule.tag": "tag",
-    "schedule.handoff": "handoff",
     "schedule.shares": "shares",
     "schedule.stale_fraction": "stale_fraction",
 }
@@ -287,8 +285,6 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     notes = composed.notes
     if wrong := relation_problems(tree):
         raise ValueError("\n".join(wrong))
-    if config.parallel.rollout_context > 1 and all(pool.gpu != "cpu" for pool in config.hardware.pools.values()):
-        assign(parse_hardware(config.hardware), trainers, rollouts, config.parallel.rollout_context)
     steps = trained_steps(config)
     asked = config.schedule.tsp.batch
     batch = steps_per_forward(asked, steps)
@@ -327,12 +323,6 @@ def without_effect(config: Any) -> Iterator[str]:
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
-    if schedule.handoff and rollouts == 0:
-        yield idle("handoff = true", "colocated ranks hand nothing over")
-    elif schedule.handoff and schedule.claims == "split":
-        yield idle("handoff = true", "with schedule.claims=split no rank takes over another's tasks")
-    elif schedule.handoff and rollouts == config.parallel.rollout_context and not schedule.tag:
-        yield idle("handoff = true", "only one rank generates")
     if schedule.tsp.shard and trainers == 1:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:
@@ -474,7 +464,6 @@ def _way_out(costing: Costing, candidate: Candidate) -> str:
 def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
     """The words of `_way_out`; None where nothing helps."""
     tokens = [(f"parallel.context={n}", {"context": n}) for n in costing.contexts(candidate)[-1:]]
-    tokens += [(f"parallel.rollout_context={n}", {"rollout_context": n}) for n in costing.rollout_contexts(candidate)]
     known = [(word, change) for word, change in (*CHANGES, *tokens) if candidate.but(**change) != candidate]
     for count in range(len(known) + 1):
         for chosen in itertools.combinations(known, count):
@@ -486,17 +475,15 @@ def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
     for trainers in range(gpus, 0, -1):
         sharding = "fsdp" if trainers > 1 else "ddp"
         split = smallest.but(trainers=trainers, rollouts=gpus - trainers, sharding=sharding)
-        shared = (1, *costing.contexts(split)[-1:]), (1, *costing.rollout_contexts(split)[-1:])
-        for context, together in itertools.product(*shared):
+        for context in (1, *costing.contexts(split)[-1:]):
             try:
-                if costing.misfits(split.but(context=context, rollout_context=together)):
+                if costing.misfits(split.but(context=context)):
                     continue
             except ValueError:  # the roles of the pools do not allow it
                 break
             words = [f"allocation.trainers={trainers}", f"allocation.rollouts={gpus - trainers}"]
             words += [w for w, change in known if w not in dict(tokens) and (trainers > 1 or "sharding" not in change)]
             words += [f"parallel.context={context}"] * (context != candidate.spec.context)
-            words += [f"parallel.rollout_context={together}"] * (together != candidate.rollout_context)
             return words
     return None
 
@@ -504,8 +491,8 @@ def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
 def sized(composed: Composed) -> bool:
     """Whether the model is a real build whose sizes have been counted, on pools whose memory is known."""
     config: Any = composed.config
-    counted = composed.choices.get("model") in facts()["models"] and config.model.get("build") == "real"
-    return counted and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
+    known = composed.choices.get("model") in counted() and config.model.get("build") == "real"
+    return known and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
 
 
 def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[tuple[str, int], float]:
@@ -518,8 +505,7 @@ def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[t
     candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
     cluster = costing.cluster(candidate)
     expected: dict[tuple[str, int], float] = {}
-    for number in range(trainers + rollouts):
-        rank = cluster.ranks[candidate.seat(number)]
+    for number, rank in enumerate(cluster.ranks):
         seconds = {"generate": rank.task_seconds(config.sampling.steps)}
         if rank.role == "trainer":
             seconds |= {"train": rank.cell_seconds, "switch": cluster.switch_seconds}
@@ -564,9 +550,9 @@ def workload(composed: Composed) -> Workload:
     """The experiment's numbers. Raises ValueError for a model without counted sizes."""
     config: Any = composed.config
     model_name = composed.choices["model"]
-    if model_name not in facts()["models"]:
+    if model_name not in counted():
         raise ValueError(
-            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(facts()['models']))}). A "
+            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(counted()))}). A "
             "small one is measured faster than planned: `python -m digenrl.cli.train "
             f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} max_rl_steps=3` ends "
             "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, once."
@@ -583,8 +569,8 @@ def workload(composed: Composed) -> Workload:
         frames=sampling.frames,
         steps=sampling.steps,
         trained_steps=trained_steps(config),
-        prompts=usual_groups(config.data),
-        oversample=usual_groups(config.data) - config.data.prompts_per_batch,
+        prompts=groups_of_step(config.data),
+        oversample=config.data.oversample,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,
         updates_split=config.data.updates_split,
@@ -613,8 +599,7 @@ def _has_room(config: Any, work: Workload) -> bool:
     """Whether the samples of an evaluation fit beside the model on every GPU that a rollout may have."""
     pools = [pool for pool in parse_hardware(config.hardware).pools if pool.role != "trainer"]
     stay, size = not config.model.get("offload_encoders", True), config.sampling.task_size
-    work, together = replace(work, rollouts_evaluate=True), config.parallel.rollout_context
-    need = rollout_memory(work, 1 if size == AUTO else size, stay, together).gib
+    need = rollout_memory(replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay).gib
     return all(need <= USABLE * pool.memory_gib for pool in pools)
 
 
@@ -660,5 +645,4 @@ def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Can
         encoders=not config.model.get("offload_encoders", True),
         shares=config.schedule.shares != "equal",
         static_claims=config.schedule.claims == "split",
-        rollout_context=config.parallel.rollout_context,
     )

@@ -15,6 +15,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 ADAPTER = "default"
+Names = Mapping[str, Mapping[tuple[str, ...], str]]
+"""Pattern of a block's name in diffusers -> layers that a checkpoint holds as one -> the checkpoint's name for them, in
+which {} is the block's number. {}: the names are the same."""
 """diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
 
 
