@@ -131,7 +131,6 @@ VALUES: dict[str, Case] = {
         ["model.compile = graphs: was removed", "set model.compile=true"],
     ),
     "unknown launcher": (["launch=slurm"], ["launch = slurm", "local | ray"]),
-    "resources of no pool": (["ray.resources={spot:{GPU:1}}"], ["ray.resources.spot", "no pool", "pools are local"]),
     "a line to no pool": (
         ["+hardware.links={wan:{between:[local,far],gb_s:1.0}}"],
         ["hardware.links.wan.between = ['local', 'far']", "two pools", "its pools are local"],
