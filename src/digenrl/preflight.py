@@ -10,11 +10,11 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl import hardware
-from digenrl.cluster.network import Network
 from digenrl.config import Composed, config_directory, instantiate
 from digenrl.config.compose import merge_words
 from digenrl.config.relations import most_rollouts, relation_problems
 from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.costs import as_sent
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
@@ -67,9 +67,10 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
 
 
 def begins_with(config: Any) -> tuple[int, int]:
-    """(trainers, rollouts) that a settled run starts; the rest of {min, max} joins on Ray when it has places."""
+    """Return (trainers, rollouts) that a settled run starts; a launcher with places of its own lets the rest of
+    {min, max} join when it has them."""
     rollouts = config.allocation.rollouts
-    elastic = config.launch == "ray" and rollouts != most_rollouts(rollouts)
+    elastic = config.launch != "local" and rollouts != most_rollouts(rollouts)
     return config.allocation.trainers, rollouts["min"] if elastic else most_rollouts(rollouts)
 
 
@@ -280,7 +281,6 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     tree["allocation"]["trainers"] = trainers
     if most_rollouts(tree["allocation"]["rollouts"]) != rollouts:  # auto; {min, max} stays
         tree["allocation"]["rollouts"] = rollouts
-    tree["network"]["publication"] = publication(config, rollouts)
     evaluators(config, rollouts)
     notes = composed.notes
     if wrong := relation_problems(tree):
@@ -341,19 +341,6 @@ def without_effect(config: Any) -> Iterator[str]:
         )
     if schedule.async_steps and schedule.stale_fraction == 0:
         yield idle("async_steps = 1", "schedule.stale_fraction=0 lets no group use older weights")
-
-
-def publication(config: Any, rollouts: int) -> str:
-    """`network.publication`, where it is auto: a broadcast between GPUs in one place, of a fixed number of ranks."""
-    if (asked := config.network.publication) != AUTO:
-        return str(asked)
-    fixed = rollouts > 0 and not isinstance(config.allocation.rollouts, DictConfig) and config.launch != "ray"
-    gpus = not config.hardware.emulate and all(pool.gpu != "cpu" for pool in config.hardware.pools.values())
-    if config.hardware.get("links") or not (fixed and gpus and config.trainer.get("accelerator") != "cpu"):
-        return "stream"
-    from torch.distributed import is_nccl_available
-
-    return "broadcast" if is_nccl_available() else "stream"
 
 
 def trainers_must_evaluate(config: Any, rollouts: int) -> str | None:
@@ -554,11 +541,8 @@ def _parts(use: Memory) -> str:
 def costing_of(composed: Composed) -> Costing:
     """The experiment on its hardware profile; raises ValueError for a model without counted sizes."""
     work, folder = workload(composed), config_directory() / "hardware" / "measured"
-    network, profile = Network(**composed.config.network), parse_hardware(composed.config.hardware)
-    lines = {}
-    for pools, line in profile.lines.items():
-        thin = line.gb_s * 1e3 < network.thin_mb_s
-        lines[pools] = replace(line, told=network.tells_changes(1, thin), packed=network.packs(thin))
+    profile = parse_hardware(composed.config.hardware)
+    lines = {pools: as_sent(line, composed.config.network) for pools, line in profile.lines.items()}
     return Costing(work, with_measured(replace(profile, lines=lines), work, folder))
 
 

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,13 +27,12 @@ from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.callbacks.guarded import Guarded
-from digenrl.cluster.network import Network
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData, prompt_of
-from digenrl.extension import extension
+from digenrl.extension import extension, installed
 from digenrl.extensions.planner.emulate import REWARD
 from digenrl.extensions.planner.emulated import Durations, EmulatedPolicy
-from digenrl.hardware import assign, lines_of, parse_hardware
+from digenrl.hardware import assign, parse_hardware
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.models.tiny_builds import cache_root
@@ -47,6 +46,7 @@ from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.schedule.shares import relative
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.transport.link import LinkMaker, socket_link
 from digenrl.types import Prompt, StepGivenUp
 
 
@@ -136,7 +136,7 @@ def build(
     limit_events(keep / 4)
     strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(
         world,
-        replace(session, network=_network(config, world, session, emulated)),
+        session,
         spec,
         engine,
         data.sampler,
@@ -151,6 +151,7 @@ def build(
         source=None if config.replay is None else _records(config, "source")(config.replay),
         evaluated=drawn,
         checkpoint_io=DirectoryCheckpointIO(),
+        link=link_maker(config, emulated),
     )
     trainer = configuration.instantiate(
         config.trainer,
@@ -189,11 +190,21 @@ def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutE
     )
 
 
-def _network(config: DictConfig, world: World, session: Session, emulated: Durations | None) -> Network:
-    """The session's, with the lines of the hardware profile, and how long emulated ones take."""
-    lines = lines_of(config.hardware, world.trainers, world.rollouts, world.rank)
-    fetch_s, send_s = (0.0, 0.0) if emulated is None else (emulated.fetch, emulated.send)
-    return replace(session.network, lines=lines, fetch_s=fetch_s, send_s=send_s)
+def link_maker(config: DictConfig, emulated: Durations | None = None) -> LinkMaker:
+    """Return what makes each rank's link: sockets, or more where the extension `links` is installed.
+
+    Raises:
+        ExtensionMissing: the configuration asks for more, and the extension is not installed.
+    """
+    network, plain = config.network, {"publication": "stream", "delta": "auto", "compress": "auto"}
+    asked = [key for key in plain if network[key] not in (plain[key], "auto", False)]
+    lines = None if emulated is None else emulated.line
+    if not asked and not installed("links"):
+        return socket_link if lines is None else partial(socket_link, lines=lines)
+    wanted = ", ".join(f"network.{key} = {network[key]}" for key in asked)
+    instead = "use " + " ".join(f"network.{key}={plain[key]}" for key in asked)
+    make: LinkMaker = extension("digenrl.extensions.links.make.link_maker", wanted, instead)(config, lines)
+    return make
 
 
 def _drawn_by_rollouts(config: DictConfig, callbacks: Sequence[pl.Callback], world: World) -> FixedSamples | None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from digenrl.models.policy import Policy
 from digenrl.models.prompt_store import Wording
+from digenrl.transport.link import PlainLine
+from digenrl.transport.wire import Kind, Message
 
 LATENT = (16, 4)
 """[N, C] of the stand-in latents."""
@@ -41,6 +43,27 @@ class Durations:
         """All durations times `hardware.time_scale`."""
         names = ("encode", "step", "decode", "cell", "fetch", "send")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
+
+    def line(self, peer: int) -> EmulatedLine:
+        """Return a line to or from `peer` that takes these seconds."""
+        return EmulatedLine(self)
+
+
+class EmulatedLine(PlainLine):
+    """A line that carries small tensors in the time that it would take for real ones."""
+
+    def __init__(self, durations: Durations) -> None:
+        self._durations = durations
+
+    def outgoing(self, message: Message) -> Message:
+        """Wait while a task, finished or suspended, would be on its way."""
+        time.sleep(self._durations.send if message.kind in (Kind.CELLS, Kind.STATE) else 0.0)
+        return message
+
+    def incoming(self, message: Message) -> Message:
+        """Wait at the end of a version while its buckets would be on their way."""
+        time.sleep(self._durations.fetch if message.kind is Kind.WEIGHTS and not message.tensors else 0.0)
+        return message
 
 
 class _Sleep(torch.autograd.Function):
