@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl import devices, run
+from digenrl.advisor import Advice, advisor
 from digenrl.cluster.attach import Place, attach, check_allocation, scheduler_limit
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Outcome, launch
@@ -28,15 +29,14 @@ from digenrl.config.stored import identity
 from digenrl.data import PromptData
 from digenrl.display import Display, final_table
 from digenrl.extensions.launchers import on_ray
-from digenrl.extensions.planner.emulate import durations
 from digenrl.hardware import assign, numbering, parse_hardware
-from digenrl.preflight import begins_with, evaluators, expected_seconds, memory_lines
 from digenrl.record.attempt import ResumeAttempt
 from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_event
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.schedule import usual_groups
+from digenrl.settle import begins_with, evaluators
 from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
@@ -114,7 +114,7 @@ def _announce(composed: Composed, run_dir: Path, checkpoint: Path | None) -> Non
     planned = {} if composed.planned is None else {"planned": dict(composed.planned)}
     append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides), **planned})
     lines = _described(composed.config, trainers, rollouts, run_dir, checkpoint)
-    print("\n".join([*composed.notes, *lines, *memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
+    print("\n".join([*composed.notes, *lines, *advisor().memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
 
 
 def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
@@ -192,7 +192,7 @@ def _plan(
 ) -> Callable[[Path | None], Launch]:
     """What an attempt starts, by the checkpoint that it begins with."""
     settings, (trainers, rollouts) = composed.config, _counts(composed)
-    sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
+    advice = advisor().advise(composed, trainers, rollouts)
     main = partial(run.fit, settings)
     elsewhere, host = None, "127.0.0.1"
     if settings.launch == "ray":
@@ -212,7 +212,7 @@ def _plan(
                 display.close()
 
         return Launch(
-            partial(main, checkpoint, sleeps, expected),
+            partial(main, checkpoint, advice),
             trainers,
             rollouts,
             run_dir,
@@ -245,14 +245,14 @@ def _max_lost(config: DictConfig) -> int | None:
     return None if most == "auto" else most
 
 
-def _fit_on_own_gpu(config: DictConfig, checkpoint: Path | None, sleeps: Any, expected: Any, *rank: Any) -> None:
+def _fit_on_own_gpu(config: DictConfig, checkpoint: Path | None, advice: Advice, *rank: Any) -> None:
     """`run.fit` of a rank that Ray has given its GPU."""
     world, session = rank
     devices.check(config, {world.rank: 0}, 1, devices.seen())
     if not config.hardware.emulate:
         devices.take(0)
         devices.claim(session, world.rank)
-    run.fit(config, checkpoint, sleeps, expected, world, session)
+    run.fit(config, checkpoint, advice, world, session)
 
 
 def _places(composed: Composed) -> on_ray.Places:
@@ -319,8 +319,8 @@ def join(
         if not composed.config.hardware.emulate:
             devices.take(world.local_rank)
             devices.claim(session, world.rank)
-        sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
-        run.fit(composed.config, checkpoint, sleeps, expected, world, session)
+        advice = advisor().advise(composed, trainers, rollouts)
+        run.fit(composed.config, checkpoint, advice, world, session)
 
     check_allocation(place, trainers, rollouts)
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)

@@ -20,7 +20,7 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.config.errors import ConfigError
 from digenrl.extensions.links.broadcast import EVERYONE, Audience, BroadcastLink
-from digenrl.preflight import publication
+from digenrl.settle import publication
 from digenrl.transport.link import SocketLink
 from digenrl.transport.weights import Arrivals, Version, buckets, publish
 from digenrl.transport.wire import Message

@@ -5,42 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from digenrl.extensions.planner.emulate import Durations
 from digenrl.models.policy import Policy
 from digenrl.models.prompt_store import Wording
 
 LATENT = (16, 4)
 """[N, C] of the stand-in latents."""
-
-
-@dataclass(frozen=True)
-class Durations:
-    """Seconds on one rank. A task is b samples."""
-
-    task_size: int
-    """b."""
-    encode: float
-    """One prompt, once."""
-    step: float
-    """One denoising step of a task."""
-    decode: float
-    """Decode (and scoring on the GPU) of a task."""
-    cell: float
-    """Forward and backward of one trained step of a task."""
-    fetch: float = 0.0
-    """What a version takes to this rank's place, over a line of `hardware.links`."""
-    send: float = 0.0
-    """What a task takes from there, when all ranks of its pool send at once."""
-
-    def scaled(self, factor: float) -> Durations:
-        """All durations times `hardware.time_scale`."""
-        names = ("encode", "step", "decode", "cell", "fetch", "send")
-        return replace(self, **{name: getattr(self, name) * factor for name in names})
 
 
 class _Sleep(torch.autograd.Function):
