@@ -1,6 +1,6 @@
 """The device that a benchmark measures: everything that differs between a GPU and a processor, in one place.
 
-On a processor memory is not measured (None) and there are no graphs, so that the same benchmark runs on both.
+On a processor memory is not measured (None), so that the same benchmark runs on both.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ from digenrl.extensions.planner.memory import (
 )
 from digenrl.extensions.planner.reading import workload
 from digenrl.models import tiny_builds
-from digenrl.models.graphs import Graphs
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.recompute import parse_recompute
@@ -53,8 +52,7 @@ EXPERIMENTS = {
     "sd35_medium": "sd35_flowgrpo",
 }
 """Model -> experiment whose sizes, guidance and loss are measured."""
-EAGER, COMPILED, GRAPHS, COMPILED_GRAPHS = ENGINES = ("eager", "compiled", "graphs", "compiled_graphs")
-CAPTURED = (GRAPHS, COMPILED_GRAPHS)
+EAGER, COMPILED = ENGINES = ("eager", "compiled")
 GRADES = {"all": "false", "products": "products", "attention": "attention", "inputs": "true"}
 """What blocks keep for the backward pass -> `model.gradient_checkpointing`."""
 PROMPT = Prompt("a shop window at night with a hand-painted sign that says open, rain on the glass")
@@ -177,12 +175,6 @@ class Bench:
         """Inside, encoders and decoder are made with random weights when they are first asked for."""
         return random_weights(self.model, self.size, self.device)
 
-    @contextmanager
-    def engine(self, unit: Unit) -> Iterator[None]:
-        """Inside, the policy's forward without gradients is a replayed graph, where the unit's engine says so."""
-        with mock.patch.object(self.policy, "graphs", Graphs() if unit.engine in CAPTURED else None):
-            yield
-
 
 def build(model: str, size: str, device: torch.device, how: Build, *words: str) -> Bench:
     """A policy of `model` with random weights and its algorithm, both on `device`; `words`: further overrides. A
@@ -223,8 +215,7 @@ def conditioning(model: str, size: str, device: torch.device) -> dict[str, Tenso
 def generate(bench: Bench, unit: Unit) -> Row:
     """Seconds of a denoising step of a task of `samples`."""
     state = bench.start(unit.samples)
-    with bench.engine(unit):
-        taken = _device.seconds(lambda: bench.advance(state), bench.device)
+    taken = _device.seconds(lambda: bench.advance(state), bench.device)
     work = workload(bench.composed)
     weights = rollout_memory(work, unit.samples)
     forward = FRAGMENTATION * work.forward_bytes(unit.samples * work.passes)
@@ -265,8 +256,7 @@ def train(bench: Bench, unit: Unit) -> Row:
 
 def ratio(bench: Bench, unit: Unit) -> Row:
     """max |ratio - 1| before any update: sampled as rollouts sample, replayed as trainers replay."""
-    with bench.engine(unit):
-        (block,) = bench.cells(unit.samples, unit.steps).blocks
+    (block,) = bench.cells(unit.samples, unit.steps).blocks
     new = denoise.replay(bench.policy, block, bench.module.sde).log_prob.detach()
     return {"deviation": float((new - block.log_probs).exp().sub(1.0).abs().max())}
 
@@ -399,8 +389,6 @@ MEASURES: dict[str, Callable[[Bench, Unit], Row]] = {
 
 def attempt(bench: Bench, unit: Unit) -> Row:
     """The measurement with its peak of memory and what it took, or `full`, `failed` or `skipped` with the reason."""
-    if unit.engine in CAPTURED and bench.device.type != "cuda":
-        return {"skipped": "graphs need a GPU"}
     _device.release(bench.device)
     _device.watch_peak(bench.device)
     began = time.monotonic()

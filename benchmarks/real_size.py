@@ -1,9 +1,9 @@
 """The five families at their real widths and depths on this machine's GPU: random weights made there, no download.
 
     python -m benchmarks.real_size [models=flux1_dev,wan21_14b,...] [budget_s=540] [size=real|tiny] [samples=1,2,4,8]
-        [images=64] [engines=eager,compiled,graphs,compiled_graphs] [out=DIR] [fresh=true]
+        [images=64] [engines=eager,compiled] [out=DIR] [fresh=true]
 
-Seconds per denoising step and per trained micro-batch (eager, compiled, CUDA graphs; every checkpointing grade; 1 to 8
+Seconds per denoising step and per trained micro-batch (eager, compiled; every checkpointing grade; 1 to 8
 samples; 1, 2 and 4 steps in a forward), share of the machine's own matrix product, peak memory beside the planner's
 model, the first ratio's deviation, encoding, decoding, publishing, and an RL step of Qwen-Image's published workload in
 images per GPU-second. What does not fit or fails is recorded as such.
@@ -31,10 +31,8 @@ import yaml
 from benchmarks import _device
 from benchmarks._policy_bench import (
     COMPILED,
-    COMPILED_GRAPHS,
     EAGER,
     ENGINES,
-    GRAPHS,
     Build,
     Row,
     Unit,
@@ -88,16 +86,12 @@ def plan(model: str, given: Mapping[str, str]) -> Iterator[tuple[Build, list[Uni
         ("ratio", EAGER, pair, STEPS),
         ("publish", EAGER, one, one),
         ("mask", EAGER, one, one),
-        ("generate", GRAPHS, few, one),
-        ("ratio", GRAPHS, pair, one),
     )
     yield units(
         Build(compiled=True),
         ("generate", COMPILED, few, one),
         ("train", COMPILED, few, one),
         ("ratio", COMPILED, pair, STEPS[:2]),
-        ("generate", COMPILED_GRAPHS, few, one),
-        ("ratio", COMPILED_GRAPHS, pair, one),
         ("step", COMPILED, images, one),
     )
     yield units(Build(tiling=False), ("encode", EAGER, one, one), ("decode", EAGER, one, one))

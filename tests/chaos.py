@@ -94,7 +94,7 @@ class Place:
     def _serve(self) -> None:
         host, port = self._address.split(":")
         words = ("reward=digits", "name=judge_a", f"host={host}", f"port={port}")
-        self._service = self._start(*words, tiny=(), fork=True, command="serve_reward")
+        self._service = self._start(*words, tiny=(), fork=True, command="serve-reward")
         said = self._service.root / "stdout"
         while not said.is_file() or "serving at" not in said.read_text():
             assert self._service.poll() is None, self._service.stderr

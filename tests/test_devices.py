@@ -14,7 +14,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from digenrl import config as configuration
 from digenrl import devices, run
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreServer
@@ -195,10 +194,3 @@ def test_one_gpu_is_dealt_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"ranks 0 and 1 were given one GPU \(NVIDIA L40, GPU-0\)"):
         devices.claim(session(tmp_path, store.port, handshake), 1)
     store.close()
-
-
-def test_graphs_are_refused_where_there_is_no_gpu() -> None:
-    config = configuration.load(["experiment=sd35_flowgrpo", "hardware=cpu_tiny", "model.compile=graphs"]).config
-    with pytest.raises(ValueError, match=r"model.compile = graphs: CUDA graphs need a GPU.* set model.compile=true"):
-        devices.check(config, {0: 0}, 1, ())
-    devices.check(config, {0: 0}, 1, (L40,))

@@ -24,6 +24,8 @@ from tests.training import PATIENCE_S, SMALL, Train, commands
 pytestmark = pytest.mark.processes
 
 RUN = (*SMALL, "schedule=gap", "allocation.trainers=1", "allocation.rollouts=1")
+AT_ONCE = "callbacks.checkpoint.retry_s=0"
+"""A last checkpoint that fails is not tried again."""
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def left_behind(run_dir: Path) -> list[str]:
 
 
 def test_a_full_disk_ends_the_run_with_the_cause_and_the_way_on(running: Any, disk: Path) -> None:
-    train = running(*RUN, f"output_root={disk}", "max_rl_steps=200", fork=True)
+    train = running(*RUN, AT_ONCE, f"output_root={disk}", "max_rl_steps=200", fork=True)
     when(train, lambda: steps_of(disk) >= 2)
     filler = fill(disk)
     assert train.finish() == 75
@@ -106,6 +108,20 @@ def test_a_full_disk_ends_the_run_with_the_cause_and_the_way_on(running: Any, di
     again = running(f"resume={run_dir}", f"max_rl_steps={done + 2}", tiny=(), fork=True)
     assert again.finish() == 0, again.stderr
     assert (run_dir / "checkpoints" / f"step-{done + 2:06d}").exists()
+
+
+def test_the_last_checkpoint_waits_for_room(running: Any, disk: Path) -> None:
+    """Nothing was saved before, so a run that gave up at once would lose all its steps."""
+    words = ("max_rl_steps=2", "callbacks.checkpoint.every=1000")
+    train = running(*RUN, f"output_root={disk}", *words, fork=True)
+    when(train, lambda: steps_of(disk) >= 1)
+    filler = fill(disk)
+    when(train, lambda: failed(disk))
+    filler.unlink()
+    assert train.finish() == 0, train.stderr
+    assert (run_of(disk) / "checkpoints" / "last").resolve().name == "step-000002"
+    assert not left_behind(run_of(disk))
+    assert "could not be written" in train.stdout + train.stderr
 
 
 @pytest.mark.slow
@@ -133,7 +149,7 @@ def test_a_run_may_go_on_over_a_full_disk_and_saves_when_there_is_room(running: 
 def test_a_disk_without_room_for_a_first_checkpoint(running: Any, disk: Path) -> None:
     filler = fill(disk)
     os.truncate(filler, filler.stat().st_size - (200 << 10))
-    train = running(*RUN, f"output_root={disk}", "max_rl_steps=200", fork=True)
+    train = running(*RUN, AT_ONCE, f"output_root={disk}", "max_rl_steps=200", fork=True)
     assert train.finish() != 0
     assert "Traceback" not in train.stderr
     assert "there is no older one" in " ".join(train.stderr.split())

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from digenrl.cluster.restarts import Restarts
+from digenrl.strategy.checkpoint_io import newest_valid
 from tests.conftest import ROOT
 from tests.training import SMALL, Train, commands, fault, state_of
 
@@ -60,6 +61,33 @@ def test_a_killed_trainer_costs_time_alone(running: Any, every: int, words: tupl
     assert all(state_of(process.pid) == "gone" for process in ranks)
 
 
+@pytest.mark.processes
+def test_a_trainer_killed_in_the_last_save_begins_again(running: Any) -> None:
+    """All steps are finished, and nothing is saved: decided by the steps, the training would be lost."""
+    slow_save = fault("save", 0, "hang", seconds=1.0)
+    train = running(*AGAIN, "callbacks.checkpoint.every=1000", "max_rl_steps=2", *slow_save, fork=True)
+    train.wait_for_step(2)
+    while not list(train.run_dir.glob("checkpoints/.tmp-step-000002/")):
+        assert train.poll() is None, train.stderr
+        time.sleep(0.02)
+    train.ranks()[0].kill()
+    assert train.finish() == 0, train.stderr
+    assert (train.summary["status"], train.summary["rl_steps"], train.summary["restarts"]) == ("completed", 2, 1)
+    (restart,) = events(train, "restart")
+    assert (restart["rl_step"], restart["checkpoint"]) == (2, None)
+    assert newest_valid(train.run_dir / "checkpoints").name == "step-000002"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_deaths_in_the_last_save_end_the_run(running: Any) -> None:
+    train = running(*AGAIN, "callbacks.checkpoint.every=1000", "max_rl_steps=2", *fault("save", 0, "kill"), fork=True)
+    assert train.finish() == 1, train.stderr
+    assert "the run has died after its last RL step before (rank 0 (trainer) was killed" in train.summary["cause"]
+    assert len(events(train, "restart")) == 1
+    assert not events(train, "poison")
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_poison_step_ends_the_run_with_its_prompts_and_both_causes(running: Any) -> None:
@@ -89,18 +117,20 @@ def test_a_stop_ends_the_pause_before_a_restart(running: Any) -> None:
 
 
 def test_how_often_a_run_begins_again() -> None:
-    restarts = Restarts(2, 1.5)
+    restarts = Restarts(2, 1.5, 10)
     assert restarts.refuse("a", 0, 4) is None
     assert restarts.pause_s == 1.5
     assert restarts.refuse("b", 3, 3) is None  # the restart itself died, before its first step
     assert restarts.pause_s == 3.0
     assert restarts.refuse("c", 3, 9) == "c; it had begun again 2 times (allocation.max_restarts)"
-    assert Restarts(3, 1.0).refuse("wrong from the start", 5, 5) == "wrong from the start"
-    assert Restarts(0, 1.0).refuse("off", 0, 7) == "off"
-    poison = Restarts(9, 1.0)
+    assert Restarts(3, 1.0, 10).refuse("wrong from the start", 5, 5) == "wrong from the start"
+    assert Restarts(0, 1.0, 10).refuse("off", 0, 7) == "off"
+    poison = Restarts(9, 1.0, 10)
     poison.refuse("first", 0, 7)
     assert poison.refuse("second", 5, 7) == "second; RL step 8 is poison: the run has died in it before (first)"
     assert poison.causes(7) == ["first", "second"]
+    assert poison.refuse("third", 5, 10) is None
+    assert poison.refuse("fourth", 5, 10) == "fourth; the run has died after its last RL step before (third)"
 
 
 @pytest.mark.slow

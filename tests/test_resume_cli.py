@@ -114,13 +114,13 @@ def test_a_resume_may_have_other_ranks_and_another_schedule(running: Any, run: P
     assert narrower.finish() == 0, narrower.stderr
 
 
-def command(module: str, *words: str) -> subprocess.CompletedProcess[str]:
+def command(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         "CANARY": CANARY,
         "DIGENRL_REWARD_TOKEN": CANARY,
     }
-    line = [sys.executable, "-m", f"digenrl.cli.{module}", *words]
+    line = [sys.executable, "-m", "digenrl", name, *words]
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200)
 
 
@@ -134,14 +134,14 @@ def listener() -> Iterator[socket.socket]:
 
 def remote(run: Path, url: str) -> None:
     """Make the held-out judge of a run a service at `url`."""
-    scorer = {"_target_": "reward_models.remote.RemoteScorer", "urls": [url], "deadline_s": 3.0}
+    scorer = {"_target_": "digenrl.extensions.rewards.remote.RemoteScorer", "urls": [url], "deadline_s": 3.0}
     evaluation = {"_target_": "digenrl.callbacks.evaluation.Evaluation", "prompts": "digits.jsonl"}
     evaluation |= {"samples_per_prompt": 1}
     store(run, reward__heldout__judge_b__scorer=None)
     store(run, reward__heldout__judge_b__scorer=scorer, callbacks__evaluation=evaluation)
 
 
-READERS = [("evaluate", "run"), ("export", "run"), ("train", "resume")]
+READERS = [("eval", "run"), ("export", "run"), ("train", "resume")]
 
 
 @pytest.mark.parametrize(("module", "word"), READERS, ids=[module for module, _ in READERS])

@@ -42,7 +42,7 @@ def test_a_block_never_holds_more_steps_than_are_trained() -> None:
 @pytest.mark.parametrize("schedule", ["sync", "gap_tsp_tag", "full"])
 def test_a_schedule_is_the_one_that_its_overrides_give(schedule: str) -> None:
     """The planner prints a schedule as words; a key that one of the two translations forgot would be lost."""
-    words = (f"schedule={schedule}", "schedule.tsp.batch=2", "schedule.shares=[2,1]", "schedule.order=arrival")
+    words = (f"schedule={schedule}", "schedule.tsp.batch=2", "schedule.shares=[2,1]")
     spec = ScheduleSpec.from_config(configured(*words), 3)
     assert spec.shares == (2.0, 1.0)
     assert ScheduleSpec.from_config(configured(*spec.overrides()), 3) == spec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import importlib
 import json
 import multiprocessing
 import os
@@ -120,6 +119,7 @@ def fork_command(root: Path, words: Sequence[str], command: str = "train") -> Tr
 
 
 def _main(root: Path, command: str, words: list[str]) -> None:
+    from digenrl.cli.main import main
     from digenrl.report import build
 
     build.draw_all = lambda run: []
@@ -129,7 +129,7 @@ def _main(root: Path, command: str, words: list[str]) -> None:
         os.dup2(os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     signal.signal(signal.SIGALRM, _raise)
-    os._exit(importlib.import_module(f"digenrl.cli.{command}").main(words))
+    os._exit(main([command, *words]))
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -120,7 +120,7 @@ def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequen
         devices: what this process sees.
 
     Raises:
-        ValueError: too few, others than the profile's, or less memory; or graphs are asked for where there are none.
+        ValueError: too few, others than the profile's, or less memory.
     """
     if config.hardware.emulate:
         return
@@ -131,11 +131,6 @@ def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequen
             f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on this machine: start "
             "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), hardware.emulate=true "
             "(sleeps in their place), or ask `make plan`."
-        )
-    if config.model.get("compile") == "graphs" and not devices:
-        raise ValueError(
-            f"model.compile = graphs: CUDA graphs need a GPU, and torch {torch.__version__} sees none on this machine; "
-            "set model.compile=true (compiled blocks), or false."
         )
     dealt = len(seats) < processes and len(devices) == 1  # every process sees a GPU of its own
     if devices and processes > len(devices) and not dealt:

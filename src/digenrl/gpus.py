@@ -55,11 +55,10 @@ class Engine:
 ENGINES = {
     "eager": Engine(1.2e-3, 80.0),
     "compiled": Engine(1.2e-3, 30.0),
-    "compiled_graphs": Engine(0.1e-3, 30.0),
     "engine": Engine(1.2e-3, 30.0),
 }
 """Published rows give the launch floor of 512 px forwards (1.0 to 1.4 ms, eager and compiled alike) and the traffic of
-eager and compiled ones; the floor of graphs is assumed. `engine`: an inference engine."""
+eager and compiled ones. `engine`: an inference engine."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -31,18 +31,17 @@ from digenrl.callbacks.guarded import Guarded
 from digenrl.cluster.network import Network
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData, prompt_of
-from digenrl.extensions.records.replay import step_bytes
-from digenrl.extensions.records.trajectories import Recorded, TrajectoryFiles
+from digenrl.extension import extension
 from digenrl.hardware import assign, lines_of, parse_hardware
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.models.tiny_builds import cache_root
-from digenrl.record.run_dir import PROMPT_STORE, TRAJECTORIES, append_event, free_space, limit_events
+from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space, limit_events
 from digenrl.rewards.needs import unscorable
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.rollout.evaluation import FixedSamples
-from digenrl.schedule import ScheduleSpec, group_tasks, micro_batches_per_update
+from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.schedule.shares import relative
 from digenrl.settle import shard_group, sharding, trainer_speeds, trainers_must_evaluate
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
@@ -142,8 +141,8 @@ def build(
         split_claims=config.schedule.claims == "split",
         expected=advice.expected,
         record_bytes=keep / world.size,
-        recording=_recording(config, world, session),
-        replay=None if config.replay is None else Recorded(Path(config.replay)),
+        recording=_records(config, "recording")(config, world, session) if config.record.trajectories else None,
+        source=None if config.replay is None else _records(config, "source")(config.replay),
         evaluated=drawn,
         checkpoint_io=DirectoryCheckpointIO(),
     )
@@ -163,8 +162,16 @@ def build(
 
 
 def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutEngine:
-    """What generates for an algorithm's `module`, with its policy, kernel and steps."""
-    return RolloutEngine(
+    """Return what generates for an algorithm's `module`, with its policy, kernel and steps."""
+    scouts, make = config.sampling.scouts, cast(Callable[..., RolloutEngine], RolloutEngine)
+    if scouts.candidates > 1:
+        scouting = extension(
+            "digenrl.extensions.scouts.engine.ScoutingEngine",
+            f"sampling.scouts.candidates = {scouts.candidates}",
+            "use sampling.scouts.candidates=1",
+        )
+        make = partial(scouting, candidates=scouts.candidates, scout_steps=scouts.steps)
+    return make(
         module.policy,
         rewards,
         module.sde,
@@ -184,13 +191,6 @@ def _network(config: DictConfig, world: World, session: Session, emulated: Stand
     return replace(session.network, lines=lines, fetch_s=fetch_s, send_s=send_s)
 
 
-def _recording(config: DictConfig, world: World, session: Session) -> TrajectoryFiles | None:
-    """Where a trainer records what it trains; each has an equal part of the room."""
-    if not (config.record.trajectories and world.is_trainer):
-        return None
-    return TrajectoryFiles(session.run_dir, world.rank, config.record.trajectories_mib * 2**20 / world.trainers)
-
-
 def _drawn_by_rollouts(config: DictConfig, callbacks: Sequence[pl.Callback], world: World) -> FixedSamples | None:
     """What rollouts draw for evaluations; None: nothing."""
     found = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
@@ -204,6 +204,13 @@ def _trainers_score(config: DictConfig, spec: ScheduleSpec, callbacks: Sequence[
     return generate or (evaluate and _drawn_by_rollouts(config, callbacks, world) is None)
 
 
+def _records(config: DictConfig, function: str) -> Any:
+    """Return a function of the extension `records`, for a run that records or replays trajectories."""
+    wanted = "record.trajectories = true" if config.record.trajectories else f"replay = {config.replay}"
+    instead = "use record.trajectories=false and replay=null"
+    return extension(f"digenrl.extensions.records.assembly.{function}", wanted, instead)
+
+
 def _announce_record(
     config: DictConfig,
     world: World,
@@ -213,20 +220,10 @@ def _announce_record(
     run_dir: Path,
     base: bool,
 ) -> None:
-    """Say before the first step how large the record of trajectories will be, where there is one; with what the base
-    model gives for each cell, or without."""
-    if not config.record.trajectories or world.rank > 0:
-        return
-    trainers = world.trainers
-    lockstep = (sharding(config) != "ddp" and trainers > 1) or spec.context > 1
-    outline = engine.outline(group_tasks(spec, 0, 0)[0], data.sampler.batch(0)[0])
-    means = torch.empty(engine.policy.drawn_shape, device="meta") if base else None
-    step = step_bytes(spec, trainers, lockstep, outline, means) / 2**20
-    steps, limit = config.max_rl_steps, config.record.trajectories_mib
-    said = f"{step:.3g} MiB an RL step, {step * steps:.4g} MiB for {steps}, {free_space(run_dir)}"
-    if step * steps > limit:
-        said += f"; record.trajectories_mib={limit:g} holds {int(limit // step)}"
-    append_event(run_dir, TRAJECTORIES, {"cause": said})
+    """Say how large the record of trajectories will be, where there is one; `base` as in the extension's `announce`."""
+    if config.record.trajectories and world.rank == 0:
+        lockstep = (sharding(config) != "ddp" and world.trainers > 1) or spec.context > 1
+        _records(config, "announce")(config, world, engine, spec, data, run_dir, lockstep, base)
 
 
 def _encode(
@@ -316,8 +313,6 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
         eval_guidance_scale=sampling.eval.guidance_scale,
         eval_solver=sampling.eval.solver,
         eval_batch=sampling.eval.batch,
-        candidates=sampling.scouts.candidates,
-        scout_steps=sampling.scouts.steps,
     )
 
 
@@ -408,9 +403,8 @@ def check(config: DictConfig) -> None:
     if surrogate is not None:
         check_kernel(configuration.instantiate(algorithm.sde), surrogate)
     if config.replay is not None:
-        weighted = [name for name, entry in config.reward.rewards.items() if entry.get("weight", 1.0)]
         means, final = surrogate is not None and surrogate.needs_means, _target(config, "algorithm").needs_final
-        Recorded(Path(config.replay)).require(config.max_rl_steps, means, final, weighted)
+        _records(config, "check")(config, means, final)
 
 
 def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:

@@ -151,8 +151,6 @@ def without_effect(config: Any) -> Iterator[str]:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:
         yield idle(f"gap = {schedule.gap}", f"an update has {groups} groups: it is the same as {groups}")
-    if schedule.order == "arrival" and not 0 < schedule.gap < groups:
-        yield idle("order = arrival", f"with schedule.gap={schedule.gap} an update is one fragment")
     if schedule.shares != "equal" and trainers == 1:
         yield idle(f"shares = {schedule.shares}", "only one rank trains")
     elif schedule.shares == "measured" and config.parallel.sharding != "ddp":

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from digenrl import config
+from digenrl.config.removed import FORGOTTEN, REMOVED
 from digenrl.config.schema import Train
 from digenrl.config.validation import keys_of
 
@@ -114,6 +115,29 @@ def test_a_stored_configuration_is_completed_by_the_keys_that_came_after_it(tmp_
         assert part in note
     with pytest.raises(config.ConfigError, match=r"schedule\.tag: missing"):
         config.load([f"resume={run}", "~schedule.tag"])
+
+
+def test_a_stored_configuration_goes_on_without_the_keys_that_were_removed(tmp_path: Path) -> None:
+    """Where they decided about time alone; a value that did more, or a key that never was, is still refused."""
+    run = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/run-0"]))
+    stored = OmegaConf.load(run / "config.yaml")
+    kept = {key: values[-1] for key, values in FORGOTTEN.items()}
+    for key, value in kept.items():
+        OmegaConf.update(stored, key, value, force_add=True)
+    OmegaConf.save(stored, run / "config.yaml")
+    again = config.load([f"resume={run}"])
+    assert again.config.schedule == config.load([]).config.schedule
+    (note,) = again.notes
+    assert all(f"{key}={value}" in note for key, value in kept.items())
+    stored.schedule.order = "fifo"
+    OmegaConf.save(stored, run / "config.yaml")
+    with pytest.raises(config.ConfigError, match=r"schedule\.order = fifo: was removed; "):
+        config.load([f"resume={run}"])
+
+
+def test_every_key_that_a_stored_run_goes_on_without_was_removed() -> None:
+    assert FORGOTTEN.keys() <= REMOVED.keys()
+    assert not {*REMOVED} & {*keys_of(Train)}
 
 
 def test_resume_refuses_what_does_not_fit(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Policies on a GPU: ratios in bf16, graphs, masks, encoders that come and go. Tiny builds of the real classes."""
+"""Policies on a GPU: ratios in bf16, masks, encoders that come and go. Tiny builds of the real classes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,13 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 from benchmarks import _device
-from benchmarks._policy_bench import (
-    CAPTURED,
-    COMPILED,
-    COMPILED_GRAPHS,
-    GRAPHS,
-    PROMPT,
-    Bench,
-    Build,
-    Unit,
-    build,
-    ratio,
-)
+from benchmarks._policy_bench import COMPILED, PROMPT, Bench, Build, Unit, build, ratio
 from benchmarks._random_builds import FAMILY, TINY
 from digenrl.algorithms.grpo import HALF_RATIO_BOUND
 from digenrl.diffusion import denoise
 from digenrl.strategy.shard import mesh_of, shard
 from digenrl.transport.weights import adopt, publish
 from digenrl.types import TrainBatch
-from tests.models.test_graphs import assert_graphs_follow
 from tests.models.tiny_policies import make, randomise_lora
 
 DEVICE = _device.find()
@@ -51,24 +39,10 @@ def test_first_ratios_in_bf16_stay_within_their_bound(model: str, full: bool) ->
     assert max(found.values()) <= HALF_RATIO_BOUND, found
 
 
-@pytest.mark.parametrize("engine", [COMPILED, GRAPHS, COMPILED_GRAPHS])
-def test_compiled_and_captured_sampling_is_replayed_within_the_bound(engine: str) -> None:
-    how = Build(compiled=engine in (COMPILED, COMPILED_GRAPHS))
-    made = bench("flux1_dev", how)
-    unit = Unit("flux1_dev", how, "ratio", engine, samples=2)
-    assert ratio(made, unit)["deviation"] <= HALF_RATIO_BOUND
-    if engine in CAPTURED:
-        state = made.start(2)
-        plain = made.advance(state).latents
-        with made.engine(unit):
-            torch.testing.assert_close(made.advance(state).latents, plain, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("family", ["flux", "sd3", "wan"])
-def test_recorded_forwards_follow_weights_guidance_and_adapter(family: str) -> None:
-    policy = make(family, dtype="bfloat16", guidance_scale=3.0, compile="graphs")
-    randomise_lora(policy)
-    assert_graphs_follow(policy.to(DEVICE), policy.graphs)
+def test_compiled_sampling_is_replayed_within_the_bound() -> None:
+    how = Build(compiled=True)
+    unit = Unit("flux1_dev", how, "ratio", COMPILED, samples=2)
+    assert ratio(bench("flux1_dev", how), unit)["deviation"] <= HALF_RATIO_BOUND
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "hunyuan_video"])

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
 
+from digenrl.callbacks import checkpoint
 from digenrl.callbacks.checkpoint import KEY, Checkpoint
 from digenrl.strategy import checkpoint_io as module
 from digenrl.strategy import checkpoint_storage as storage
@@ -252,13 +253,28 @@ def test_a_failed_checkpoint_is_told_and_goes_on_only_if_asked_to(tmp_path: Path
     assert [event["kind"] for event in events(tmp_path)] == ["checkpoint_failed", "checkpoint_failed", "checkpoint"]
     assert "No space left on device" in events(tmp_path)[0]["cause"]
     # Found out at the end of the next step; the last one of a run always counts.
-    for callback, epochs in ((Checkpoint(every=1), (0, 1)), (Checkpoint(every=1, on_error="continue"), (9,))):
+    stops, goes_on = Checkpoint(every=1, retry_s=0), Checkpoint(every=1, on_error="continue", retry_s=0)
+    for callback, epochs in ((stops, (0, 1)), (goes_on, (9,))):
         trainer = _Trainer(tmp_path, failures=9)
         for trainer.current_epoch in epochs:
             assert not trainer.should_stop
             callback.on_train_epoch_end(trainer, module_)  # type: ignore[arg-type]
         assert trainer.should_stop
         assert "could not be written" in trainer.strategy.stop
+
+
+def test_the_last_checkpoint_is_tried_again_for_as_long_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(checkpoint.time, "sleep", pauses.append)
+    for failures, saved in ((3, ["step-000010"]), (9, [])):
+        trainer = _Trainer(tmp_path, failures)
+        trainer.current_epoch = 9
+        Checkpoint(retry_s=15.0).on_train_epoch_end(trainer, pl.LightningModule())  # type: ignore[arg-type]
+        assert (trainer.saved, trainer.should_stop) == (saved, not saved)
+    assert pauses == [1.0, 2.0, 4.0, 1.0, 2.0, 4.0, 8.0]
+    assert [event["kind"] for event in events(tmp_path)] == ["checkpoint_failed", "checkpoint", "checkpoint_failed"]
 
 
 @pytest.mark.parametrize(
@@ -278,5 +294,7 @@ def test_bad_settings_are_refused() -> None:
         Checkpoint(every=0)
     with pytest.raises(ValueError, match="use stop or continue"):
         Checkpoint(on_error="ignore")
+    with pytest.raises(ValueError, match=r"callbacks\.checkpoint\.retry_s = -1"):
+        Checkpoint(retry_s=-1.0)
     with pytest.raises(ValueError, match="keep at least 1"):
         DirectoryCheckpointIO(keep=0)

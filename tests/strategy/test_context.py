@@ -104,7 +104,7 @@ def test_four_ranks_keep_parts_of_the_activations(tmp_path: Path, monkeypatch: p
 
 
 CASES = {
-    "arrival": ("schedule.gap=1", "schedule.order=arrival", "schedule.tsp.shard=true"),
+    "fragments": ("schedule.gap=1", "schedule.tsp.shard=true"),
     "lending": ("schedule=gap_tsp_tag",),
     "products": ("model.gradient_checkpointing=products",),
 }

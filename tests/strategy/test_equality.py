@@ -222,7 +222,7 @@ WITHIN = (*LIGHT, *FP64, "data.updates_split=samples", "data.prompts_per_batch=3
 TWO, THREE = ("algorithm.updates_per_batch=2",), ("algorithm.updates_per_batch=3", "data.group_size=6")
 SHARED: dict[str, tuple[str, ...]] = {
     "sync": (*TWO, "schedule=sync"),
-    "gap": (*TWO, "schedule.gap=1", "schedule.order=arrival"),
+    "gap": (*TWO, "schedule.gap=1"),
     "full": (*THREE, "schedule=full", "schedule.gap=2", "schedule.async_steps=0"),
     "async": (*THREE, "schedule=full"),
     "drop": (*TWO, "schedule.gap=1", "data.oversample=1", "data.zero_variance_groups=drop"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -66,8 +66,8 @@ def test_I1_the_same_seeds_give_the_same_samples_in_every_mode(tmp_path: Path) -
 
 
 def test_I2_I3_order_and_size_of_fragments_do_not_change_the_gradient(tmp_path: Path) -> None:
-    """Fragments of three and one group, trained as they arrive, over two updates: every cell once, same gradient."""
-    words = ("schedule.gap=3", "schedule.order=arrival", "data.prompts_per_batch=8", "algorithm.updates_per_batch=2")
+    """Fragments of three and one group, over two updates: every cell once, same gradient."""
+    words = ("schedule.gap=3", "data.prompts_per_batch=8", "algorithm.updates_per_batch=2")
     config = configured(*LIGHT, *FP64, *words, "sampling.steps=3", "max_rl_steps=1")
     found, wanted = completed(run_cluster(tmp_path, 2, 2, config)), reference(config)
     assert len(found.gradients) == 2
@@ -83,11 +83,21 @@ def backwards(rank: run.Rank, world: World) -> None:
     rank.strategy.plan_tasks = lambda version: plan(version)[::-1]  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("order", ["canonical", "arrival"])
-def test_I3_groups_that_arrive_backwards_give_the_same_gradient(tmp_path: Path, order: str) -> None:
+def as_they_arrive(rank: run.Rank, world: World) -> None:
+    """Groups are generated in reverse order, and trained as soon as they are complete."""
+    backwards(rank, world)
+
+    def newest(pending: Sequence[tuple[int, ...]], board: StepBoard) -> tuple[int, ...] | None:
+        return next((fragment for fragment in reversed(pending) if board.completed.issuperset(fragment)), None)
+
+    rank.strategy.cut_fragment = newest  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("change", [backwards, as_they_arrive])
+def test_I3_groups_that_arrive_backwards_give_the_same_gradient(tmp_path: Path, change: Callable[..., None]) -> None:
     """Group 0 cannot complete first: three other groups are claimed before it, and only two ranks can be late."""
-    config = configured(*LIGHT, *FP64, "schedule.gap=1", f"schedule.order={order}", "max_rl_steps=1")
-    cluster = run_cluster(tmp_path, 2, 2, config, after_build=backwards)
+    config = configured(*LIGHT, *FP64, "schedule.gap=1", "max_rl_steps=1")
+    cluster = run_cluster(tmp_path, 2, 2, config, after_build=change)
     found, wanted = completed(cluster), reference_of(config)
     (mine,), (theirs,) = found.gradients, wanted.gradients
     assert relative(mine, theirs) <= 1e-12
@@ -99,7 +109,7 @@ def test_I3_groups_that_arrive_backwards_give_the_same_gradient(tmp_path: Path, 
             if row["rank"] == trainer
         ]
         assert sorted(trained) == [0, 1, 2, 3]
-        assert (trained[0] == 0) == (order == "canonical"), trained
+        assert (trained[0] == 0) == (change is backwards), trained
 
 
 SPEC = ScheduleSpec(prompts=2, group_size=4, task_size=2, denoise_steps=4, trained_steps=3, gap=1)

@@ -34,8 +34,8 @@ class ParameterCopy:
     def swapped(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Inside, the parameters hold the copy's values; afterwards their own, bit by bit. No copy yet: unchanged.
 
-        Values are written through `.data` into the same storage, so FSDP's views and recorded graphs stay valid as long
-        as no backward runs inside.
+        Values are written through `.data` into the same storage, so FSDP's views stay valid as long as no backward
+        runs inside.
         """
         if not self.tensors:
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -33,21 +34,25 @@ class Checkpoint(pl.Callback):
         on_error: what follows one that could not be written: "stop" ends the run after the step in progress, with the
             cause, and tries to save that step; "continue" goes on and tries again when the next one is due. The last
             one of a run always counts.
+        retry_s: seconds for which the last checkpoint of a run is tried again, after pauses of 1, 2, 4 ... seconds;
+            0 = never.
 
     Raises:
         ValueError: another value.
     """
 
-    def __init__(self, every: int = 5, on_error: str = "stop") -> None:
+    def __init__(self, every: int = 5, on_error: str = "stop", retry_s: float = 15.0) -> None:
         if every < 1:
             raise ValueError(f"callbacks.checkpoint.every = {every}: use at least 1 RL step.")
         if on_error not in ("stop", "continue"):
             raise ValueError(f"callbacks.checkpoint.on_error = {on_error!r}: use stop or continue.")
-        self._every, self._on_error = every, on_error
+        if retry_s < 0.0:
+            raise ValueError(f"callbacks.checkpoint.retry_s = {retry_s}: use 0 or more seconds.")
+        self._every, self._on_error, self._pauses = every, on_error, _pauses(retry_s)
         self._finished, self._saved = 0, 0
         """RL steps finished, and those in the newest checkpoint."""
-        self._writing: tuple[int, Path] | None = None
-        """RL steps in the checkpoint that is being written, and where it will be."""
+        self._writing: tuple[int, Path, Callable[[Path], None]] | None = None
+        """RL steps in the checkpoint that is being written, its path, and the function that writes it."""
         self._progress: dict[str, Any] = {}
         """Entries of a checkpoint as they were when the last step was finished, but for the weights."""
         self._weights: dict[str, Any] = {}
@@ -103,7 +108,7 @@ class Checkpoint(pl.Callback):
     def _begin(self, trainer: pl.Trainer, step: int, write: Callable[[Path], None]) -> None:
         path = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}"
         write(path)
-        self._writing = step, path
+        self._writing = step, path, write
 
     def _written(self, trainer: pl.Trainer) -> bool:
         """Whether the checkpoint in writing is complete, or has failed, by the word of every trainer."""
@@ -112,14 +117,20 @@ class Checkpoint(pl.Callback):
         return self._writing is not None and strategy.reduce_boolean_decision(here, all=True)
 
     def _settle(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Wait for the checkpoint in writing, and draw the conclusions."""
+        """Wait for the checkpoint in writing; the last one of a run is tried again when it fails."""
         if self._writing is None:
             return
-        (step, path), self._writing, cause = self._writing, None, None
-        try:
-            trainer.strategy.saved()  # type: ignore[attr-defined]
-        except OSError as error:
-            cause = _told(path, error)
+        (step, path, write), self._writing = self._writing, None
+        cause = _failure(trainer, path)
+        if cause is not None:
+            if trainer.is_global_zero:
+                append_urgent(trainer.default_root_dir, CHECKPOINT_FAILED, {"rl_step": step, "cause": cause})
+            # All trainers are told of a failure alike, so all take the same number of pauses.
+            for pause in self._pauses if last else ():
+                time.sleep(pause)
+                write(path)
+                if (cause := _failure(trainer, path)) is None:
+                    break
         if cause is None:
             self._saved = step
             if trainer.is_global_zero:
@@ -127,11 +138,8 @@ class Checkpoint(pl.Callback):
             return
         if last or self._on_error == "stop":
             trainer.should_stop = True
-        if not trainer.is_global_zero:
-            return
-        append_urgent(trainer.default_root_dir, CHECKPOINT_FAILED, {"rl_step": step, "cause": cause})
-        if trainer.should_stop:
-            trainer.strategy.control.request_stop(cause)  # type: ignore[attr-defined]
+            if trainer.is_global_zero:
+                trainer.strategy.control.request_stop(cause)  # type: ignore[attr-defined]
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -144,6 +152,23 @@ class Checkpoint(pl.Callback):
         torch.set_rng_state(checkpoint[KEY]["rng"])
         trainer.strategy.previous = checkpoint[KEY]["previous"] or None  # type: ignore[attr-defined]
         trainer.strategy.shares.load(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
+
+
+def _pauses(seconds: float) -> list[float]:
+    """Return pauses between tries that take `seconds` at most: each twice as long as the one before, up to a minute."""
+    pauses: list[float] = []
+    while sum(pauses) + (pause := min(2.0 ** len(pauses), 60.0)) <= seconds:
+        pauses.append(pause)
+    return pauses
+
+
+def _failure(trainer: pl.Trainer, path: Path) -> str | None:
+    """Wait for the checkpoint in writing; return why it could not be written, None if it was."""
+    try:
+        trainer.strategy.saved()  # type: ignore[attr-defined]
+    except OSError as error:
+        return _told(path, error)
+    return None
 
 
 def _told(path: Path, error: OSError) -> str:

@@ -37,7 +37,7 @@ from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.schedule import usual_groups
 from digenrl.settle import begins_with, evaluators
-from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
+from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, newest_valid, step_of, verify
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
 """`allocation.stop_grace_s=auto`: so many times the longest of the last ten steps, and no less than so many seconds;
@@ -146,8 +146,8 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
 def fork(
     composed: Composed, checkpoint: Path | None, attempt: ResumeAttempt | None, signals: StopSignals
 ) -> tuple[Path, Outcome]:
-    """Start every rank on this machine, and show the run until the last one is gone; returns as `join`. When ranks die,
-    begin again from the newest checkpoint, as long as `Restarts` allows it.
+    """Start every rank on this machine, and show the run until the last one is gone; returns as `join`. When ranks die
+    before the last RL step is saved, begin again from the newest checkpoint, as long as `Restarts` allows it.
 
     Args:
         checkpoint: what a resumed run continues from.
@@ -157,7 +157,8 @@ def fork(
     signals.count_all()  # what exists from here on is ended in order
     run_dir = prepare_run_dir_or_exit(composed)
     plan = _plan(composed, run_dir, attempt, signals)
-    restarts, metrics = Restarts(allocation.max_restarts, allocation.restart_pause_s), JsonlTail(run_dir / METRICS)
+    steps, metrics = composed.config.max_rl_steps, JsonlTail(run_dir / METRICS)
+    restarts = Restarts(allocation.max_restarts, allocation.restart_pause_s, steps)
     metrics.read()
     _announce(composed, run_dir, checkpoint)
     while True:
@@ -167,7 +168,7 @@ def fork(
             return run_dir, Outcome("failed", str(error), 1)
         began = 0 if checkpoint is None else step_of(checkpoint)
         finished = [int(row["rl_step"]) for row in metrics.read() if row.get("kind") == "step"][-1:] or [began]
-        if not outcome.died or signals.count or finished[0] >= composed.config.max_rl_steps:
+        if not outcome.died or signals.count or _is_saved(run_dir, steps):
             return run_dir, outcome
         try:
             refusal = restarts.refuse(str(outcome.cause), began, finished[0])
@@ -271,17 +272,27 @@ def _places(composed: Composed) -> on_ray.Places:
 
 
 def _checkpoint_after_death(run_dir: Path) -> Path | None:
-    """Where a run begins again; None: it had not saved yet.
+    """Return the checkpoint from which a run begins again; None: no save was ever complete.
 
     Raises:
-        CheckpointError: it had, and nothing of that is whole.
+        CheckpointError: a save was, and no checkpoint is whole.
     """
-    return _newest(run_dir) if any((run_dir / "checkpoints").glob("*step-*")) else None
+    found = (run_dir / "checkpoints").glob("*step-*")
+    return _newest(run_dir) if any(not path.name.startswith(UNFINISHED) for path in found) else None
+
+
+def _is_saved(run_dir: Path, step: int) -> bool:
+    """Return whether the run has a whole checkpoint of RL step `step`."""
+    try:
+        verify(run_dir / "checkpoints" / f"step-{step:06d}")
+    except CheckpointError:
+        return False
+    return True
 
 
 def _leave_evidence(composed: Composed, run_dir: Path, finished: int, causes: Sequence[str]) -> None:
-    """The prompts of the step in which a run died twice, beside the causes."""
-    if len(causes) > 1:
+    """Record the prompts of the step in which a run died twice, with the causes."""
+    if len(causes) > 1 and finished < composed.config.max_rl_steps:
         prompts = [
             prompt.text for prompt in PromptData(composed.config.data, composed.config.seed).sampler.batch(finished)
         ]

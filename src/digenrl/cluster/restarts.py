@@ -11,10 +11,11 @@ class Restarts:
     Args:
         most: restarts (`allocation.max_restarts`).
         pause_s: seconds before the first (`allocation.restart_pause_s`); twice as many before each next one.
+        steps: RL steps of the whole run.
     """
 
-    def __init__(self, most: int, pause_s: float) -> None:
-        self._most, self._pause_s = most, pause_s
+    def __init__(self, most: int, pause_s: float, steps: int) -> None:
+        self._most, self._pause_s, self._steps = most, pause_s, steps
         self._causes: defaultdict[int, list[str]] = defaultdict(list)
         """RL steps finished -> causes of the deaths in the step that followed."""
 
@@ -43,6 +44,8 @@ class Restarts:
         self._causes[finished].append(cause)
         if not self._most or (not deaths and finished == began):  # what is wrong from the start would be so again
             return cause
+        if earlier and finished >= self._steps:
+            return f"{cause}; the run has died after its last RL step before ({earlier[0]})"
         if earlier:
             return f"{cause}; RL step {finished + 1} is poison: the run has died in it before ({earlier[0]})"
         if deaths == self._most:

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.removed import reason
 from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of
@@ -202,6 +203,8 @@ class KnownKeys:
         group, _, leaf = key.partition(".")
         if group == "trainer" and leaf in DERIVED_TRAINER_KEYS:
             return f"{key} = {shown}: is derived; {DERIVED_TRAINER_KEYS[leaf]}."
+        if (why := reason(key, value)) is not None:
+            return f"{key} = {shown}: was removed; {why}."
         if any(name == key or name.startswith(f"{key}.") for name in self._schema):
             return f"{key} = {shown}: nothing sets it here; +{key}=... adds it."
         known = [name for name in self._keys if name != key and not name.startswith(f"{key}.")]

@@ -116,7 +116,7 @@ def configuration_help(config_name: str, text: str | None = None, words: Sequenc
     groups = {name: names for name, names in options.items() if whole or name == "reward"}
     return "\n".join(
         [
-            (text or f"python -m digenrl.cli.{config_name} [group=option ...] [key=value ...]").strip(),
+            (text or f"digenrl {config_name} [group=option ...] [key=value ...]").strip(),
             "\ngroups (group=option):",
             *(f"  {name:<24}{listing(names)}" for name, names in groups.items()),
             "\nkeys (key=value; +key=value adds one, ~key removes one), with the value where nothing is said"

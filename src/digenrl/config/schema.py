@@ -319,9 +319,6 @@ class Schedule(Closed):
     claims: Literal["shared", "split"] = Field(
         description="shared: faster ranks take more tasks; split: equal parts, fixed beforehand"
     )
-    order: Literal["canonical", "arrival"] = Field(
-        description="fragments are trained in the order of their groups, or as they are complete"
-    )
     tsp: Tsp
     tag: bool = Field(description="waiting trainers may generate, where that is predicted to shorten the step")
     handoff: bool = Field(description="a task may be suspended at a denoising step and finished on another rank")
@@ -452,10 +449,7 @@ class Model(Open):
         description="which blocks are computed again in the backward pass, or wait on the host for it; auto: what the "
         "GPU's memory asks for, without the host",
     )
-    compile: bool | Literal["graphs"] = Field(
-        ABSENT,
-        description="compile the repeated blocks; graphs: and record forwards without gradient as CUDA graphs (GPUs)",
-    )
+    compile: bool = Field(ABSENT, description="compile the repeated blocks")
     lora: Lora | None = Field(ABSENT)
 
 
@@ -643,7 +637,6 @@ RESUMABLE: tuple[str, ...] = (
     "record",
     "schedule.gap",
     "schedule.claims",
-    "schedule.order",
     "schedule.tsp",
     "schedule.tag",
     "schedule.handoff",

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.compose import composed, config_directory, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.removed import FORGOTTEN
 from digenrl.config.schema import RESUMABLE, SCHEMAS, may_change
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of, shown
@@ -31,7 +32,7 @@ _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNOR
 
 
 def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
-    """RUN/config.yaml, completed by keys that came after it; and a note of them.
+    """Return RUN/config.yaml, completed by keys that came after it and without those that went; and a note of each.
 
     Args:
         word: the key of the command line that names the run, for messages.
@@ -61,9 +62,9 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
             ]
         )
     tree["allow_targets"], tree["confirm_hosts"] = [], []
-    added = _complete(tree)
-    note = f"{file} lacks keys that came after it; from the defaults: {', '.join(added)}."
-    return tree, [note] if added else []
+    notes = {"lacks keys that came after it; from the defaults": _complete(tree)}
+    notes["holds keys that were removed; left out"] = _forget(tree)
+    return tree, [f"{file} {said}: {', '.join(words)}." for said, words in notes.items() if words]
 
 
 def _no_run(run: Path, word: str) -> str:
@@ -92,6 +93,17 @@ def _complete(tree: DictConfig) -> list[str]:
             added[key] = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
             OmegaConf.update(tree, key, added[key], force_add=True)
     return [f"{key}={value}" for key, value in added.items()]
+
+
+def _forget(tree: DictConfig) -> list[str]:
+    """Take out the removed keys without which the run goes on as it was, in place; return them as key=value."""
+    left_out = []
+    for key, values in FORGOTTEN.items():
+        head, _, leaf = key.rpartition(".")
+        parent = OmegaConf.select(tree, head) if head else tree
+        if isinstance(parent, DictConfig) and leaf in parent and parent[leaf] in values:
+            left_out.append(f"{key}={parent.pop(leaf)}")
+    return left_out
 
 
 def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl.config.errors import listing, nearest
+from digenrl.config.removed import reason
 
 ALLOWED_PACKAGES: tuple[str, ...] = ("digenrl", "reward_models", "lightning", "torch.optim", "torchmetrics")
 _OWN = ("digenrl", "reward_models")
@@ -91,6 +92,8 @@ def _definition_problems(where: str, path: str, target: str, node: Mapping[str, 
         if key not in accepted and key not in _HYDRA_KEYS:
             close = nearest(str(key), accepted)
             hint = f"nearest: {path}.{close}" if close else f"it takes {listing(accepted)}"
+            if (why := reason(f"{path}.{key}", node[key])) is not None:
+                hint = f"it was removed: {why}"
             problems.append(f"{path}.{key}: {name} takes no such argument; {hint}.")
     return problems
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from digenrl.config.removed import reason
 from digenrl.record.redact import redact_text
 
 ANY_NAME = "NAME"
@@ -166,6 +167,8 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
     if located.in_item:
         wrong = f"holds {error['input']!r}, which {wrong}"
     value = functools.reduce(lambda node, part: node[part], key.split("."), tree)
+    if (why := reason(key, value)) is not None:
+        return f"{key} = {shown(value)}: was removed; {why}."
     return f"{key} = {shown(value)}: {wrong}; allowed: {said.allowed}."
 
 

@@ -38,7 +38,7 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
 
 def token_positions(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
     """Rotary positions [rows * columns, 3] of packed tokens as FLUX counts them: (0, row, column). Made on `device`: a
-    copy from the processor in every forward would wait for it, and cannot be part of a CUDA graph."""
+    copy from the processor in every forward would wait for it."""
     axes = torch.arange(rows, device=device), torch.arange(columns, device=device)
     return pad(torch.cartesian_prod(*axes).view(rows * columns, 2), (1, 0))
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from digenrl.images import PromptImage
 from digenrl.models import deferred, latents, pretrained, tiny_builds
-from digenrl.models.graphs import Graphs
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.prompt_store import Condition, PromptStore, Wording, files_digest
@@ -33,7 +32,6 @@ from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
-GRAPHS = "graphs"
 COMPILED_CASES = 16
 """More than a block's code is compiled for: the first number of rows, one row, any number; each with gradients, without
 them, and without the adapter. PyTorch's own limit is 8, beyond which it raises."""
@@ -60,7 +58,7 @@ class DiffusersPolicy(Policy):
         negative_prompt: the unconditional branch's text where a prompt brings none; None = there is no default.
         attention_backend: one name of diffusers' attention dispatcher for rollout and replay alike; None = its default.
         compile: true: the repeated blocks are compiled (regional compilation); slow to start, fast afterwards. Padding
-            stays, so that all prompts have one shape. "graphs": forwards without gradient are also CUDA graphs.
+            stays, so that all prompts have one shape.
         offload_encoders: move encoders and VAE back to the CPU after each use.
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
         decode_pixels: pixels that are decoded together, over samples and frames; one sample at least.
@@ -121,7 +119,7 @@ class DiffusersPolicy(Policy):
         gradient_checkpointing: RecomputeConfig = False,
         keep_reference: bool = False,
         attention_backend: str | None = None,
-        compile: bool | str = False,
+        compile: bool = False,
         offload_encoders: bool = True,
         vae_dtype: str = "float32",
         vae_tiling: bool = False,
@@ -138,8 +136,6 @@ class DiffusersPolicy(Policy):
                 f"model.true_cfg_scale={true_cfg_scale} is for guidance-distilled families; {self.family} takes "
                 "classifier-free guidance from sampling.guidance_scale"
             )
-        if compile not in (False, True, GRAPHS):
-            raise ValueError(f"model.compile={compile}: expected true, false or {GRAPHS}")
         kept = parse_recompute(gradient_checkpointing)
         if compile and kept.products + kept.attention + kept.offload > 0:
             raise ValueError(
@@ -183,8 +179,7 @@ class DiffusersPolicy(Policy):
             dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
             for block in self.wrap_units():
                 block.compile(fullgraph=True)
-        self.graphs = Graphs() if compile == GRAPHS else None
-        self.keep_padding(bool(compile))
+        self.keep_padding(compile)
         self._empty = empty
         self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
@@ -203,11 +198,6 @@ class DiffusersPolicy(Policy):
                 a tiny build that nobody described, latents of another number of channels than the network takes.
         """
         cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
-        if settings.get("compile") == GRAPHS and len(cls.components) > 1:
-            raise ValueError(
-                f"model.compile = {GRAPHS}: which expert of {cls.family} takes a row depends on its noise level, "
-                "which a graph cannot ask; set model.compile=true."
-            )
         if settings.get("build", "real") == "real":
             cls.check_checkpoint(str(settings["path"]))
         else:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.models import checkpointing
-from digenrl.models.graphs import Graphs
 from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide
 from digenrl.models.prompt_store import Condition, PromptStore, Wording
 from digenrl.recompute import parse_recompute
@@ -116,8 +115,6 @@ class Policy(nn.Module, ABC):
         """Whether `velocity` is the base model's at present."""
         self.before_velocity: Callable[[Tensor, Tensor, dict[str, Tensor]], None] | None = None
         """Called with the arguments of each `velocity`: other ranks may have to compute it too."""
-        self.graphs: Graphs | None = None
-        """Of forwards without gradient; None: they run as they are."""
         self._embeddings: OrderedDict[Wording, Condition] = OrderedDict()
         self.store: PromptStore | None = None
         self._said: set[str] = set()
@@ -212,7 +209,7 @@ class Policy(nn.Module, ABC):
         return next(self.transformer.parameters()).device
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Guided velocity eps - x0, differentiable; without gradients by a graph, where the policy has `graphs`.
+        """Return the guided velocity eps - x0, differentiable.
 
         latents [B, *L], sigmas [B] (one noise level per row), condition with leading dimension B -> [B, *L] fp32.
         Both branches of classifier-free guidance share one forward of 2B rows, the unconditional rows first; both
@@ -220,12 +217,6 @@ class Policy(nn.Module, ABC):
         """
         if self.before_velocity is not None:
             self.before_velocity(latents, sigmas, condition)
-        if self.graphs is None or not self.graphs.serve(latents):
-            return self._velocity(latents, sigmas, condition)
-        facts = self.guidance_scale, self.cfg_scale, self.in_reference
-        return self.graphs(self._velocity, facts, latents, sigmas, condition)
-
-    def _velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         latents = latents.to(self.dtype)
         sigmas = sigmas.to(wide(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}

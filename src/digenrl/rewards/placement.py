@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from digenrl.extension import extension
 from digenrl.rewards.protocol import Scorer, build_scorer, plain
 
 PLACEMENTS = ("inline", "thread", "process", "http")
@@ -36,16 +37,22 @@ def place_scorer(
     if placement == "http":
         if not urls:
             raise ValueError(f"Reward `{name}` is placed http: list its services under reward.urls.{name}.")
-        from reward_models.remote import RemoteScorer
-
-        return partial(RemoteScorer, urls=list(urls), deadline_s=call_s)
+        remote = extension(
+            "digenrl.extensions.rewards.remote.RemoteScorer",
+            f"placement = http of reward `{name}`",
+            "place the reward inline or thread",
+        )
+        return partial(remote, urls=list(urls), deadline_s=call_s)
     if placement == "process":
         if not described:
             raise ValueError(
                 f"Reward `{name}` is placed in a process but its scorer is an object: "
                 "pass its YAML node (`_recursive_: false`)."
             )
-        from digenrl.extensions.rewards.process import ProcessScorer
-
-        return partial(ProcessScorer, plain(scorer), start_s, call_s)
+        process = extension(
+            "digenrl.extensions.rewards.process.ProcessScorer",
+            f"placement = process of reward `{name}`",
+            "place the reward inline or thread",
+        )
+        return partial(process, plain(scorer), start_s, call_s)
     return partial(build_scorer, scorer) if described else lambda: scorer

@@ -22,7 +22,7 @@ from digenrl.diffusion.steps import StepPlan, StepSelection
 from digenrl.models.policy import Policy, wide
 from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.scorer import AsyncScorer
-from digenrl.rewards.suite import RewardSuite, combine
+from digenrl.rewards.suite import RewardSuite
 from digenrl.schedule import Task
 from digenrl.types import Prompt, Trajectory
 
@@ -49,10 +49,6 @@ class SamplingSpec:
     eval_solver: denoise.Solver = "euler"
     eval_batch: int | None = None
     """Samples of evaluation at once; None = all of a prompt."""
-    candidates: int = 1
-    """Initial noises that are scouted for each sample of a task; 1 = no scouting."""
-    scout_steps: int = 0
-    """ODE steps of a scout."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +164,8 @@ class RolloutEngine:
         return self.sampling.steps - generation.state.next_step
 
     def advance(self, generation: Generation) -> Generation:
-        """One denoising step of all rows. Before the first, scouts choose the rows' initial noise."""
+        """Take one denoising step of all rows."""
         before = generation.state
-        if self.sampling.candidates > 1 and before.next_step == 0:
-            rows = self._scouted(generation.task, generation.prompt)
-            key = replace(before.key, samples=rows)
-            before = denoise.start(key, self.policy.latent_shape, self.sampling.storage_dtype, self.policy.device)
         plan, step = self._plan(generation.task, generation.prompt), before.next_step
         weight = None
         if self._weigh is not None and step in plan.trained:
@@ -189,28 +181,6 @@ class RolloutEngine:
             weight,
         )
         return replace(generation, state=state)
-
-    @torch.no_grad()
-    def _scouted(self, task: Task, prompt: Prompt) -> tuple[int, ...]:
-        """Numbers of the noises that the task keeps, ascending: of `candidates` for each sample those whose ODE samples
-        of few steps score best (half of them) and worst. A missing score counts as the median.
-
-        Sol-RL (arXiv 2604.06916) explores in FP4; both rest on the initial noise deciding what an ODE draws.
-        """
-        condition, grid = self.policy.encode([prompt]), self.policy.sigma_grid(self.sampling.scout_steps)
-        scores = []
-        for turn in range(self.sampling.candidates):
-            first = task.first_sample * self.sampling.candidates + turn * task.samples
-            key = denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(range(first, first + task.samples)))
-            start = denoise.start(key, self.policy.latent_shape, self.sampling.storage_dtype, self.policy.device)
-            media = self.policy.decode(denoise.ode_sample(self.policy, condition, start.latents, grid))
-            found = self._scorer.submit(media, [prompt] * task.samples)
-            scores.append(combine(found.result(), self._rewards.weights))
-        rewards = torch.cat(scores)
-        order = rewards.nan_to_num(float(rewards.nanmedian().nan_to_num())).argsort(stable=True).tolist()
-        best = (task.samples + 1) // 2
-        chosen = order[: task.samples - best] + order[len(order) - best :]
-        return tuple(sorted(task.first_sample * self.sampling.candidates + number for number in chosen))
 
     @torch.no_grad()
     def decode(self, generation: Generation) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from digenrl.schedule.spec import ScheduleSpec, Task
 
@@ -58,8 +59,7 @@ def update_of(spec: ScheduleSpec, portion: int) -> int:
 
 
 def fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
-    """Portions of each fragment of an update. Composition is fixed, so that producers know every cell's owner before
-    anything arrives; order=arrival only lets a rank train its complete fragments in the order of completion."""
+    """Return the portions of each fragment of an update, fixed so that producers know every cell's owner beforehand."""
     first = update * spec.groups_per_update
     portions = range(first, first + spec.groups_per_update)
     size = spec.fragment_groups
@@ -72,17 +72,12 @@ def later_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], .
 
 
 def next_fragment(
-    spec: ScheduleSpec, pending: Sequence[tuple[int, ...]], completed: Sequence[int]
+    spec: ScheduleSpec, pending: Sequence[tuple[int, ...]], completed: AbstractSet[int]
 ) -> tuple[int, ...] | None:
-    """The fragment of `pending` to train now, or None while it must be waited for.
+    """Return the first fragment of `pending` once its groups are among the step's `completed` ones; else None.
 
-    `completed` lists the complete groups of the step in order of completion. With gap=0 the whole logical batch is one
-    fragment: nothing is trained before every group is complete, also with several updates per batch.
+    With gap=0 the whole logical batch is one fragment: nothing is trained before every group is complete, also with
+    several updates per batch.
     """
-    done = set(completed)
-    if spec.gap == 0:
-        return pending[0] if len(done) == spec.prompts else None
-    if spec.order == "canonical":
-        return pending[0] if done.issuperset(spec.groups_of(pending[0])) else None
-    ready = [fragment for fragment in pending if done.issuperset(spec.groups_of(fragment))]
-    return min(ready, key=lambda f: max(completed.index(group) for group in spec.groups_of(f)), default=None)
+    needed = spec.groups_of(pending[0]) if spec.gap else range(spec.prompts)
+    return pending[0] if completed >= {*needed} else None

@@ -64,8 +64,6 @@ class ScheduleSpec:
     """What the updates of a batch share out: its groups, or the samples of every group, in canonical order."""
     gap: int = 0
     """Groups of a fragment; 0 = one fragment is everything (the whole logical batch)."""
-    order: Literal["canonical", "arrival"] = "canonical"
-    """Order in which complete fragments are trained."""
     tsp_batch: int = 1
     """K, trained steps of a task in one forward."""
     tsp_shard: bool = False
@@ -229,7 +227,6 @@ _KEYS = {
     "updates_per_batch": "algorithm.updates_per_batch",
     "updates_split": "data.updates_split",
     "gap": "schedule.gap",
-    "order": "schedule.order",
     "tsp_batch": "schedule.tsp.batch",
     "tsp_shard": "schedule.tsp.shard",
     "tag": "schedule.tag",

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # so it is, where nothing is trained
 STATE = "state.pt"
 MANIFEST = "manifest.json"
+UNFINISHED = ".tmp-"
+"""Prefix of a checkpoint's directory until it is complete."""
 _ASIDE = ".old-"
 GROWING = ("state_dict", "optimizer_states", "algorithm")
 """Entries of a checkpoint whose tensors grow with the model."""
@@ -116,7 +118,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         }
         rest = deepcopy(rest, {id(tensor): tensor for tensor in fixed}) if first else {}
         own = {place: tensor for place, tensor in tensors.items() if first or isinstance(tensor, DTensor)}
-        temporary = target.with_name(f".tmp-{target.name}")
+        temporary = target.with_name(f"{UNFINISHED}{target.name}")
 
         def complete(files: dict[str, Description]) -> None:
             _save_state(rest, temporary / STATE)

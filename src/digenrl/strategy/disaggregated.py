@@ -33,8 +33,6 @@ from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment, Session, World
 from digenrl.data import PromptSampler
 from digenrl.extensions.links.broadcast import EVERYONE, Audience, BroadcastLink
-from digenrl.extensions.records.replay import Recording, Replay
-from digenrl.extensions.records.trajectories import Recorded, TrajectoryFiles
 from digenrl.record.decision_log import DecisionLog
 from digenrl.record.run_dir import DECISIONS, append_event, tell_unwritten
 from digenrl.record.span_log import SpanLog
@@ -55,7 +53,7 @@ from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.measured_shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
-from digenrl.strategy.stream import FragmentStream, Inbox, Source
+from digenrl.strategy.stream import FragmentStream, Inbox, NoRecord, Record, Source
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import SocketLink
@@ -82,8 +80,8 @@ class DisaggregatedStrategy(DDPStrategy):
         split_claims: divide every queue equally beforehand instead of claiming (what published colocated loops do).
         expected: (stage, rank) -> seconds, as `SchedulePolicy.expected` takes them: what the hardware profile says.
         record_bytes: of this rank's spans, and of its decisions; more are left out.
-        recording: where this trainer writes what it trains; None: nowhere.
-        replay: what it trains in place of what ranks generate; None: the latter.
+        recording: is told everything that this trainer trains on.
+        source: makes, of the trainer's parts, where fragments come from; None: from ranks that generate.
         evaluated: what rollouts draw for evaluations; None: nothing, trainers evaluate by themselves.
     """
 
@@ -105,8 +103,8 @@ class DisaggregatedStrategy(DDPStrategy):
         split_claims: bool = False,
         expected: Mapping[tuple[str, int], float] | None = None,
         record_bytes: float = math.inf,
-        recording: TrajectoryFiles | None = None,
-        replay: Recorded | None = None,
+        recording: Record | None = None,
+        source: Callable[[Inbox, Hooks, PromptSampler, SpanLog], Source] | None = None,
         evaluated: FixedSamples | None = None,
         checkpoint_io: Any = None,
     ) -> None:
@@ -116,7 +114,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
         self._unequal = unequal and sharding == "ddp"
         self._expected, self._record_bytes = expected or {}, record_bytes
-        self._recording, self._replay = Recording(recording), replay
+        self._recording, self._make_source = recording or NoRecord(), source
         self._sampler, self._last_step, self._evaluated = sampler, last_step, evaluated
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
@@ -253,8 +251,8 @@ class DisaggregatedStrategy(DDPStrategy):
         )
         self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.consent)
         self._source: Source = self._lending
-        if self._replay is not None:
-            self._source = Replay(self._replay, self.inbox, hooks.cut_fragment, self._sampler, self.spans)
+        if self._make_source is not None:
+            self._source = self._make_source(self.inbox, hooks, self._sampler, self.spans)
 
     def _made_link(self, store: StoreClient) -> SocketLink:
         """This rank's: with broadcasts, where it is one of their audience."""
@@ -319,7 +317,6 @@ class DisaggregatedStrategy(DDPStrategy):
             device = self.root_device.type
             mesh = shard.mesh_of(self.sharding, self.world.trainers, self._shard_group, device)
             shard.shard(self.engine.policy, shard.bounded(mesh, self._timeout))
-            self.engine.policy.graphs = None  # which would not gather
             self.engine.policy.fill(self.root_device)
         super().model_to_device()
         ranks = self.spec.context if self.world.is_trainer else self.world.role_size

@@ -70,7 +70,7 @@ class Lending:
         self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
         self._hooks, self._control, self._link, self._spans, self._consent = hooks, control, link, spans, consent
         self._stage = "lend" if world.rollouts else "generate"
-        chooses = spec.tag or not world.rollouts or spec.order == "arrival"
+        chooses = spec.tag or not world.rollouts
         self._together = runner.policy.roles.lockstep and chooses
         """Forwards are collectives, and trainers may generate, or choose a fragment: all of them must do so at once."""
         self._recalled = 0

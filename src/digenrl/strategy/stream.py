@@ -1,7 +1,7 @@
 """The fragment stream of a trainer rank: what the Strategy gives Lightning in place of the train dataloader.
 
     rollout ranks, lending trainers --cells, rewards--> Inbox: one StepBoard per RL step
-    FragmentStream: waits for the next complete fragment     (`lending`: it may generate meanwhile; `replay`: it reads)
+    FragmentStream: waits for the next complete fragment     (its `Source`: a lending trainer generates meanwhile)
                     -> yields its micro-batches -> Lightning: training_step, backward
     after the last micro-batch of an update: reduction, optimizer step; after the last update: publication,
     which lets rollout ranks begin what waits for the new version
@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from digenrl.schedule import ScheduleSpec, fragments
 from digenrl.schedule.claims import Claims
 from digenrl.schedule.policy import SchedulePolicy
@@ -24,11 +26,11 @@ from digenrl.strategy.step_ledger import StepLedger
 from digenrl.transport.cells import Part, StepBoard
 from digenrl.transport.link import Link
 from digenrl.transport.wire import Kind, Message
-from digenrl.types import TrainBatch
+from digenrl.types import CellBlock, TrainBatch
 
 
 class Source(Protocol):
-    """Where fragments come from: from ranks that generate (`lending`), or from a record (`replay`)."""
+    """Where fragments come from: ranks that generate (`lending`), or an extension such as a recorded run."""
 
     def predicted_end(self, step: int) -> float | None:
         """When RL step `step`, which begins, should end on the run's clock; None: nobody knows."""
@@ -37,13 +39,45 @@ class Source(Protocol):
         """The fragment of `pending` to train now, as soon as there is one."""
 
 
+class Record(Protocol):
+    """What is told everything that a trainer trains on. An extension may write it down."""
+
+    def take(self, step: int, message: Message) -> None:
+        """Note a message of RL step `step` that counts."""
+
+    def keep_base_means(self, block: CellBlock, means: Tensor) -> None:
+        """Note the base model's transition means [b, K, *L] of a block's cells."""
+
+    def finish(self, step: int) -> None:
+        """Note that RL step `step` is trained."""
+
+    def close(self) -> None:
+        """End the record with the last finished step."""
+
+
+class NoRecord:
+    """A `Record` that forgets everything."""
+
+    def take(self, step: int, message: Message) -> None:
+        """Forget the message."""
+
+    def keep_base_means(self, block: CellBlock, means: Tensor) -> None:
+        """Forget the means."""
+
+    def finish(self, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class Inbox:
     """Sorts what arrives on a trainer rank into the boards of the RL steps.
 
     Args:
         new_board: RL step -> an empty board.
         serve: sends the present version to a rank that joined.
-        keep: is given every message that counts (`record.trajectories`).
+        keep: is given every message that counts.
         open_groups: is given (RL step, leading groups to generate) when these become more (`schedule.selection`).
         evaluated: is given every piece of an evaluation.
     """

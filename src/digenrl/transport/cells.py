@@ -181,8 +181,8 @@ class StepBoard:
         self._weights = dict(reward_weights)
         self._parts: dict[tuple[int, int], Part] = {}
         self.rewards: dict[str, Tensor] = {}
-        self.completed: list[int] = []
-        """Complete groups of which it is known whether they are trained, in the order in which they became so."""
+        self.completed: set[int] = set()
+        """Complete groups of which it is known whether they are trained."""
         self.left_out: dict[int, str] = {}
         """Those of them that are not, and why (`schedule.selection`)."""
         self._faults: dict[int, str | None] = {}
@@ -213,7 +213,7 @@ class StepBoard:
             self._faults[group] = self._fault(group)
             for known in decided(self._spec, self._faults):
                 if known not in self.completed:
-                    self.completed.append(known)
+                    self.completed.add(known)
                     if (reason := left_out(self._spec, self._faults, known)) is not None:
                         self.left_out[known] = reason
         return True
@@ -230,7 +230,7 @@ class StepBoard:
 
     def is_complete(self, fragment: tuple[int, ...]) -> bool:
         """Whether every group of the fragment has arrived, is scored, and is known to be trained or not."""
-        return set(self.completed).issuperset(self._spec.groups_of(fragment))
+        return self.completed.issuperset(self._spec.groups_of(fragment))
 
     def concerns(self, fragment: tuple[int, ...]) -> bool:
         """Whether this rank takes part in training the fragment."""

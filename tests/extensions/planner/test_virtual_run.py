@@ -30,7 +30,6 @@ def specs(draw: st.DrawFn, async_steps: int | None = None) -> ScheduleSpec:
         updates_per_batch=updates,
         updates_split="samples" if within else "groups",
         gap=draw(st.integers(0, 3)),
-        order=draw(st.sampled_from(["canonical", "arrival"])),
         tsp_batch=draw(st.integers(1, 3)),
         tsp_shard=draw(st.booleans()),
         tag=draw(st.booleans()),

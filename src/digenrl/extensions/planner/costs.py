@@ -56,12 +56,10 @@ class Costs:
         published = stage == "generate" and pool.efficiency is None and kind_of(pool.gpu).published
         return PUBLISHED if published else ASSUMED
 
-    def _floor(self, pool: Pool, forwards: float, trains: bool = False) -> float:
-        """Seconds that the processor needs to launch the kernels of so many forwards (of any batch). Graphs have no
-        gradients."""
+    def _floor(self, pool: Pool, forwards: float) -> float:
+        """Return the seconds that the processor needs to launch the kernels of so many forwards (of any batch)."""
         given = pool.reaches.launch_seconds
-        engine = ENGINES[self.work.engine.removesuffix("_graphs")] if trains else self._engine
-        launch = engine.launch_seconds if given is None else given
+        launch = self._engine.launch_seconds if given is None else given
         return forwards * launch * float(self.work.sizes["attention_blocks"])
 
     def _compute(self, pool: Pool, flops: float, attention: float) -> float:
@@ -140,7 +138,7 @@ class Costs:
         seconds = rows * self._compute(pool, flops, (forwards + 2) * work.attention_flops() + again)
         seconds = (seconds + self._traffic(pool, (forwards + 2) * rows)) / pool.reaches.train
         seconds = (seconds + rows * moved / (pool.hbm_tb_s * 1e12)) / context + exchanged
-        launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches, trains=True)
+        launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
         copying = 2 * offloaded_bytes(work, rows, recompute, context) / (pool.reaches.host_gb_s * 1e9)
         return max(seconds, launches / tsp_batch, selecting / tsp_batch, copying)

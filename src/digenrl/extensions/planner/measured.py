@@ -50,8 +50,6 @@ def units(stages: Mapping[str, list[dict[str, Any]]], work: Workload) -> dict[st
     }
     found: dict[str, float] = {}
     for stage, rows in stages.items():
-        if stage == "train":  # graphs have no gradients
-            wanted["engine"] = work.engine.removesuffix("_graphs")
         fitting = [row for row in rows if all(row.get(key, value) == value for key, value in wanted.items())]
         per_unit = [row["seconds"] / row["samples"] / row.get("steps", 1) for row in fitting]
         if per_unit:

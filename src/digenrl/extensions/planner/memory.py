@@ -147,13 +147,7 @@ def generating_bytes(work: Workload, rows: int, encoders: bool, context: int = 1
     """
     encoding, forwards = 0 if encoders else text_encoder_bytes(work), rows * work.passes
     forward = int(work.forward_bytes(forwards, context)) + whole_bytes(work, forwards, context) // 2
-    kept = _recorded_bytes(work, rows)
-    return int(FRAGMENTATION * max(forward, kept + decode_bytes(work), kept + encoding))
-
-
-def _recorded_bytes(work: Workload, rows: int) -> int:
-    """What CUDA graphs keep: the largest forward without gradients, of `rows` samples."""
-    return int(work.forward_bytes(rows * work.passes)) if work.engine.endswith("_graphs") else 0
+    return int(FRAGMENTATION * max(forward, decode_bytes(work), encoding))
 
 
 def rollout_memory(work: Workload, task_size: int, encoders: bool = False, context: int = 1) -> Memory:
@@ -208,8 +202,6 @@ def trainer_memory(
     stays = encoders and makes > 0
     # Nobody generates during a micro-batch: its activations have made room by then.
     aside = generating_bytes(work, makes, encoders) - kept if makes else 0
-    recorded = max(makes, task_size * tsp_batch if work.reference else 0) if shards == 1 else 0
-    moment += _recorded_bytes(work, recorded)
     # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are scattered.
     gathered = 2 * (4 + 4 if full else 2) * block if shards > 1 else 0
     return Memory(

@@ -241,7 +241,6 @@ def _also(candidate: Candidate) -> str:
     words = {
         f"trainers first from {candidate.first}": candidate.first is not None,
         "encoders stay on the GPU": candidate.encoders,
-        "fragments in order of arrival": candidate.spec.order == "arrival",
         f"stale {candidate.spec.stale_fraction:g}": candidate.spec.async_steps > 0,
         "lends": candidate.spec.async_steps > 0 and candidate.spec.tag,
         "hands over": candidate.spec.async_steps > 0 and candidate.spec.handoff,

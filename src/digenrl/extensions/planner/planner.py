@@ -483,8 +483,6 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
     if candidate.spec.async_steps:
         for fraction in (0.25, 0.5, 0.75, 1.0):
             yield candidate.but(stale_fraction=fraction)
-    if 0 < candidate.spec.gap < update:
-        yield candidate.but(order="arrival" if candidate.spec.order == "canonical" else "canonical")
 
 
 def _allowed(costing: Costing, candidate: Candidate) -> bool:

@@ -22,9 +22,6 @@ from digenrl.settle import evaluations, sharding, trained_steps, trainers_must_e
 
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
-_ENGINES = {False: "eager", True: "compiled", "graphs": "compiled_graphs"}
-"""`model.compile` -> engine of `simulate.gpus`."""
-
 CHOICES = {
     "parallel.sharding": "sharding",
     "parallel.context": "context",
@@ -34,7 +31,6 @@ CHOICES = {
     "model.offload_encoders": "encoders",
     "schedule.gap": "gap",
     "schedule.claims": "static_claims",
-    "schedule.order": "order",
     "schedule.tsp.batch": "tsp_batch",
     "schedule.tsp.shard": "tsp_shard",
     "schedule.tag": "tag",
@@ -104,7 +100,7 @@ def workload(composed: Composed) -> Workload:
         rewards=tuple(config.reward.get("rewards", {})),
         heldout=tuple(config.reward.get("heldout") or {}),
         evaluated=max((min(n, sampling.eval.batch or n) for n in drawn), default=0),
-        engine=_ENGINES[model.get("compile", False)],
+        engine="compiled" if model.get("compile", False) else "eager",
         fused_attention=bool(model.get("attention_backend")),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )

@@ -143,7 +143,7 @@ def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSp
 
 def micro_batches(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
     """Seconds of each micro-batch of `fragment` on each trainer, from the placement that the runtime uses."""
-    alike = replace(spec, order="canonical", tag=False, handoff=False, async_steps=0)  # placed in the same way
+    alike = replace(spec, tag=False, handoff=False, async_steps=0)  # placed in the same way
     trainers, rows_kept = cluster.trainers, 1.0 if spec.task_size == 1 else cluster.useful  # of each task, some rows
     return tuple(
         tuple(rank.cell_seconds * rows_kept * cells + rank.exposed_seconds * blocks for cells, blocks in own)

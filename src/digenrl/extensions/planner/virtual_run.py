@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -162,7 +163,7 @@ class _VirtualRun:
         """Pool -> when the line from there has nothing more to carry."""
         self.updates_done, self.arrived = 0, 0
         self.done_tasks: dict[tuple[int, int], int] = {}
-        self.completed: dict[int, list[int]] = {}
+        self.completed: defaultdict[int, set[int]] = defaultdict(set)
         self.step_ends: list[float] = []
         self.trained: list[tuple[int, int, tuple[int, ...]]] = []
         self.ledger, self.staleness = Ledger(), 0
@@ -243,7 +244,7 @@ class _VirtualRun:
         return table
 
     def _situation(self) -> str:
-        units, groups = sorted({unit.state for unit in self.units}), len(self.completed.get(self.version, []))
+        units, groups = sorted({unit.state for unit in self.units}), len(self.completed[self.version])
         where = f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {units}, "
         return f"{where}{groups} of {self.spec.prompts} groups complete."
 
@@ -320,7 +321,7 @@ class _VirtualRun:
         self.done_tasks[payload] = self.done_tasks.get(payload, 0) + 1
         if self.done_tasks[payload] == self.spec.tasks_per_group:
             step, group = payload
-            self.completed.setdefault(step, []).append(group)
+            self.completed[step].add(group)
             if step == self.version:
                 for unit in self.units:
                     if unit.state == "idle":
@@ -362,7 +363,7 @@ class _VirtualRun:
     def _ready(self, unit: Unit) -> tuple[int, ...] | None:
         if not unit.pending:
             return None
-        return next_fragment(self.spec, unit.pending, self.completed.get(self.version, []))
+        return next_fragment(self.spec, unit.pending, self.completed[self.version])
 
     def _fragment_waits(self, worker: Worker) -> bool:
         return self._ready(self.unit_of[worker.rank.rank]) is not None
@@ -374,7 +375,7 @@ class _VirtualRun:
         return sum(self.gen.left(version, self.gen.workers[rank]) for rank in ranks)
 
     def _move(self, unit: Unit, granted: int | None = None) -> str:
-        done, ready = len(self.completed.get(self.version, [])), self._ready(unit)
+        done, ready = len(self.completed[self.version]), self._ready(unit)
         asks = self.gen.colocated or (self.spec.tag and ready is None)  # else the move does not depend on what is left
         left = self._left(unit, self.version) if asks else 0
         return self.policy.next_move(unit.ranks[0], self.updates_done, unit.pending, ready, done, left, granted)

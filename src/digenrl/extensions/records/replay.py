@@ -6,7 +6,7 @@ order in which they came, in place of generating anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from digenrl.extensions.records.trajectories import Recorded, TrajectoryError, T
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, place
 from digenrl.schedule.claims import Claim
+from digenrl.strategy.lending import Hooks
 from digenrl.strategy.stream import Inbox
 from digenrl.transport.cells import Part, StepBoard, joined, owned_positions, pack
 from digenrl.transport.wire import Kind, Message, decode, encode
@@ -27,35 +28,31 @@ Fragment = tuple[int, ...]
 
 
 class Recording:
-    """Writes the messages of a trainer into `files`; None: it does not."""
+    """Writes the messages of a trainer into `files`: a `digenrl.strategy.stream.Record`."""
 
-    def __init__(self, files: TrajectoryFiles | None) -> None:
+    def __init__(self, files: TrajectoryFiles) -> None:
         self._files = files
         self._facts: dict[str, object] = {}
 
     def take(self, step: int, message: Message) -> None:
-        """A message of RL step `step` that counts."""
-        if self._files is not None:
-            self._facts["rewards"] = message.meta["reward_names"]
-            for name in ("means", "final"):
-                self._facts[name] = bool(self._facts.get(name)) or name in message.tensors
-            self._files.take(step, encode(message))
+        """Write a message of RL step `step` that counts."""
+        self._facts["rewards"] = message.meta["reward_names"]
+        for name in ("means", "final"):
+            self._facts[name] = bool(self._facts.get(name)) or name in message.tensors
+        self._files.take(step, encode(message))
 
     def keep_base_means(self, block: CellBlock, means: Tensor) -> None:
-        """As of `PolicyModule`."""
-        if self._files is not None:
-            cells = {"group": block.group, "first_sample": block.first_sample, "steps": block.steps.tolist()}
-            self._files.take(block.step, encode(Message(Kind.BASE_MEANS, cells, {"base_means": means.cpu()})))
+        """Write the base model's transition means [b, K, *L] of a block's cells."""
+        cells = {"group": block.group, "first_sample": block.first_sample, "steps": block.steps.tolist()}
+        self._files.take(block.step, encode(Message(Kind.BASE_MEANS, cells, {"base_means": means.cpu()})))
 
     def finish(self, step: int) -> None:
-        """RL step `step` is trained."""
-        if self._files is not None:
-            self._files.finish(step, self._facts)
+        """Complete the record of RL step `step`, which is trained."""
+        self._files.finish(step, self._facts)
 
     def close(self) -> None:
         """Keep finished steps alone."""
-        if self._files is not None:
-            self._files.close()
+        self._files.close()
 
 
 class Replay:
@@ -65,18 +62,11 @@ class Replay:
     takes the tasks in the order in which they came to trainer 0.
 
     Args:
-        cut_fragment: the Strategy's hook.
+        hooks: the Strategy's; `cut_fragment` is used.
     """
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        inbox: Inbox,
-        cut_fragment: Callable[[Sequence[Fragment], StepBoard], Fragment | None],
-        sampler: PromptSampler,
-        spans: SpanLog,
-    ) -> None:
-        self._recorded, self._inbox, self._cut_fragment = recorded, inbox, cut_fragment
+    def __init__(self, recorded: Recorded, inbox: Inbox, hooks: Hooks, sampler: PromptSampler, spans: SpanLog) -> None:
+        self._recorded, self._inbox, self._cut_fragment = recorded, inbox, hooks.cut_fragment
         self._sampler, self._spans = sampler, spans
 
     def predicted_end(self, step: int) -> None:

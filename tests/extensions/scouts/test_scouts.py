@@ -12,6 +12,7 @@ from digenrl.data import load_prompts
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import NoiseLevels
+from digenrl.extensions.scouts.engine import ScoutingEngine
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
@@ -26,8 +27,8 @@ TASK = Task(step=3, index=1, group=0, first_sample=4, samples=4, version=0)
 
 def engine(**sampling: int) -> RolloutEngine:
     rewards = RewardSuite({"judge": {"scorer": SCORER}}, placement="inline")
-    spec = SamplingSpec(STEPS, **sampling)  # type: ignore[arg-type]
-    return RolloutEngine(DigitsPolicy(), rewards, FlowSDE(0.9), NoiseLevels(size=3), spec, seed=5)
+    arguments = DigitsPolicy(), rewards, FlowSDE(0.9), NoiseLevels(size=3), SamplingSpec(STEPS)
+    return ScoutingEngine(*arguments, seed=5, **sampling) if sampling else RolloutEngine(*arguments, seed=5)
 
 
 def finished(made: RolloutEngine, task: Task) -> tuple[tuple[int, ...], Tensor, Tensor]:

@@ -1,0 +1,70 @@
+"""How a run gets its record of trajectories, and how a replayed run gets its source of fragments."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from digenrl.cluster.world import Session, World
+from digenrl.data import PromptData
+from digenrl.extensions.records.replay import Recording, Replay, step_bytes
+from digenrl.extensions.records.trajectories import Recorded, TrajectoryFiles
+from digenrl.record.run_dir import TRAJECTORIES, append_event, free_space
+from digenrl.rollout.engine import RolloutEngine
+from digenrl.schedule import ScheduleSpec, group_tasks
+
+
+def recording(config: DictConfig, world: World, session: Session) -> Recording | None:
+    """Return where a trainer records what it trains on; None on a rollout. Trainers share the room equally."""
+    if not world.is_trainer:
+        return None
+    room = config.record.trajectories_mib * 2**20 / world.trainers
+    return Recording(TrajectoryFiles(session.run_dir, world.rank, room))
+
+
+def source(run: str) -> Any:
+    """Return what makes the source of a run that replays the run in directory `run`."""
+    return partial(Replay, Recorded(Path(run)))
+
+
+def check(config: DictConfig, means: bool, final: bool) -> None:
+    """Refuse a replay of a run whose record lacks what this one trains on.
+
+    Args:
+        means, final: whether the algorithm needs the rollout's transition means, and the clean latents.
+
+    Raises:
+        TrajectoryError: steps, rewards, means or clean latents are missing.
+    """
+    weighted = [name for name, entry in config.reward.rewards.items() if entry.get("weight", 1.0)]
+    Recorded(Path(config.replay)).require(config.max_rl_steps, means, final, weighted)
+
+
+def announce(
+    config: DictConfig,
+    world: World,
+    engine: RolloutEngine,
+    spec: ScheduleSpec,
+    data: PromptData,
+    run_dir: Path,
+    lockstep: bool,
+    base: bool,
+) -> None:
+    """Say before the first step how large the record will be.
+
+    Args:
+        lockstep: whether trainers meet in every forward.
+        base: whether the base model's transition means are recorded too.
+    """
+    outline = engine.outline(group_tasks(spec, 0, 0)[0], data.sampler.batch(0)[0])
+    means = torch.empty(engine.policy.drawn_shape, device="meta") if base else None
+    step = step_bytes(spec, world.trainers, lockstep, outline, means) / 2**20
+    steps, limit = config.max_rl_steps, config.record.trajectories_mib
+    said = f"{step:.3g} MiB an RL step, {step * steps:.4g} MiB for {steps}, {free_space(run_dir)}"
+    if step * steps > limit:
+        said += f"; record.trajectories_mib={limit:g} holds {int(limit // step)}"
+    append_event(run_dir, TRAJECTORIES, {"cause": said})

@@ -1,0 +1,1 @@
+"""Scouts: cheap tries choose the initial noises that a task generates from."""

@@ -1,0 +1,59 @@
+"""An engine that tries several initial noises for each sample before it generates (Sol-RL, arXiv:2604.06916)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from digenrl.diffusion import denoise
+from digenrl.rewards.suite import combine
+from digenrl.rollout.engine import Generation, RolloutEngine
+from digenrl.schedule import Task
+from digenrl.types import Prompt
+
+
+class ScoutingEngine(RolloutEngine):
+    """Generates each task from the initial noises whose cheap samples score best and worst.
+
+    Args:
+        candidates: initial noises tried for each sample of a task.
+        scout_steps: ODE steps of a try.
+        engine: arguments of `RolloutEngine`.
+    """
+
+    def __init__(self, *engine: Any, candidates: int, scout_steps: int, **named: Any) -> None:
+        super().__init__(*engine, **named)
+        self._candidates, self._scout_steps = candidates, scout_steps
+
+    def advance(self, generation: Generation) -> Generation:
+        """Take one denoising step of all rows, the first one from the chosen noises."""
+        if generation.state.next_step == 0:
+            rows = self._chosen(generation.task, generation.prompt)
+            generation = replace(generation, state=self._start(replace(generation.state.key, samples=rows)))
+        return super().advance(generation)
+
+    @torch.no_grad()
+    def _chosen(self, task: Task, prompt: Prompt) -> tuple[int, ...]:
+        """Return the numbers of the noises that the task keeps, ascending: the best half and the worst half.
+
+        A noise's score is the reward of its ODE sample of few steps; a missing score counts as the median. Sol-RL tries
+        in FP4. Both rest on the initial noise deciding what an ODE draws.
+        """
+        condition, grid = self.policy.encode([prompt]), self.policy.sigma_grid(self._scout_steps)
+        first, tried = task.first_sample * self._candidates, []
+        for turn in range(self._candidates):
+            numbers = range(first + turn * task.samples, first + (turn + 1) * task.samples)
+            start = self._start(denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(numbers)))
+            media = self.policy.decode(denoise.ode_sample(self.policy, condition, start.latents, grid))
+            found = self._scorer.submit(media, [prompt] * task.samples)
+            tried.append(combine(found.result(), self._rewards.weights))
+        scores = torch.cat(tried)
+        order = scores.nan_to_num(float(scores.nanmedian().nan_to_num())).argsort(stable=True).tolist()
+        best = (task.samples + 1) // 2
+        kept = order[: task.samples - best] + order[len(order) - best :]
+        return tuple(sorted(first + number for number in kept))
+
+    def _start(self, key: denoise.SampleKey) -> denoise.SampleState:
+        return denoise.start(key, self.policy.latent_shape, self.sampling.storage_dtype, self.policy.device)
