@@ -30,31 +30,13 @@ from digenrl.extensions.export.diffusers_export import export_policy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.settle import allocation
+from tests.models.families import experiments
 from tests.models.tiny_policies import exported, prompt
 from tests.strategy.processes import logs
 
 pytestmark = pytest.mark.heavy
 
-EXPERIMENTS = (
-    "wan21_flowgrpo",
-    "wan21_dancegrpo",
-    "wan21_i2v_flowgrpo",
-    "wan22_a14b_flowgrpo",
-    "hunyuanvideo_dancegrpo",
-    "hunyuan15_flowgrpo",
-    "ltx2_flowgrpo",
-    "flux1_flowgrpo",
-    "flux1_dancegrpo",
-    "flux1_mixgrpo",
-    "flux1_kontext_flowgrpo",
-    "aura_flow_flowgrpo",
-    "zimage_flowgrpo",
-    "flux2_klein_flowgrpo",
-    "qwen_image_flowgrpo",
-    "qwen_image_edit_flowgrpo",
-    "qwen_image_nft",
-    "sd35_flowgrpo",
-)
+EXPERIMENTS = experiments()
 CHOSEN = ("wan21_flowgrpo", "sd35_flowgrpo")
 """A video, an image, and no ratio."""
 STEPS = 3

@@ -77,9 +77,6 @@ class Advisor(Protocol):
             processes: ranks that somebody else started; None: the hardware profile's.
         """
 
-    def gradients(self, composed: Composed, trainers: int, rollouts: int) -> Composed:
-        """Return the configuration with a value for `schedule.gradients=auto`."""
-
     def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
         """Return how the ranks hold the model; `usual` is for a model whose sizes nobody has counted.
 
@@ -114,10 +111,6 @@ class PlainAdvisor:
             words.append("schedule.gap=1")
         said = f"schedule=auto: nothing is known to plan with here (docs/planner.md): {' '.join(words)}."
         return replace(changed(composed, words), notes=(*composed.notes, said))
-
-    def gradients(self, composed: Composed, trainers: int, rollouts: int) -> Composed:
-        """Return `composed` with trained steps that are computed again."""
-        return changed(composed, ["schedule.gradients=replay"])
 
     def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
         """Return `usual`."""

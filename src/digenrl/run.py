@@ -180,7 +180,6 @@ def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutE
         config.seed,
         keep_means=module.needs_means,
         keep_final=module.needs_final,
-        weigh=module.log_prob_weights if config.schedule.gradients == "generation" else None,
     )
 
 

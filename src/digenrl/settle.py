@@ -83,8 +83,7 @@ def with_task_size(composed: Composed) -> Composed:
     if config.sampling.task_size != AUTO:
         return composed
     portion = config.data.group_size // slices_of_group(config.data.updates_split, config.algorithm.updates_per_batch)
-    one = config.schedule.gradients == "generation" and config.model.get("lora") is None  # gradients are not apart
-    sizes = [1] if one else [size for size in range(1, portion + 1) if portion % size == 0]
+    sizes = [size for size in range(1, portion + 1) if portion % size == 0]
     tree: Any = OmegaConf.to_container(config)
     tree["sampling"]["task_size"] = advisor().task_size(composed, sizes)
     return with_config(composed, tree)
@@ -92,7 +91,7 @@ def with_task_size(composed: Composed) -> Composed:
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     """Return the configuration with this allocation, and with values for `parallel.sharding`, `schedule.tsp.batch`,
-    `schedule.gradients`, `model.gradient_checkpointing`, `network.publication` and `allocation.evaluation`.
+    `model.gradient_checkpointing`, `network.publication` and `allocation.evaluation`.
 
     For a model whose sizes nobody has counted, `auto` means replicas, all trained steps in one forward, and blocks that
     are computed again where the build is real.
@@ -101,8 +100,6 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
         ValueError: the numbers contradict another key, or a rank would not fit into its GPU's memory (with the
             estimate, the pool, and a change that fits if there is one).
     """
-    if composed.config.schedule.gradients == AUTO:
-        composed = advisor().gradients(composed, trainers, rollouts)
     config: Any = composed.config
     tree: Any = OmegaConf.to_container(config)
     tree["allocation"]["trainers"] = trainers
@@ -141,12 +138,6 @@ def without_effect(config: Any) -> Iterator[str]:
         yield idle("handoff = true", "with schedule.claims=split no rank takes over another's tasks")
     elif schedule.handoff and rollouts == config.parallel.rollout_context and not schedule.tag:
         yield idle("handoff = true", "only one rank generates")
-    if schedule.gradients == "generation":
-        taken = "gradients are taken step by step, where a sample is generated"
-        if schedule.tsp.shard:
-            yield idle("tsp.shard = true", taken)
-        if config.algorithm.advantage.get("best_and_worst") and schedule.skip_zero:
-            yield idle("skip_zero = true", f"{taken}, before anybody knows its advantage")
     if schedule.tsp.shard and trainers == 1:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:

@@ -13,8 +13,6 @@ from digenrl.settle import allocation, settled
 
 Case = tuple[Sequence[str], Sequence[str]]
 
-LEAN = ("schedule=colocated", "schedule.gradients=generation", "sampling.task_size=1", "algorithm.kl_weight=0")
-
 NAMES: dict[str, Case] = {
     "unknown experiment": (
         ["experiment=digits_flowgrp"],
@@ -186,34 +184,6 @@ RELATIONS: dict[str, Case] = {
     "asynchrony without rollout ranks": (
         ["schedule=colocated", "schedule.async_steps=1"],
         ["schedule.async_steps = 1", "allocation.rollouts = 0", "set allocation.rollouts"],
-    ),
-    "gradients where rollouts generate": (
-        ["schedule.gradients=generation", "sampling.task_size=1", "algorithm.kl_weight=0", "allocation.rollouts=1"],
-        ["allocation.rollouts = 1 with schedule.gradients = generation", "set allocation.rollouts=0, or schedule."],
-    ),
-    "gradients of several samples at once, and all weights": (
-        [*LEAN, "sampling.task_size=2", "model.lora=null"],
-        ["sampling.task_size = 2 with schedule.gradients", "without model.lora", "set sampling.task_size=1, or"],
-    ),
-    "gradients of a KL": (
-        [*LEAN, "algorithm.kl_weight=0.1"],
-        ["algorithm.kl_weight = 0.1 with schedule.gradients", "set algorithm.kl_weight=0, or schedule.gradients=rep"],
-    ),
-    "gradients of older weights": (
-        [*LEAN, "algorithm.updates_per_batch=2"],
-        ["algorithm.updates_per_batch = 2 with schedule.gradients", "set algorithm.updates_per_batch=1, or"],
-    ),
-    "gradients that cannot be read again": (
-        [*LEAN, "record.trajectories=true"],
-        ["record.trajectories = true with schedule.gradients", "set record.trajectories=false, or"],
-    ),
-    "gradients of shards": (
-        [*LEAN, "parallel.sharding=fsdp", "allocation.trainers=2"],
-        ["parallel.sharding = fsdp with schedule.gradients", "set parallel.sharding=ddp, or"],
-    ),
-    "gradients of no log-prob": (
-        ["experiment=digits_nft", *LEAN[:3]],
-        ["algorithm._target_ = digenrl.algorithms.nft.NFT with schedule.gradients", "trains no log-probs"],
     ),
     "shares of another length": (
         ["schedule.shares=[3,1,1]", "allocation.trainers=2"],

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from digenrl import facts
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.removed import reason
 from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
@@ -31,6 +32,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
 _SEARCH = "hydra.searchpath"
 _SEARCH_FLAGS = ("--config-dir", "-cd")
+OmegaConf.register_new_resolver("cpu_tiny", facts.cpu_tiny, replace=True)
 
 
 def config_directory() -> Path:

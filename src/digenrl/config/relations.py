@@ -184,43 +184,6 @@ def _replay(get: _View) -> Iterator[str]:
         yield "record.trajectories = true with replay: what it trains is recorded already; leave it false."
 
 
-def _gradients(get: _View) -> Iterator[str]:
-    if get("schedule.gradients") != "generation":
-        return
-    wrong = "{} = {} with schedule.gradients = generation: {}; set {}, or schedule.gradients=replay.".format
-    for key, wanted, why in _LEAN:
-        if (value := get(key)) not in wanted:
-            words = "replay=null" if key == "replay" else f"{key}={str(wanted[0]).lower()}"
-            yield wrong(key, str(value).lower() if isinstance(value, bool) else value, why, words)
-    if get("model").get("lora") is None and (size := get("sampling.task_size")) not in (1, "auto"):
-        why = "without model.lora a backward pass sums over the samples of a batch, and each has its own weight"
-        yield wrong("sampling.task_size", size, why, "sampling.task_size=1")
-    algorithm = get("algorithm")
-    if "surrogate" not in algorithm:
-        why = "it trains no log-probs, whose gradients a sampler could take"
-        yield wrong("algorithm._target_", algorithm.get("_target_"), why, "algorithm=flow_grpo")
-    elif get("algorithm.kl_weight"):
-        why = "the KL's gradient has another weight, and a second backward pass costs what the replay does"
-        yield wrong("algorithm.kl_weight", get("algorithm.kl_weight"), why, "algorithm.kl_weight=0")
-
-
-_LEAN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    (
-        "allocation.rollouts",
-        (0,),
-        "a gradient is as large as all that is trained and does not travel, so who generates trains",
-    ),
-    ("algorithm.updates_per_batch", (1,), "after the first update the gradients are those of older weights"),
-    ("schedule.async_steps", (0,), "a stale sample's gradient is that of older weights"),
-    ("schedule.shares", ("equal",), "who generates a sample trains it, whatever the shares"),
-    ("parallel.sharding", ("ddp", "auto"), "gradients of sharded weights are reduced in every backward pass"),
-    ("parallel.context", (1,), "each rank generates alone"),
-    ("record.trajectories", (False,), "no latents are kept that a later run could train from"),
-    ("replay", (None,), "nothing is generated"),
-)
-"""Key, values that allow gradients to be taken while generating, and why others do not."""
-
-
 def _shares(get: _View) -> Iterator[str]:
     shares, trainers = get("schedule.shares"), get("allocation.trainers")
     if not isinstance(shares, list):
@@ -397,7 +360,6 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _precision,
     _asynchrony,
     _replay,
-    _gradients,
     _shares,
     _sharding,
     _shard_group,

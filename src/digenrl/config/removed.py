@@ -6,11 +6,13 @@ from typing import Any
 
 REMOVED: dict[str, str] = {
     "model.compile=graphs": "torch.compile has a mode for CUDA graphs; set model.compile=true",
+    "schedule.gradients": "trainers compute every trained step again, as replay did",
     "schedule.order": "fragments are trained in the order of their groups",
 }
 """Dotted key (a group of keys too), or `key=value`, -> what replaces it, or why it went."""
 
 FORGOTTEN: dict[str, tuple[Any, ...]] = {
+    "schedule.gradients": ("replay",),
     "schedule.order": ("canonical", "arrival"),
 }
 """Removed key -> its values without which a stored run computes what it did: such a run goes on without the key."""

@@ -326,11 +326,6 @@ class Schedule(Closed):
         description="each trainer's part of the training: its relative speed"
     )
     skip_zero: bool = Field(description="cells whose gradient is known to be zero (advantage 0, no KL) are not trained")
-    gradients: Literal["replay", "generation", "auto"] = Field(
-        description="replay: trainers compute every trained step again; generation: colocated ranks take log-prob "
-        "gradients while they generate, and weigh them afterwards (no KL, one update per batch); auto: the one that "
-        "takes fewer seconds by the cost model, of those that are possible"
-    )
     async_steps: int = Field(ge=0, le=1, description="1: some groups of a batch use weights one version old")
     stale_fraction: Share = Field(description="share of a batch's groups that do so; read with async_steps=1")
 
@@ -512,7 +507,7 @@ class Hardware(Closed):
     )
     efficiency: Efficiency | None = Field(ABSENT, description="of every pool")
     seconds: Seconds | None = Field(ABSENT, description="measured seconds per unit; they replace computed ones")
-    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny builds, by model class or updates")
+    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny batches, by updates")
 
 
 class Train(Closed):
@@ -642,7 +637,6 @@ RESUMABLE: tuple[str, ...] = (
     "schedule.handoff",
     "schedule.shares",
     "schedule.skip_zero",
-    "schedule.gradients",
     "sampling.task_size",
     "data.prompts",
     "data.heldout",

@@ -85,9 +85,6 @@ class ScheduleSpec:
     """Neighbouring trainers that share the tokens of each trained forward, and so train the same cells together."""
     skip_zero: bool = True
     """Cells whose gradient is known to be zero are not trained."""
-    gradients: Literal["replay", "generation"] = "replay"
-    """Where trained steps get their gradients: trainers compute them again; or each rank takes those of the samples
-    that it generates, and trains these samples, whatever the placement."""
     async_steps: int = 0
     """0 = on-policy, 1 = the first groups of the next batch may be one version old."""
     stale_fraction: float = 0.5
@@ -108,10 +105,6 @@ class ScheduleSpec:
         values["shares"] = tuple(float(share) for share in shares)
         values["prompts"] = groups_of_step(config["data"])
         values["tsp_batch"] = steps_per_forward(values["tsp_batch"], trained_steps)
-        if values["gradients"] == "generation":  # one step after the other, where they are generated
-            values |= {"tsp_batch": 1, "tsp_shard": False}
-        else:  # auto, too, until a run is settled
-            values["gradients"] = "replay"
         return cls(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
 
     def overrides(self) -> list[str]:
@@ -144,11 +137,6 @@ class ScheduleSpec:
                 f"data.updates_split = samples, and schedule.stale_fraction = {self.stale_fraction} of {self.prompts} "
                 f"groups within the first {trained}."
             )
-
-    @property
-    def replays(self) -> bool:
-        """Whether trained steps are computed again, after they were generated."""
-        return self.gradients == "replay"
 
     @property
     def tasks_per_group(self) -> int:
@@ -236,7 +224,6 @@ _KEYS = {
     "zero_variance_groups": "data.zero_variance_groups",
     "context": "parallel.context",
     "skip_zero": "schedule.skip_zero",
-    "gradients": "schedule.gradients",
     "async_steps": "schedule.async_steps",
     "stale_fraction": "schedule.stale_fraction",
 }

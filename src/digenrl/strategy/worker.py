@@ -30,7 +30,7 @@ from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
 from digenrl.strategy.evaluating import Examiner, number_of_evaluated
-from digenrl.transport.cells import Placement, pack, shipped_positions
+from digenrl.transport.cells import Placement, owned_positions, pack
 from digenrl.transport.handoff import Suspended, pack_state
 from digenrl.transport.link import Link
 from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, publish
@@ -265,8 +265,7 @@ class TaskRunner:
             place, lockstep = partial(self._place, step=task.step), self.policy.roles.lockstep
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
-                    own = self._world.rank
-                    positions = shipped_positions(self._spec, place, own, rank, task.group, part, lockstep)
+                    positions = owned_positions(self._spec, place, rank, task.group, part, lockstep)
                     self._link.send(rank, pack(trajectory, positions, claim, seconds))
             if (trouble := self._engine.reward_trouble()) is not None:
                 self._control.request_stop(trouble)  # the step in progress is finished and saved before the run stops

@@ -35,16 +35,6 @@ Teaches = Callable[[Mapping[str, Tensor]], Tensor]
 """The same -> [P] bool: groups whose samples do not all score alike."""
 
 
-def shipped_positions(
-    spec: ScheduleSpec, place: Place, maker: int, rank: int, group: int, part: int, lockstep: bool = False
-) -> tuple[int, ...]:
-    """Positions among a task's trained steps that `maker` sends to trainer `rank`. Who has taken the gradients of a
-    task trains it."""
-    if spec.replays:
-        return owned_positions(spec, place, rank, group, part, lockstep)
-    return tuple(range(spec.trained_steps)) if rank == maker else ()
-
-
 def owned_positions(
     spec: ScheduleSpec, place: Place, rank: int, group: int, part: int, lockstep: bool = False
 ) -> tuple[int, ...]:
@@ -90,7 +80,6 @@ def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds
             tensors["final"] = trajectory.final
         if trajectory.means is not None:
             tensors["means"] = at_positions(trajectory.means)
-        tensors |= {f"gradient/{name}": value for name, value in (trajectory.gradients or {}).items()}
     return Message(Kind.CELLS, meta, tensors)
 
 
@@ -125,10 +114,6 @@ class Part:
         """The cells at `steps` (positions among the trained steps), which must have been shipped to this rank."""
         index = torch.tensor([self.positions.index(position) for position in steps])
         t = self._tensors
-        condition, gradients = (
-            {k.removeprefix(prefix): v for k, v in t.items() if k.startswith(prefix)}
-            for prefix in ("condition/", "gradient/")
-        )
         return CellBlock(
             step=self.meta["step"],
             group=self.meta["group"],
@@ -140,11 +125,10 @@ class Part:
             latents=t["latents"][:, index],
             next_latents=t["next_latents"][:, index],
             log_probs=t["log_probs"][:, index],
-            condition=condition,
+            condition={name.removeprefix("condition/"): t[name] for name in t if name.startswith("condition/")},
             final=t.get("final"),
             means=t["means"][:, index] if "means" in t else None,
             base_means=t["base_means"][:, index] if "base_means" in t else None,
-            gradients=gradients or None,
         )
 
 
@@ -234,7 +218,7 @@ class StepBoard:
 
     def concerns(self, fragment: tuple[int, ...]) -> bool:
         """Whether this rank takes part in training the fragment."""
-        return self._lockstep or not self._spec.replays or any(self._place(fragment)[self._rank])
+        return self._lockstep or any(self._place(fragment)[self._rank])
 
     def useful(self, fragment: tuple[int, ...]) -> Tensor:
         """[portions of the complete fragment, samples of a portion] bool: samples that are trained."""
@@ -257,10 +241,6 @@ class StepBoard:
         for portion, group, useful in zip(fragment, spec.groups_of(fragment), self.useful(fragment), strict=True):
             tasks = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
             keep |= {(group, part): rows for part, rows in tasks}
-        if not spec.replays:
-            mine = ((part, keep[key]) for key, part in sorted(self._parts.items()) if part.positions and key in keep)
-            own = [part.block(part.positions).narrowed(rows) for part, rows in mine if rows.any()]
-            return [self._batch(fragment, own)]
         placement = without(self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any()))
         widths = [0] * len(placement[0])
         if self._lockstep:

@@ -14,14 +14,14 @@ from digenrl.extensions.planner.candidate import Candidate, Costing
 from digenrl.extensions.planner.emulate import stand_ins
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
-from digenrl.extensions.planner.outcome import Outcome, evaluate
+from digenrl.extensions.planner.outcome import Outcome
 from digenrl.extensions.planner.plan_text import explanation, overrides
 from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
 from digenrl.extensions.planner.reading import candidate_of, costing_of, given, sized, workload
 from digenrl.extensions.planner.remedies import way_out
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO
-from digenrl.settle import settled, shard_group
+from digenrl.settle import shard_group
 
 NEARLY = 1.05
 """Seconds of a sample, as a multiple of the least, that `sampling.task_size=auto` takes for as good as the best."""
@@ -63,28 +63,6 @@ class PlannerAdvisor:
             composed = PlainAdvisor().choose(composed, processes) if plan is None else _chosen(composed, plan)
         split = planned_split(composed, processes)
         return composed if split is None else _divided(composed, split)
-
-    def gradients(self, composed: Composed, trainers: int, rollouts: int) -> Composed:
-        """Return `composed` with the value whose simulated step is shorter, of those that can run."""
-        replayed, taken = (changed(composed, [f"schedule.gradients={how}"]) for how in ("replay", "generation"))
-        known = settled(replayed, trainers, rollouts)
-        if not sized(composed):
-            return replayed
-        try:
-            other = settled(taken, trainers, rollouts)
-        except ValueError:  # other settings forbid it, or it does not fit
-            return replayed
-        seconds = []
-        for way in (known, other):
-            costing = costing_of(way)
-            candidate = candidate_of(way.config, trainers, rollouts, costing.work.trained_steps)
-            seconds.append(evaluate(costing, candidate, costing.bound()).step_s)
-        if seconds[1] >= seconds[0]:
-            return replayed
-        said = (
-            f"schedule.gradients=generation: {seconds[1]:.4g} s per step in simulation, {seconds[0]:.4g} with replay."
-        )
-        return replace(taken, notes=(*taken.notes, said))
 
     def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
         """Return the first way to shard that fits: replicas, a copy of the weights per node, one over all trainers.
@@ -209,13 +187,13 @@ def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate
     if candidate.trainers % candidate.spec.context:
         return []
     shardings = [candidate.sharding]
-    if config.parallel.sharding == AUTO and candidate.trainers > 1 and candidate.spec.replays:
+    if config.parallel.sharding == AUTO and candidate.trainers > 1:
         group = shard_group(config, candidate.trainers)
         shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]
     ways = []
     for sharding in shardings:
         trial: Candidate | None = candidate.but(sharding=sharding)
-        if config.schedule.tsp.batch == AUTO and candidate.spec.replays:
+        if config.schedule.tsp.batch == AUTO:
             trial = _steps_that_fit(costing, candidate.but(sharding=sharding))
         if trial is not None and not costing.misfits(trial):
             ways.append(trial)

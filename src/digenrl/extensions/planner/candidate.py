@@ -25,7 +25,7 @@ from digenrl.extensions.planner.memory import (
     trainer_memory,
 )
 from digenrl.extensions.planner.virtual_cluster import Cluster, Rank
-from digenrl.extensions.planner.workload import HEADS, Drawn, Workload
+from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Pool, assign, nodes, shard_group
 from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
@@ -161,7 +161,7 @@ class Costing:
     def _sharing(self, ranks: int) -> list[int]:
         """Numbers above 1 that divide `ranks`, the GPUs of every node, the tokens and the attention heads."""
         per_node = (pool.per_node for pool in self.hardware.pools)
-        common = math.gcd(ranks, self.work.tokens, HEADS.get(self.work.model, 1), *per_node)
+        common = math.gcd(ranks, self.work.tokens, self.work.facts.heads(self.work.model), *per_node)
         return [n for n in range(2, common + 1) if common % n == 0]
 
     def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:
@@ -219,18 +219,8 @@ class Costing:
             makes,
             spec.tag,
             candidate.encoders,
-            self._held(candidate, pool),
             spec.context,
         )
-
-    def _held(self, candidate: Candidate, pool: Pool) -> int:
-        """Samples whose gradients are on a rank of `pool`: its part of the batch by speed, a task more where ranks take
-        what comes, and those of a step of a task that are not added yet."""
-        if candidate.spec.replays:
-            return 0
-        total = sum(count * self.hardware.pool(name).tflops for (name, _), count in self.kinds(candidate).items())
-        own = math.ceil(self.work.samples * pool.tflops / total - 1e-9)
-        return own + candidate.spec.task_size * (1 + (candidate.trainers > 1 and not candidate.static_claims))
 
     @_once
     def _trainer_memory(
@@ -243,13 +233,12 @@ class Costing:
         generates: bool,
         lends: bool,
         encoders: bool,
-        held: int,
         context: int,
     ) -> Memory:
         """Bytes of a trainer whose network keeps `recompute` of `blocks` blocks of a micro-batch at once."""
         copy = lends and self.work.lora_rank is not None and self.work.updates > 1
         rows = task_size, tsp_batch * blocks
-        return trainer_memory(self.work, shards, *rows, recompute, generates, copy, encoders, held, context)
+        return trainer_memory(self.work, shards, *rows, recompute, generates, copy, encoders, context)
 
     def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
         """(pool, role) -> bytes of a rank."""

@@ -127,9 +127,8 @@ class Costs:
         exchange = 2 + int(work.reference) + recompute.inputs + selected  # again with gradients, and where repeated
         exchanged = self._exchange_seconds(pool, task_size, exchange, context)
         if measured is not None:
-            known = 0.0 if work.replays else self.step_seconds(pool, task_size)
-            return max(0.0, measured * task_size - known) / context + exchanged
-        forwards = int(work.replays) + int(work.reference)
+            return measured * task_size / context + exchanged
+        forwards = 1 + int(work.reference)
         shares = [(mode, share) for mode, share in recompute.shares.items() if share and mode != OFFLOAD]
         repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
         moved = sum(share * work.repeated_bytes(mode) for mode, share in shares)

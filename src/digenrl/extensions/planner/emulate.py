@@ -73,8 +73,7 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
     config: Any = composed.config
     if not config.hardware.emulate:
         return ()
-    planned = costing_of(composed)  # a cell is its forward and backward, whoever runs them
-    costing = replace(planned, work=replace(planned.work, replays=True))
+    costing = costing_of(composed)
     candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
     ranks = costing.cluster(candidate).ranks
     beside = Counter(rank.pool for rank in ranks if rank.send_seconds)

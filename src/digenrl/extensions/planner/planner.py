@@ -234,18 +234,6 @@ def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> 
     return best
 
 
-def lean_run(plan: Plan) -> Outcome | None:
-    """The plan's experiment on all GPUs with schedule.gradients=generation, in tasks of the best size; None where the
-    algorithm does not allow that, it is what the plan has, or no rank has room."""
-    work, gpus = plan.costing.work, plan.costing.hardware.gpus
-    if not (work.lean and work.replays and work.updates == 1) or len(plan.costing.hardware.places) > 1:
-        return None
-    costing = Costing(replace(work, replays=False, trained_samples=None), plan.costing.hardware)
-    ways = (fitted(costing, costing.candidate(gpus, 0, gap=0, task_size=size)) for size in task_sizes(costing))
-    best = fastest(costing, [way for way in ways if way is not None and _allowed(costing, way)], costing.bound())
-    return None if best is None else evaluate(costing, best.candidate, costing.bound(), exact=True)
-
-
 def _why_nothing(costing: Costing) -> str:
     """Why even the smallest candidates cannot run: colocated, and half of the GPUs in either role."""
     gpus, size, pools = costing.hardware.gpus, task_sizes(costing)[0], costing.hardware.pools
@@ -287,8 +275,6 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
 
 def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
     """Values of K worth trying, the largest first: each leaves a trainer at least four blocks of a fragment."""
-    if not candidate.spec.replays:
-        return [1]
     trained = costing.work.trained_steps
     tasks = candidate.spec.fragment_groups * candidate.spec.tasks_per_portion
     choices = (trained, -(-trained // 2), -(-trained // 4))
@@ -297,10 +283,7 @@ def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
 
 
 def task_sizes(costing: Costing) -> list[int]:
-    """Divisors of an update's samples of a group up to 8: one sample, and the largest three; one alone where gradients
-    are taken while generating, and not apart."""
-    if not costing.work.replays and costing.work.lora_rank is None:
-        return [1]
+    """Return divisors of an update's samples of a group up to 8: one sample, and the largest three."""
     portion = costing.work.group_size // costing.work.spec.slices
     sizes = [size for size in range(1, min(8, portion) + 1) if portion % size == 0]
     return sorted({1, *sizes[-3:]})
@@ -486,12 +469,7 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _allowed(costing: Costing, candidate: Candidate) -> bool:
-    """Whether the profile's roles allow the split, the model that so many rollouts share its tokens, and what else is
-    chosen allows gradients while generating."""
-    spec = candidate.spec
-    alone = candidate.rollouts == 0 and candidate.sharding == "ddp" and spec.context == 1
-    if not (spec.replays or (alone and not candidate.shares and not spec.tsp_shard)):
-        return False
+    """Return whether the profile's roles allow the split, and the model that so many rollouts share its tokens."""
     if candidate.rollout_context > 1:
         return candidate.rollout_context in costing.rollout_contexts(candidate)
     try:

@@ -14,7 +14,8 @@ from digenrl.config.relations import most_rollouts, needs_whole_batch
 from digenrl.extensions.planner.candidate import Candidate, Costing
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import USABLE, rollout_memory
-from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.extensions.planner.workload import Workload
+from digenrl.facts import counted
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import ScheduleSpec, usual_groups
@@ -44,8 +45,8 @@ CHOICES = {
 def sized(composed: Composed) -> bool:
     """Whether the model is a real build whose sizes have been counted, on pools whose memory is known."""
     config: Any = composed.config
-    counted = composed.choices.get("model") in facts()["models"] and config.model.get("build") == "real"
-    return counted and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
+    known = composed.choices.get("model") in counted() and config.model.get("build") == "real"
+    return known and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
 
 
 def costing_of(composed: Composed) -> Costing:
@@ -63,9 +64,9 @@ def workload(composed: Composed) -> Workload:
     """The experiment's numbers. Raises ValueError for a model without counted sizes."""
     config: Any = composed.config
     model_name = composed.choices["model"]
-    if model_name not in facts()["models"]:
+    if model_name not in counted():
         raise ValueError(
-            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(facts()['models']))}). A "
+            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(counted()))}). A "
             "small one is measured faster than planned: `python -m digenrl.cli.train "
             f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} max_rl_steps=3` ends "
             "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, once."
@@ -91,8 +92,6 @@ def workload(composed: Composed) -> Workload:
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(config),
         stored_prompts=config.data.prompt_store is not None,
-        replays=config.schedule.gradients != "generation",
-        lean="surrogate" in algorithm and not algorithm.kl_weight,
         whole_batch=needs_whole_batch(config.algorithm.advantage),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
@@ -114,12 +113,7 @@ def _trained_samples(config: Any) -> int | None:
     """2k of a group where only the k best and k worst have an advantage, nothing else holds the others, and cells
     without a gradient are skipped; otherwise None."""
     k = config.algorithm.advantage.get("best_and_worst")
-    skips = (
-        config.schedule.skip_zero
-        and config.schedule.gradients == "replay"
-        and "surrogate" in config.algorithm
-        and not config.algorithm.kl_weight
-    )
+    skips = config.schedule.skip_zero and "surrogate" in config.algorithm and not config.algorithm.kl_weight
     return 2 * k if k and skips and 2 * k < config.data.group_size else None
 
 

@@ -30,7 +30,7 @@ from digenrl.extensions.planner.advice import planned_schedule, planned_split
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.outcome import Outcome, evaluate
 from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
-from digenrl.extensions.planner.planner import Plan, PlanError, lean_run, make_plan
+from digenrl.extensions.planner.planner import Plan, PlanError, make_plan
 from digenrl.extensions.planner.reading import candidate_of, costing_of, given
 from digenrl.extensions.planner.workload import Drawn
 from digenrl.hardware import assign
@@ -70,12 +70,6 @@ def main(words: list[str]) -> int:
     print("\n".join(explanation(plan, asynchronous)))
     print()
     print("\n".join(table(plan, asynchronous, booking, settings.plan.show, asked)))
-    if (lean := lean_run(plan)) is not None:
-        size = lean.candidate.spec.task_size
-        print(
-            f"schedule=colocated schedule.gradients=generation sampling.task_size={size}, no step computed twice: "
-            f"{lean.step_s:.2f} s per step, {lean.step_s / winner.step_s:.2f} x the best"
-        )
     if made.idle:
         better = winner.candidate
         print(
