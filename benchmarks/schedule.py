@@ -40,8 +40,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "+gap": {"gap": 1, "tsp_shard": False},
     "+tsp": {"gap": 1},
     "+tag": {"gap": 1, "tag": True},
-    "+handoff": {"gap": 1, "tag": True, "handoff": True},
-    "+async": {"gap": 1, "tag": True, "handoff": True, "async_steps": 1},
+    "+async": {"gap": 1, "tag": True, "async_steps": 1},
 }
 """Disaggregated rows: each adds one mechanism. Advantages over the whole batch exclude GAP; only a whole stale batch
 overlaps with training."""

@@ -121,7 +121,7 @@ def build(
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     drawn = _drawn_by_rollouts(config, named, world)
     trainers_score = _trainers_score(config, spec, named, world)
-    if (trainers_score or not world.is_trainer) and not world.follows:  # nobody else builds reward models
+    if trainers_score or not world.is_trainer:  # nobody else builds reward models
         rewards.check_prompts(data.prompts)
     if world.rank == (0 if trainers_score else world.trainers):
         identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
@@ -381,8 +381,7 @@ def check(config: DictConfig) -> None:
     model, strategy = _target(config, "model"), _target(config, "strategy")
     if not config.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
         model.check(config.model)
-        for key in ("context", "rollout_context"):
-            model.check_context(config.model, config.parallel[key], f"parallel.{key}")
+        model.check_context(config.model, config.parallel.context)
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
         raise ValueError(
             f"strategy._target_ = {config.strategy['_target_']}: is no subclass of "

@@ -109,8 +109,6 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     evaluate = evaluators(config, rollouts)
     if wrong := relation_problems(tree):
         raise ValueError("\n".join(wrong))
-    if config.parallel.rollout_context > 1 and all(pool.gpu != "cpu" for pool in config.hardware.pools.values()):
-        assign(parse_hardware(config.hardware), trainers, rollouts, config.parallel.rollout_context)
     steps = steps_per_forward(config.schedule.tsp.batch, trained_steps(config))
     usual = Holding(sharding(config), steps, config.hardware.build == "real")
     held, notes = advisor().hold(composed, trainers, rollouts, usual), composed.notes
@@ -132,12 +130,6 @@ def without_effect(config: Any) -> Iterator[str]:
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
-    if schedule.handoff and rollouts == 0:
-        yield idle("handoff = true", "colocated ranks hand nothing over")
-    elif schedule.handoff and schedule.claims == "split":
-        yield idle("handoff = true", "with schedule.claims=split no rank takes over another's tasks")
-    elif schedule.handoff and rollouts == config.parallel.rollout_context and not schedule.tag:
-        yield idle("handoff = true", "only one rank generates")
     if schedule.tsp.shard and trainers == 1:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:

@@ -94,7 +94,7 @@ class CellBlock(Transitions):
     """
 
     rows: tuple[int, ...] | None = None
-    """Which samples of the group the rows are, where some of the task's have no gradient; None: all of them."""
+    """Samples of the group that the rows hold, if samples without a gradient were left out; None: all samples."""
     weight: float = 1.0
     """0.0 marks a block that only takes part in collectives (a sharded rank without cells)."""
 

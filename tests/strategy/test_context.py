@@ -128,12 +128,7 @@ def test_two_context_groups_equal_one_trainer_and_sharded_ones_themselves(tmp_pa
     [
         ("wan", ("parallel.context=3", "allocation.trainers=3"), "must divide the 2 attention heads of wan and the 32"),
         ("wan", ("parallel.context=2", "model.compile=true"), "compiled blocks cannot be divided"),
-        (
-            "wan",
-            ("parallel.rollout_context=3", "allocation.rollouts=3"),
-            "parallel.rollout_context = 3: must divide the",
-        ),
-        ("wan", ("parallel.context=2", "model=sd35_medium"), "the tokens of sd3 are not divided among ranks"),
+        ("wan", ("parallel.context=2", "model=sd35_medium"), "the tokens of sd3 are not divided among trainers"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(family: str, words: tuple[str, ...], said: str) -> None:
@@ -149,11 +144,6 @@ def test_what_cannot_be_divided_is_refused(family: str, words: tuple[str, ...], 
         (("parallel.context=2", "allocation.trainers=2", "schedule.shares=measured"), "equally fast"),
         (("parallel.context=3", "hardware=node_8xh100"), "the 8 GPUs of a node of hardware.pools.h100"),
         (("parallel.context=0",), "parallel.context = 0"),
-        (("parallel.rollout_context=2", "allocation.rollouts=3"), "must divide allocation.rollouts = 3; .*rollouts=2"),
-        (("parallel.rollout_context=2", "allocation.rollouts=0"), "must divide allocation.rollouts = 0"),
-        (("parallel.rollout_context=2", "allocation.rollouts={min:2,max:4}"), "no rank joins a group"),
-        (("parallel.rollout_context=2", "allocation.rollouts=2", "launch=ray"), "launch = ray with parallel.rollout"),
-        (("parallel.rollout_context=two",), "parallel.rollout_context = two"),
     ],
 )
 def test_groups_that_do_not_fit_the_ranks_are_refused(words: tuple[str, ...], said: str) -> None:

@@ -42,7 +42,7 @@ class Advantage:
     """sum: weighted sum of raw rewards, then one normalisation (Flow-GRPO). per_reward: each reward normalised by its
     own group first, then the weighted sum (GenRL `weight_advantages`, advantages.py:87)."""
     renormalise: bool = False
-    """With per_reward: normalise the sum over the whole batch again (GDPO, arXiv 2601.05242; Flow-Factory's
+    """Whether `per_reward` normalises the sum over the whole batch again (GDPO, arXiv 2601.05242; Flow-Factory's
     default)."""
     unbiased: bool = False
     """n-1 instead of n (DanceGRPO, verl-omni); sqrt(G/(G-1)) larger: 2.1% at G=24, 15% at G=4."""

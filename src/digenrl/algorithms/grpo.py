@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 KlKind = Literal["gaussian", "h_free", "mean_square"]
 StepWeight = Literal["none", "std", "longcat", "rectified"]
 RATIO_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5}
-"""By the dtype that forwards compute in, whatever the weights are stored in."""
+"""Largest first |ratio - 1| by the dtype in which forwards compute, whatever dtype stores the weights."""
 HALF_RATIO_BOUND = 1e-3
 """16-bit kernels round differently at another batch geometry or on another GPU; verl-omni measures 1e-5 at 65,536
 dimensions (docs rollout_correction.md:99), small latents average less."""
@@ -69,8 +69,8 @@ class GRPO(PolicyModule):
         """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what `first_ratio_max_dev` may
         reach; null = 1e-5 where forwards compute in fp32, 1e-3 in 16 bit.
 
-        step_weight: w of a cell. none: 1; std: std/sqrt(h) (yifan123/flow_grpo scripts/train_wan2_1.py at 32b48fd);
-        longcat: `objectives.longcat_weight`, and its square on the KL; rectified: `objectives.rectified_weight`.
+        step_weight: w of a cell. none: 1. std: std/sqrt(h) (yifan123/flow_grpo scripts/train_wan2_1.py at 32b48fd).
+        longcat: `objectives.longcat_weight`, and its square on the KL. rectified: `objectives.rectified_weight`.
         detach_uncond: classifier-free guidance trains
         its conditional branch alone (yifan123/flow_grpo train_sd3.py:190, ac4c86e).
 
@@ -133,7 +133,8 @@ class GRPO(PolicyModule):
         return self.advantage(rewards, weights).values != 0
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
-        """Also keeps the weights that the logical batch begins with, where the surrogate needs them."""
+        """Return the micro-batch's loss; keep the weights at the start of a logical batch if the surrogate needs
+        them."""
         keeps = self.surrogate.needs_proximal and self.updates_per_batch > 1
         if keeps and batch.version != self._batch_start_version:
             self._batch_start.follow(self.policy.trained_parameters(), 0.0)
@@ -233,8 +234,8 @@ class GRPO(PolicyModule):
             self._deviations.append(deviations.flatten().double())
 
     def collected(self) -> dict[str, Tensor]:
-        """Also `effective_samples`: mean(r)^2 / mean(r^2) of the cells' joint ratios (Kish 1965). 1: all count alike;
-        1/n: one of n counts."""
+        """Return the metrics with `effective_samples`: mean(r)^2 / mean(r^2) of the cells' joint ratios (Kish 1965). A
+        value of 1 says that all cells count alike, 1/n that one of n counts."""
         found = super().collected()
         mean, square = found.pop(JOINT, None), found.pop(JOINT_SQUARE, None)
         return found if mean is None or square is None else found | {"effective_samples": mean**2 / square}

@@ -74,7 +74,7 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
     where every prompt names an image, also `sources` uint8 [N, 3, H, W].
 
     Raises:
-        OSError: they cannot be written; nothing is left of them.
+        OSError: the file cannot be written; no part of the file stays.
     """
     seen: dict[int, int] = {}
     kept = []
@@ -137,7 +137,7 @@ class Evaluation(pl.Callback):
 
     Raises:
         ValueError: a count out of range.
-        PromptFileError: no such prompt file, or a malformed one.
+        PromptFileError: the prompt file is missing or malformed.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Evaluation(pl.Callback):
         self._tell(trainer, rl_step, pictures, numbers, [piece.canaries for piece in pieces.values()])
 
     def _sampled(self, trainer: pl.Trainer, pieces: Sequence[int]) -> Pictures:
-        """The pieces, made by all trainers together, on every one of them."""
+        """Make `pieces` with all trainers together, and return their pictures on every trainer."""
         consent = getattr(trainer.strategy, "consent", None)
         begin = (lambda: None) if consent is None else consent.begin
         with getattr(trainer.lightning_module, "averaged", nullcontext)():  # the moving average, where there is one

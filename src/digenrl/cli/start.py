@@ -35,7 +35,7 @@ from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_event
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
-from digenrl.schedule import usual_groups
+from digenrl.schedule import groups_of_step
 from digenrl.settle import begins_with, evaluators
 from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, newest_valid, step_of, verify
 
@@ -47,8 +47,7 @@ before the first step, seconds."""
 def passport(composed: Composed) -> dict[str, Any]:
     """What a rollout that joins must show: the same code and the same configuration; {} where none can join."""
     config = composed.config
-    fixed = config.schedule.claims == "split" or config.parallel.rollout_context > 1
-    if not config.allocation.rollouts or fixed:
+    if not config.allocation.rollouts or config.schedule.claims == "split":
         return {}
     return {"code": code_version(), "configuration": identity(config)}
 
@@ -120,13 +119,11 @@ def _announce(composed: Composed, run_dir: Path, checkpoint: Path | None) -> Non
 def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
     """The lines that precede a run: what runs where, with what schedule."""
     data, schedule = config.data, config.schedule
-    prompts = usual_groups(data)
+    prompts = groups_of_step(data)
     samples = prompts * data.group_size
     most = most_rollouts(config.allocation.rollouts)
     more = f" (up to {most}, as there are places)" if most > rollouts else ""
     ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}{more}"
-    if (together := config.parallel.rollout_context) > 1:
-        ranks += f" in groups of {together}"
     lines = [
         f"run       {run_dir}",
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
@@ -136,7 +133,7 @@ def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, 
         f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
         f"{config.max_rl_steps} RL steps",
         f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} "
-        f"tag={schedule.tag} handoff={schedule.handoff} shares={schedule.shares} async_steps={schedule.async_steps}",
+        f"tag={schedule.tag} shares={schedule.shares} async_steps={schedule.async_steps}",
     ]
     evaluating = evaluators(config, rollouts)
     lines += [f"evaluate  by {evaluating}"] if evaluating else []
@@ -222,7 +219,6 @@ def _plan(
             max_lost=_max_lost(settings),
             patience_s=settings.allocation.patience_s,
             fewest=1 if isinstance(span := settings.allocation.rollouts, int) else span.min,
-            rollout_context=settings.parallel.rollout_context,
             passport=passport(composed),
             handshake=Handshake(**settings.handshake),
             limits=Limits(**settings.limits),
@@ -352,7 +348,6 @@ def join(
         signals,
         shown,
         lost,
-        composed.config.parallel.rollout_context,
     )
 
 

@@ -208,7 +208,6 @@ def attach(
     signals: StopSignals,
     passport: Mapping[str, Any],
     max_lost: int | None = None,
-    rollout_context: int = 1,
 ) -> tuple[Path, Outcome]:
     """Run this process's rank to its end; returns the run directory and how it ended.
 
@@ -220,7 +219,6 @@ def attach(
         network: where this machine's ranks listen.
         on_hang: called with the run directory and the cause where process 0 hangs and can report nothing itself.
         max_lost: of the rollouts that join; those that were started must live.
-        rollout_context: neighbouring rollouts that generate together.
         rank_main, stop_grace, signals, passport: as in `launcher.Launch`; the grace is told the run directory.
     """
     host = network.address(place.host)
@@ -239,7 +237,7 @@ def attach(
             notices.set("run_dir", str(run_dir))
         run_dir = _learn_run_dir(notices, place, limits.start_s)
         session = replace(_session(run_dir, place, handshake), host=host, network=network, limits=limits)
-        world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank, rollout_context)
+        world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
 
         def hangs(cause: str) -> None:
             monitor.stop()

@@ -78,8 +78,8 @@ def passport_of(visit: Visit) -> Mapping[str, Any]:
     found: Mapping[str, Any] = loads(shown or "{}")
     if not found:
         raise ValueError(
-            f"the run at {visit.place} takes nobody in: it is colocated, or has schedule.claims=split or "
-            "parallel.rollout_context above 1. Start it with rollouts, schedule.claims=shared and rollout_context=1."
+            f"the run at {visit.place} takes nobody in: it is colocated, or has schedule.claims=split. Start it with "
+            "rollouts and schedule.claims=shared."
         )
     return found
 

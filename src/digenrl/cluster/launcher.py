@@ -104,8 +104,6 @@ class Launch:
     patience_s: float = 0.0
     """How long a run with fewer rollouts than `fewest` waits for others to join; then it is saved and ends."""
     fewest: int = 1
-    rollout_context: int = 1
-    """Neighbouring rollouts that generate together; the death of one is that of all."""
     stop_grace: Callable[[], float] = field(default=lambda: 30.0)
     """Asked at a stop: seconds for the step in progress. Then trainers give it up, and save the last version."""
     stop_save_s: float = 60.0
@@ -175,7 +173,7 @@ def launch(spec: Launch) -> Outcome:
                 start = ended.enter_context(spec.elsewhere())
                 ended.enter_context(spec.signals)  # Ray has taken SIGTERM
             for rank in range(spec.trainers + spec.rollouts):
-                world = World(rank, spec.trainers, spec.rollouts, rank, spec.rollout_context)
+                world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
                 session = Session(host, port, spec.handshake, spec.run_dir, epoch, host, spec.network, spec.limits)
                 ranks[rank] = start(spec.rank_main, world, session)
             # Only now, because a fork beside the store's busy threads may inherit a lock that nobody releases.
@@ -187,9 +185,7 @@ def launch(spec: Launch) -> Outcome:
             ended.callback((spec.run_dir / ACCESS).unlink, missing_ok=True)
             for rank in ranks:
                 control.set(heartbeat_key(rank), "0")
-            terms = Terms(
-                spec.trainers, spec.rollouts, spec.max_lost, spec.patience_s, spec.fewest, spec.rollout_context
-            )
+            terms = Terms(spec.trainers, spec.rollouts, spec.max_lost, spec.patience_s, spec.fewest)
             members = Members(control, server, terms, spec.run_dir, spec.limits, ranks)
             outcome = _Watch(spec, ranks, control, members).run()
         except NoPlace as error:
@@ -375,9 +371,6 @@ class _Watch:
             if rank < self._spec.trainers:
                 return self._fail(f"{self._name(rank)} {cause}")
             self._settle(self._members.gone(rank, cause))
-            for other in set(self._members.group_of(rank)) - self._dead:
-                self._dead.add(other)
-                self._ranks[other].kill()
 
     def _death(self, rank: int, code: int) -> str | None:
         """What a dead rank did ("was killed by ...", "raised ..."), or None when it only left because the run was

@@ -5,7 +5,6 @@ They are read twice: with the configuration as written, and when `auto` has beco
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -96,30 +95,6 @@ def _updates(get: _View) -> Iterator[str]:
         yield (
             f"data.oversample = {oversample}: each of algorithm.updates_per_batch = {updates} takes an equal part of "
             f"it; allowed: 0, {updates}, {2 * updates}, ..."
-        )
-
-
-def _refill(get: _View) -> Iterator[str]:
-    if get("data.zero_variance_groups") != "refill":
-        return
-    places, more, updates = get("data.prompts_per_batch"), get("data.oversample"), get("algorithm.updates_per_batch")
-    if not more:
-        yield (
-            "data.zero_variance_groups = refill with data.oversample = 0: nothing may be sampled in place of a group "
-            f"that teaches nothing; set data.oversample={places} (the most groups), or data.zero_variance_groups=drop."
-        )
-    if updates > 1 and get("data.updates_split") == "groups":
-        yield (
-            f"data.zero_variance_groups = refill with algorithm.updates_per_batch = {updates}: a later update's "
-            "prompts would be sampled with weights that are gone; set algorithm.updates_per_batch=1, "
-            "data.updates_split=samples, or data.zero_variance_groups=drop with the same data.oversample."
-        )
-    stale = get("schedule.stale_fraction")
-    if get("schedule.async_steps") and math.ceil(stale * (places + more)) > places:
-        yield (
-            f"schedule.stale_fraction = {stale} of {places + more} groups, with data.zero_variance_groups = refill: "
-            f"what is sampled in place of others needs fresh weights; set schedule.stale_fraction="
-            f"{places * 100 // (places + more) / 100:g} or less, or a smaller data.oversample."
         )
 
 
@@ -244,28 +219,6 @@ def _context(get: _View) -> Iterator[str]:
             )
 
 
-def _rollout_context(get: _View) -> Iterator[str]:
-    together, rollouts = get("parallel.rollout_context"), get("allocation.rollouts")
-    if together == 1:
-        return
-    if isinstance(rollouts, int) and (rollouts % together or not rollouts):
-        yield (
-            f"parallel.rollout_context = {together}: must divide allocation.rollouts = {rollouts}; set "
-            f"allocation.rollouts={max(1, rollouts // together) * together}, or parallel.rollout_context=1."
-        )
-    if isinstance(rollouts, Mapping):
-        yield (
-            f"allocation.rollouts = {dict(rollouts)} with parallel.rollout_context = {together}: no rank joins a group "
-            "that generates together; set allocation.rollouts to a number, or parallel.rollout_context=1."
-        )
-    if get("launch") == "ray":
-        yield (
-            f"launch = ray with parallel.rollout_context = {together}: Ray gives each rollout a place of its own, and "
-            "those that generate together need one node; set launch=local, torchrun or SLURM, or "
-            "parallel.rollout_context=1."
-        )
-
-
 def _split_claims(get: _View) -> Iterator[str]:
     if get("schedule.claims") != "split" or get("allocation.rollouts") == 0:
         return
@@ -353,7 +306,6 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _task_size,
     _updates_within,
     _updates,
-    _refill,
     _batch_wide_statistics,
     _same_noise,
     _scouts,
@@ -364,7 +316,6 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _sharding,
     _shard_group,
     _context,
-    _rollout_context,
     _split_claims,
     _publication,
     _recomputation,

@@ -230,10 +230,10 @@ class DiffusersPolicy(Policy):
         return {each.name: each.default for each in parameters if each.default is not each.empty} | dict(given)
 
     @classmethod
-    def check_context(cls, settings: Mapping[str, Any], ranks: int, key: str) -> None:
-        """Also refuses numbers that do not divide the attention heads and the tokens, and compiled blocks. Raises
+    def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
+        """Refuse also numbers that do not divide the attention heads and the tokens, and compiled blocks; raises
         ValueError."""
-        super().check_context(settings, ranks, key)
+        super().check_context(settings, ranks)
         if ranks == 1:
             return
         heads = cls.network_config(settings)["num_attention_heads"]
@@ -242,13 +242,13 @@ class DiffusersPolicy(Policy):
         common = [n for n in range(1, heads + 1) if heads % n == 0 and tokens % n == 0]
         if ranks not in common:
             raise ValueError(
-                f"{key} = {ranks}: must divide the {heads} attention heads of {cls.family} and the {tokens} "
+                f"parallel.context = {ranks}: must divide the {heads} attention heads of {cls.family} and the {tokens} "
                 f"tokens of a sample of this size; allowed: {', '.join(map(str, common))}."
             )
         if settings.get("compile"):
             raise ValueError(
-                f"{key} = {ranks} with model.compile = {str(settings['compile']).lower()}: compiled blocks cannot be "
-                "divided; set one of them back."
+                f"parallel.context = {ranks} with model.compile = true: compiled blocks cannot be divided; set one of "
+                "them back."
             )
 
     # ---- what a family implements

@@ -118,8 +118,6 @@ class Policy(nn.Module, ABC):
         )
         self.in_reference = False
         """Whether `velocity` is the base model's at present."""
-        self.before_velocity: Callable[[Tensor, Tensor, dict[str, Tensor]], None] | None = None
-        """Called with the arguments of each `velocity`: other ranks may have to compute it too."""
         self._embeddings: OrderedDict[Wording, Condition] = OrderedDict()
         self.store: PromptStore | None = None
         self._said: set[str] = set()
@@ -130,15 +128,13 @@ class Policy(nn.Module, ABC):
         be built; raises ValueError."""
 
     @classmethod
-    def check_context(cls, settings: Mapping[str, Any], ranks: int, key: str) -> None:
-        """Refuse a model config whose forwards `ranks` ranks, as `key` says, cannot compute together; raises
-        ValueError."""
+    def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
+        """Refuse a model config whose forwards `ranks` trainers cannot compute together; raises ValueError."""
         if ranks > 1 and not cls.context_plan:
             able = ", ".join(family for family, facts in families().items() if facts.context)
             raise ValueError(
-                f"{key} = {ranks}: the tokens of {cls.family} are not divided among ranks, those of {able} can be; "
-                f"set {key}=1 (trainers save memory with "
-                "parallel.sharding=fsdp, rollouts with sampling.task_size=1)."
+                f"parallel.context = {ranks}: the tokens of {cls.family} are not divided among trainers, those of "
+                f"{able} can be; set parallel.context=1 (parallel.sharding=fsdp saves memory too)."
             )
 
     @classmethod
@@ -221,8 +217,6 @@ class Policy(nn.Module, ABC):
         Both branches of classifier-free guidance share one forward of 2B rows, the unconditional rows first; both
         carry gradient unless `detach_unconditional`.
         """
-        if self.before_velocity is not None:
-            self.before_velocity(latents, sigmas, condition)
         latents = latents.to(self.dtype)
         sigmas = sigmas.to(wide(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}

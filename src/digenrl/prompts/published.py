@@ -1,6 +1,6 @@
 """Prompt sets that others have published: where each file lies, and how to know it again. Standard library only.
 
-The user downloads them; nothing of them is in this repository. A file is known by the name that git gives its content.
+The user downloads the files, and this repository holds none. A file is known by the name that git gives its content.
 """
 
 from __future__ import annotations

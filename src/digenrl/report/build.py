@@ -38,7 +38,7 @@ def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = Non
     Args:
         run_dir: the run's directory.
         status: completed | stopped | failed.
-        cause: why it stopped or failed; None when it completed.
+        cause: why the run stopped or failed; None for a completed run.
 
     Raises:
         ValueError: another status.
@@ -51,8 +51,8 @@ def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = Non
 
 
 def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> dict[str, Any]:
-    """Record a run's end in events.jsonl, and write summary.json: what must be there even if nothing more can be made.
-    Returns the summary, which says so if it could not be written.
+    """Record a run's end in events.jsonl, and write summary.json: the files that a run always leaves. Return
+    the summary, with a warning if writing failed.
 
     Args, Raises: see `finish`.
     """

@@ -101,7 +101,7 @@ def _draw(run: Run, path: Path, plot: Plot) -> None:
 
 
 def attempt(name: str, make: Callable[[], None], warnings: list[str]) -> None:
-    """Make one file of a report; what prevents it becomes a warning."""
+    """Make a file of a report. An error becomes a warning."""
     try:
         make()
     except OSError as error:

@@ -18,7 +18,7 @@ from digenrl.report.read_run import Run, is_number
 from digenrl.report.tables import number
 
 PROMPTS, MOMENTS, EXTREMES, CHANGES = 8, 6, 6, 6
-"""Shown at most: prompts, evaluations of each; best samples, and worst; prompts that gained most, and least."""
+"""Most prompts on a page; evaluations of a prompt; best and worst samples; prompts that gained most and least."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Showing:
     """(prompt, its first sample at each of `steps`)."""
     best: tuple[Cell, ...]
     worst: tuple[Cell, ...]
-    """Of the last evaluation."""
+    """Samples of the last evaluation that score worst."""
     changes: tuple[tuple[str, str, str, str], ...]
     """(prompt, its mean score at first, at last, the change), the largest gains first."""
 

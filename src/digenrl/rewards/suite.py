@@ -182,7 +182,7 @@ class RewardSuite:
             return check_scores(name, kept, len(prompts)).clone(), str(error)
 
     def scorer(self, name: str) -> Scorer:
-        """The scorer of one reward, held-out ones included. Raises KeyError with the known names."""
+        """Return the scorer of a reward, optimised or held-out. Raise KeyError with the known names."""
         if name not in self._scorers:
             raise KeyError(
                 f"Unknown reward `{name}`; known: {', '.join(self._scorers)}.{_nearest(name, self._scorers)}"

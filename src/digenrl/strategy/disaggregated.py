@@ -47,7 +47,6 @@ from digenrl.strategy.checkpoint_storage import PREFIX
 from digenrl.strategy.consent import Consent
 from digenrl.strategy.context import Context
 from digenrl.strategy.evaluating import Evaluations, Examiner, number_of_evaluated
-from digenrl.strategy.following import Follower, leading
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
@@ -184,8 +183,7 @@ class DisaggregatedStrategy(DDPStrategy):
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, progress, self._record_bytes)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
-        kept, together = self.published.kept, world.rollout_context
-        roles = Roles(world.trainers, world.rollouts, self._sharded, self._split_claims, kept, together)
+        roles = Roles(world.trainers, world.rollouts, self._sharded, self._split_claims, self.published.kept)
         head = header(self.spec, roles, self._last_step)
         self._decisions = DecisionLog(session.run_dir / DECISIONS / path.name, head, self._record_bytes)
         self.policy = SchedulePolicy(self.spec, roles, lambda version: self.plan_tasks(version), self._decisions)
@@ -194,7 +192,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.ledger = StepLedger(self.spec, world, self.spans, self.policy, session.run_dir)
         self.shares = Shares(self.spec, world, self.control, session.run_dir, timed=self.sharding == "ddp")
         self._process_group_backend = self._get_process_group_backend()
-        name = "trainers" if world.is_trainer else f"rollout-{world.group_of(world.rank)[0]}"
+        name = "trainers" if world.is_trainer else f"rollout-{world.rank}"
         dist.init_process_group(
             self._process_group_backend,
             store=dist.PrefixStore(f"world/{name}", store),
@@ -225,7 +223,6 @@ class DisaggregatedStrategy(DDPStrategy):
             self._new_board,
             self._serve,
             self._recording.take,
-            lambda step, count: self.runner.open(step, count) if self.is_global_zero else None,
             lambda message: self.evaluations.add(message),
         )
         hooks = Hooks(
@@ -319,9 +316,8 @@ class DisaggregatedStrategy(DDPStrategy):
             shard.shard(self.engine.policy, shard.bounded(mesh, self._timeout))
             self.engine.policy.fill(self.root_device)
         super().model_to_device()
-        ranks = self.spec.context if self.world.is_trainer else self.world.role_size
-        if ranks > 1:
-            self._context = Context(self.engine.policy, ranks, self.root_device.type, self._timeout)
+        if self.spec.context > 1 and self.world.is_trainer:
+            self._context = Context(self.engine.policy, self.spec.context, self.root_device.type, self._timeout)
 
     def configure_ddp(self) -> None:
         """Replicas need no wrapper: `gradients.average` reduces once per update. FSDP2 has sharded in place."""
@@ -393,7 +389,7 @@ class DisaggregatedStrategy(DDPStrategy):
             return super().training_step(*args, **kwargs)
 
     def _tokens_shared(self) -> AbstractContextManager[None]:
-        """Inside, a context group computes forwards together. Trainers generate and evaluate outside, each alone."""
+        """Make a context group compute together what is trained; each rank generates and evaluates alone."""
         return nullcontext() if self._context is None else self._context.shared()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -587,14 +583,8 @@ class DisaggregatedStrategy(DDPStrategy):
         model = self.engine.policy
         if self.world.joined:
             self.control.join(self.world.rank)
-        with self._tokens_shared():
-            if self.world.follows:
-                return Follower(model, self.control, self.link, self.spans).run()
-            leave, examiner = self.session.leave, Examiner(self._evaluated, self.engine, self.control, self.world.rank)
-            worker = RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave, examiner)
-            followers = self.world.group_of(self.world.rank)[1:]
-            with leading(model, self.link, followers, lambda: worker.version_in_use):
-                worker.run()
+        leave, examiner = self.session.leave, Examiner(self._evaluated, self.engine, self.control, self.world.rank)
+        RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave, examiner).run()
         if leave.is_set():
             self.link.drain()  # what this rank has given away is on its way when it says that it has left
 

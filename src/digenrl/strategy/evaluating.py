@@ -227,7 +227,7 @@ class Evaluations:
 
     def _without_maker(self, pieces: Sequence[int]) -> list[int]:
         """Those of `pieces` for which no rollout is there, or that were lost with as many as may be."""
-        there = self._control.survivors(self._world.leaders)
+        there = self._control.survivors(self._world.rollout_ranks)
         if not (there if self._makers is None else set(there).intersection(self._makers)):
             return list(pieces)
         if not (lost := self._control.lost_ranks()):

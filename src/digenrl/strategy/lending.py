@@ -159,15 +159,14 @@ class Lending:
     # ---- generating
 
     def _lend(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> None:
-        """Generate one task here; with hand-off it is given to a rollout rank as soon as a fragment is ready."""
+        """Generate one task here; as soon as a fragment is ready, a rollout rank goes on with it."""
         task = self._runner.claim(board.step)
         if task is None:
             return
-        handoff = self._spec.handoff and self._world.rollouts > 0
 
         def interrupt(task: Task, steps_left: int) -> int | None:
             self._consent.between_steps()
-            if not handoff:
+            if not self._world.rollouts:
                 return None
             while self._hooks.receive(0.0):
                 pass
@@ -222,16 +221,15 @@ class Lending:
         before, present = self._hooks.versions()
         if self._world.rank != 0 or before is None:
             return
-        waiting = self._runner.claims.returned(version - 1, self._runner.counted(version - 1))
+        waiting = self._runner.claims.returned(version - 1, len(self._hooks.plan_tasks(version - 1)))
         if waiting > self._recalled:
             self._runner.see()
             receiver = self._policy.first_free(self._spans.now())
-            rollouts = self._control.survivors(self._world.leaders)
+            rollouts = self._control.survivors(self._world.rollout_ranks)
             if not rollouts:  # who joins next gets the present version, and then this one
                 return
             if receiver is None:
                 receiver = rollouts[0]
-            routes = dict.fromkeys(self._world.group_of(receiver), ())
             for number, tensors in ((version - 1, before), (version, present)):
-                publish(number, tensors, self._link, routes, agree=lambda digest: None)
+                publish(number, tensors, self._link, {receiver: ()}, agree=lambda digest: None)
         self._recalled = waiting

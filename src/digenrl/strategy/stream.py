@@ -78,7 +78,6 @@ class Inbox:
         new_board: RL step -> an empty board.
         serve: sends the present version to a rank that joined.
         keep: is given every message that counts.
-        open_groups: is given (RL step, leading groups to generate) when these become more (`schedule.selection`).
         evaluated: is given every piece of an evaluation.
     """
 
@@ -91,10 +90,9 @@ class Inbox:
         new_board: Callable[[int], StepBoard],
         serve: Callable[[int], None],
         keep: Callable[[int, Message], None] = lambda step, message: None,
-        open_groups: Callable[[int, int], None] = lambda step, count: None,
         evaluated: Callable[[Message], None] = lambda message: None,
     ) -> None:
-        self._open_groups, self._evaluated = open_groups, evaluated
+        self._evaluated = evaluated
         self._serve = serve
         self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
         self._new_board, self._keep = new_board, keep
@@ -122,12 +120,9 @@ class Inbox:
             # Refused: a late result of a task that went back when its owner was lost.
             if step >= self._step and self._claims.accepts(version, part.claim):
                 self._policy.measured("generate", part.claim.rank, part.seconds)
-                open_before = self._board(step).opened
                 if self.add(part):
                     self._claims.received(version, part.claim.position)
                     self._keep(step, message)
-                    if (count := self._board(step).opened) > open_before:
-                        self._open_groups(step, count)
         return True
 
     def add(self, part: Part) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from digenrl.schedule import Block, Placement, ScheduleSpec, fragments, group_version, update_of
 from digenrl.schedule.claims import Claim
-from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE, decided, left_out, opened, update_groups
+from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE, decided, left_out, update_groups
 from digenrl.schedule.staleness import StalenessError
 from digenrl.schedule.timesteps import without
 from digenrl.transport.wire import Kind, Message, WireError
@@ -202,11 +202,6 @@ class StepBoard:
                         self.left_out[known] = reason
         return True
 
-    @property
-    def opened(self) -> int:
-        """How many leading groups are generated, as far as is known."""
-        return opened(self._spec, self._faults)
-
     def _fault(self, group: int) -> str | None:
         if any(not torch.isfinite(self.rewards[name][group]).all() for name in self._weights):
             return MISSING_REWARD
@@ -260,7 +255,7 @@ class StepBoard:
         """What the gradient of a complete update is multiplied by: groups that leave the loss's denominator are known
         only when all have been trained."""
         trained = sum(group not in self.left_out for group in update_groups(self._spec, update))
-        return self._spec.places / trained if trained and self._spec.zero_variance_groups != "keep" else 1.0
+        return self._spec.places / trained if trained and self._spec.zero_variance_groups == "drop" else 1.0
 
     def made_under(self, fragment: tuple[int, ...]) -> list[tuple[int, Claim]]:
         """(version, claim) of every task that makes the fragment complete here."""
@@ -295,8 +290,7 @@ class StepBoard:
         return self._parts[block.group, block.part].block(block.steps)
 
     def _padding(self, fragment: tuple[int, ...]) -> CellBlock:
-        """The smallest block that this rank holds of a fragment, or of another where nobody generated that, at weight
-        zero."""
-        held = sorted(self._parts, key=lambda key: (self._spec.portion_of(*key) not in fragment, key))
+        """Return the smallest block that this rank holds of a fragment, at weight zero."""
+        held = sorted(key for key in self._parts if self._spec.portion_of(*key) in fragment)
         part = next(self._parts[key] for key in held if self._parts[key].positions)
         return replace(part.block(part.positions[:1]), weight=0.0)

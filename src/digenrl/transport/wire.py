@@ -60,8 +60,6 @@ class Kind(IntEnum):
     """A rank that joined asks for the weights in use."""
     EVALUATION = 5
     """A piece of an evaluation: samples and scores."""
-    FORWARD = 6
-    """What the ranks of a group compute together next; without tensors: nothing more."""
     BASE_MEANS = 7
     """Of some cells, the means that the base model gives: in a record, never on the way."""
 

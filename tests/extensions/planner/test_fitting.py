@@ -113,20 +113,8 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(experiment: str,
             ),
             r"set parallel\.context=8\.$",
         ),
-        (
-            (
-                "experiment=wan21_flowgrpo",
-                "hardware=testbed_a",
-                "model=wan21_14b",
-                "sampling.height=720",
-                "sampling.width=1280",
-                "sampling.frames=81",
-                "sampling.task_size=1",
-            ),
-            r"rollout on a \(L40\) needs .* parallel\.rollout_context=2\.$",
-        ),
     ],
-    ids=["steps", "replicas", "kept", "720p", "480p", "together"],
+    ids=["steps", "replicas", "kept", "720p", "480p"],
 )
 def test_a_misfit_is_refused_with_the_change_that_fits(words: tuple[str, ...], message: str) -> None:
     trainers = "allocation.trainers=8" if "h100" not in words[1] else "allocation.trainers=4"

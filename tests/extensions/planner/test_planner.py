@@ -158,13 +158,13 @@ def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool
     gpus, unequal, bound_s = costing.hardware.gpus, len(pools) > 1, costing.bound()
     firsts = [pool.name for pool in pools] if unequal else [None]
     sweep = []
-    for first, trainers, size, gap, handoff, tag in itertools.product(
-        firsts, range(1, gpus + 1), task_sizes(costing), (0, 1, 2), (False, True), (False, True)
+    for first, trainers, size, gap, tag in itertools.product(
+        firsts, range(1, gpus + 1), task_sizes(costing), (0, 1, 2), (False, True)
     ):
         if trainers == gpus and (tag or first != firsts[0]):
             continue
         base = costing.candidate(
-            trainers, gpus - trainers, first=first, task_size=size, gap=gap, handoff=handoff, tag=tag, shares=unequal
+            trainers, gpus - trainers, first=first, task_size=size, gap=gap, tag=tag, shares=unequal
         )
         if (candidate := fitted(costing, base)) is not None:
             sweep.append(evaluate(costing, candidate, bound_s))
@@ -228,37 +228,6 @@ def test_trainers_share_the_tokens_of_what_fits_in_no_other_way() -> None:
     assert not Costing(work, node).misfits(best.candidate)
     assert Costing(work, node).misfits(best.candidate.but(context=1))
     assert Costing(alone, node).contexts(best.candidate) == []
-
-
-def test_rollouts_that_generate_together_are_one_rank_of_several_gpus() -> None:
-    """Hunyuan at 480 x 832 x 81: a step takes a Nth and what they send each other, a larger task fits."""
-    work, node = replace(HUNYUAN, width=832, frames=81, lora_rank=32), replace(FAST, count=16)
-    costing = Costing(work, Hardware((node,)))
-    together = costing.candidate(8, 8, rollout_context=4)
-    alone, cluster = costing.cluster(together.but(rollout_context=1)), costing.cluster(together)
-    assert [rank.gpus for rank in cluster.ranks] == [1] * 8 + [4, 4]
-    assert [together.seat(rank) for rank in range(16)] == [*range(8), *[8] * 4, *[9] * 4]
-    ratio = alone.rollouts[0].step_seconds / cluster.rollouts[0].step_seconds
-    assert 3.5 < ratio < 4.0
-    assert alone.rollouts[0].decode_seconds == cluster.rollouts[0].decode_seconds
-    large = together.but(task_size=24)
-    needs = [costing.memory(large.but(rollout_context=n))["fast", "rollout"].gib for n in (1, 4)]
-    assert needs[1] < 0.5 * needs[0]
-    assert costing.rollout_contexts(together) == [2, 4, 8]
-    assert costing.rollout_contexts(together.but(trainers=7)) == []  # over two nodes
-    with pytest.raises(ValueError, match="ranks 7 to 8 would be on two nodes"):
-        costing.placed(costing.candidate(7, 8, rollout_context=2))
-    outcome = evaluate(costing, together, costing.bound(), exact=True, steps=3)
-    assert 0 < sum(outcome.bubble.values()) < 1
-    assert "parallel.rollout_context=4" in overrides(outcome)
-
-
-@pytest.mark.slow
-def test_a_plan_keeps_to_groups_of_rollouts_that_are_given() -> None:
-    """Also where the balance asks for a number of rollouts that is no multiple."""
-    costing = Costing(replace(HUNYUAN, lora_rank=32), Hardware((replace(FAST, count=8),)))
-    (best, *_) = make_plan(costing, 2, {"rollout_context": 4}, asynchronous=False).outcomes
-    assert (best.candidate.trainers, best.candidate.rollouts, best.candidate.rollout_context) == (4, 4, 4)
 
 
 class EveryThird:
@@ -481,8 +450,8 @@ def test_what_is_much_slower_undisturbed_does_not_win_by_bearing_disturbances(co
 
 
 @pytest.mark.slow
-def test_more_gpus_than_tasks_share_the_tokens_of_one() -> None:
+def test_more_gpus_than_tasks_share_the_tokens_of_one_in_training() -> None:
     words = ["experiment=wan21_flowgrpo", "hardware=testbed_c", "hardware.pools.c.count=256"]
     best = make_plan(costing_of(configuration.load(words, "plan"))).outcomes[0]
-    assert best.candidate.spec.context == best.candidate.rollout_context == 2
+    assert best.candidate.spec.context == 2
     assert best.efficiency > 0.92

@@ -45,9 +45,8 @@ class PlannerAdvisor:
         costing = Costing(alone, replace(parse_hardware(config.hardware), seconds={}))
         costs, pools, stay = costing.costs, costing.hardware.pools, not config.model.get("offload_encoders", True)
         room = USABLE * min(pool.memory_gib for pool in pools)
-        together = config.parallel.rollout_context
-        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay, together).gib <= room] or [1]
-        seconds = {size: [costs.step_seconds(pool, size, together) / size for pool in pools] for size in fitting}
+        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay).gib <= room] or [1]
+        seconds = {size: [costs.step_seconds(pool, size) / size for pool in pools] for size in fitting}
         best = [min(taken) for taken in zip(*seconds.values(), strict=True)]
         good = (
             size
@@ -222,8 +221,7 @@ def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[t
     candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
     cluster = costing.cluster(candidate)
     expected: dict[tuple[str, int], float] = {}
-    for number in range(trainers + rollouts):
-        rank = cluster.ranks[candidate.seat(number)]
+    for number, rank in enumerate(cluster.ranks):
         seconds = {"generate": rank.task_seconds(config.sampling.steps)}
         if rank.role == "trainer":
             seconds |= {"train": rank.cell_seconds, "switch": cluster.switch_seconds}

@@ -73,18 +73,16 @@ class Costs:
         bytes_moved = self._engine.passes * self.work.block_bytes * float(self.work.sizes["attention_blocks"])
         return forwards * bytes_moved / (pool.hbm_tb_s * 1e12)
 
-    def step_seconds(self, pool: Pool, task_size: int, context: int = 1) -> float:
-        """One denoising step of a task by `context` GPUs together, weights on each. Never less than reading them from
-        memory once."""
+    def step_seconds(self, pool: Pool, task_size: int) -> float:
+        """Return the seconds of one denoising step of a task: never less than reading the weights from memory once."""
         work, rows = self.work, task_size * self.work.passes
-        together = self._exchange_seconds(pool, task_size, 1.0, context) + self._tell_seconds(task_size, context)
         measured = self._measured("generate", pool)
         if measured is not None:
-            return measured * task_size / work.steps / context + together
+            return measured * task_size / work.steps
         weights = 2 * work.sizes["parameters"] / (pool.hbm_tb_s * 1e12)
         seconds = self._compute(pool, rows * work.forward_flops(), rows * work.attention_flops())
-        seconds = (seconds + self._traffic(pool, rows)) / context
-        return max(seconds, weights, self._floor(pool, work.launches)) + together
+        seconds += self._traffic(pool, rows)
+        return max(seconds, weights, self._floor(pool, work.launches))
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
         """Conditioning of one prompt; `cached=False` adds copies of encoders that wait on the CPU, and back. Reading it
@@ -116,7 +114,7 @@ class Costs:
 
     def cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int = 1) -> float:
         """One trained step of a task, inside a block of K = `tsp_batch` steps: forward, backward, reference forward, by
-        `context` GPUs together. Where nothing is replayed, the backward pass alone: the forward was the sampler's.
+        `context` GPUs together.
 
         What blocks throw away is computed again, and written and read once more. Choosing among operators takes the
         processor `SELECTION_SECONDS` per block and forward, which the GPU works beside; so are copies to the host.
@@ -152,12 +150,6 @@ class Costs:
         work, passes = self.work, 4 * forwards * float(self.work.sizes["attention_blocks"])
         volume = task_size * work.passes * work.block_bytes * (context - 1) / context**2
         return passes * (volume / self.bandwidth([pool], context) + COLLECTIVE_SECONDS)
-
-    def _tell_seconds(self, task_size: int, context: int) -> float:
-        """Latents (fp32) and text (taken to be as wide as the network) of a forward, from the first GPU's host memory
-        to that of each of the others."""
-        text = 2 * self.work.passes * float(self.work.sizes["hidden"] * self.work.sizes["text_tokens"])
-        return (context - 1) * (4 * task_size * self.work.latent_elements + text) / (CONNECTION_GB_S * 1e9)
 
     def bandwidth(self, pools: list[Pool], ranks: int) -> float:
         """Bytes per second of a ring over `ranks` GPUs of one place: the node's links inside one, the slowest network

@@ -87,5 +87,5 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
             fetch=rank.fetch_seconds,
             send=rank.send_seconds * beside[rank.pool],
         ).scaled(config.hardware.time_scale)
-        for rank in (ranks[candidate.seat(number)] for number in range(trainers + rollouts))
+        for rank in ranks
     )

@@ -136,29 +136,26 @@ def sent_bytes(work: Workload, other_nodes: int) -> int:
     return other_nodes * version_bytes(work)
 
 
-def generating_bytes(work: Workload, rows: int, encoders: bool, context: int = 1) -> int:
+def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     """The most that encoding, a forward of `rows` samples without gradients, or decoding takes for a moment.
 
     Args:
         encoders: text encoders stay on the GPU, and are counted elsewhere.
-        context: ranks that share the tokens of the forward, each of which makes those before the first block whole.
     """
-    encoding, forwards = 0 if encoders else text_encoder_bytes(work), rows * work.passes
-    forward = int(work.forward_bytes(forwards, context)) + whole_bytes(work, forwards, context) // 2
-    return int(FRAGMENTATION * max(forward, decode_bytes(work), encoding))
+    encoding = 0 if encoders else text_encoder_bytes(work)
+    return int(FRAGMENTATION * max(int(work.forward_bytes(rows * work.passes)), decode_bytes(work), encoding))
 
 
-def rollout_memory(work: Workload, task_size: int, encoders: bool = False, context: int = 1) -> Memory:
+def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Memory:
     """A rollout rank: unsharded weights in 16 bit (`Policy.only_generate`), forward, decode, reward models.
 
     Args:
         encoders: text encoders and VAE stay on the GPU (`model.offload_encoders=false`).
-        context: rollouts that generate together; this one decodes and scores for all.
     """
     parameters = int(work.sizes["parameters"])
     full = work.lora_rank is None
     evaluated = work.evaluated if work.rollouts_evaluate else 0
-    moment = generating_bytes(work, max(task_size, evaluated), encoders, context)
+    moment = generating_bytes(work, max(task_size, evaluated), encoders)
     return Memory(
         frozen=0 if full else 2 * parameters,
         trained=2 * work.trained_parameters,

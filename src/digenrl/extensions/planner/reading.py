@@ -18,7 +18,7 @@ from digenrl.extensions.planner.workload import Workload
 from digenrl.facts import counted
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
-from digenrl.schedule import ScheduleSpec, usual_groups
+from digenrl.schedule import ScheduleSpec, groups_of_step
 from digenrl.settle import evaluations, sharding, trained_steps, trainers_must_evaluate
 
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -26,7 +26,6 @@ _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 CHOICES = {
     "parallel.sharding": "sharding",
     "parallel.context": "context",
-    "parallel.rollout_context": "rollout_context",
     "sampling.task_size": "task_size",
     "model.gradient_checkpointing": "recompute",
     "model.offload_encoders": "encoders",
@@ -35,7 +34,6 @@ CHOICES = {
     "schedule.tsp.batch": "tsp_batch",
     "schedule.tsp.shard": "tsp_shard",
     "schedule.tag": "tag",
-    "schedule.handoff": "handoff",
     "schedule.shares": "shares",
     "schedule.stale_fraction": "stale_fraction",
 }
@@ -83,8 +81,8 @@ def workload(composed: Composed) -> Workload:
         frames=sampling.frames,
         steps=sampling.steps,
         trained_steps=trained_steps(config),
-        prompts=usual_groups(config.data),
-        oversample=usual_groups(config.data) - config.data.prompts_per_batch,
+        prompts=groups_of_step(config.data),
+        oversample=config.data.oversample,
         group_size=config.data.group_size,
         updates=algorithm.updates_per_batch,
         updates_split=config.data.updates_split,
@@ -121,8 +119,7 @@ def _has_room(config: Any, work: Workload) -> bool:
     """Whether the samples of an evaluation fit beside the model on every GPU that a rollout may have."""
     pools = [pool for pool in parse_hardware(config.hardware).pools if pool.role != "trainer"]
     stay, size = not config.model.get("offload_encoders", True), config.sampling.task_size
-    work, together = replace(work, rollouts_evaluate=True), config.parallel.rollout_context
-    need = rollout_memory(work, 1 if size == AUTO else size, stay, together).gib
+    need = rollout_memory(replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay).gib
     return all(need <= USABLE * pool.memory_gib for pool in pools)
 
 
@@ -141,7 +138,6 @@ def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Can
         encoders=not config.model.get("offload_encoders", True),
         shares=config.schedule.shares != "equal",
         static_claims=config.schedule.claims == "split",
-        rollout_context=config.parallel.rollout_context,
     )
 
 

@@ -36,7 +36,6 @@ def way_out(costing: Costing, candidate: Candidate) -> str:
 def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
     """The words of `way_out`; None where nothing helps."""
     tokens = [(f"parallel.context={n}", {"context": n}) for n in costing.contexts(candidate)[-1:]]
-    tokens += [(f"parallel.rollout_context={n}", {"rollout_context": n}) for n in costing.rollout_contexts(candidate)]
     known = [(word, change) for word, change in (*CHANGES, *tokens) if candidate.but(**change) != candidate]
     for count in range(len(known) + 1):
         for chosen in itertools.combinations(known, count):
@@ -48,16 +47,14 @@ def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
     for trainers in range(gpus, 0, -1):
         sharding = "fsdp" if trainers > 1 else "ddp"
         split = smallest.but(trainers=trainers, rollouts=gpus - trainers, sharding=sharding)
-        shared = (1, *costing.contexts(split)[-1:]), (1, *costing.rollout_contexts(split)[-1:])
-        for context, together in itertools.product(*shared):
+        for context in (1, *costing.contexts(split)[-1:]):
             try:
-                if costing.misfits(split.but(context=context, rollout_context=together)):
+                if costing.misfits(split.but(context=context)):
                     continue
             except ValueError:  # the roles of the pools do not allow it
                 break
             words = [f"allocation.trainers={trainers}", f"allocation.rollouts={gpus - trainers}"]
             words += [w for w, change in known if w not in dict(tokens) and (trainers > 1 or "sharding" not in change)]
             words += [f"parallel.context={context}"] * (context != candidate.spec.context)
-            words += [f"parallel.rollout_context={together}"] * (together != candidate.rollout_context)
             return words
     return None

@@ -228,9 +228,9 @@ class Workload:
         `context` ranks that share the tokens of the picture; the text's are on all of them."""
         return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows, context)
 
-    def forward_bytes(self, rows: int, context: int = 1) -> float:
+    def forward_bytes(self, rows: int) -> float:
         """Peak of a forward of `rows` samples without gradients, weights in 16 bit; `context` as of `kept_bytes`."""
-        return max(0.0, self._fitted(self.sizes["forward_bytes"], rows, context))
+        return max(0.0, self._fitted(self.sizes["forward_bytes"], rows))
 
     def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
         tokens = self.tokens / context

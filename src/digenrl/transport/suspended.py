@@ -1,4 +1,6 @@
-"""Hand-off: a trajectory suspended between two denoising steps, sent to the rank that finishes it.
+"""A trajectory suspended between two denoising steps, sent to the rank that finishes it.
+
+A rollout that leaves suspends what it runs, and so does a trainer that lends when a fragment is ready.
 
 Only tasks of the step in progress travel. The next version cannot be published before they are trained, so the receiver
 holds the version that they need. Under one-step asynchrony it may first have to adopt it; the task waits until then.
@@ -35,7 +37,7 @@ def pack_state(task: Task, state: SampleState, claim: Claim) -> Message:
 
 @dataclass(frozen=True)
 class Suspended:
-    """A task that was handed to this rank and waits for it."""
+    """A task that was given to this rank and waits for it."""
 
     message: Message
     task: Task
