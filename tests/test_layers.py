@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gpus": set(),
     "extension": set(),
     "hardware": {"gpus"},
-    "config": {"prompts", "record", "images", "schedule", "facts"},
+    "config": {"prompts", "record", "images", "schedule", "facts", "extension"},
     "diffusion": {"types"},
     "gallery": set(),
     "models": {"types", "diffusion", "recompute", "gallery", "images", "facts"},
@@ -127,10 +127,7 @@ def test_imports_point_downwards() -> None:
     assert not violations, "\n".join(violations)
 
 
-TIES_LEFT: set[tuple[str, str]] = {
-    ("src/digenrl/cli/start.py", "launchers"),
-    ("src/digenrl/strategy/disaggregated.py", "links"),
-}
+TIES_LEFT: set[tuple[str, str]] = {}
 """(file of the core, extension that it imports). A debt: entries are removed, never added."""
 
 

@@ -135,10 +135,7 @@ def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "experiment",
-    ["qwen_image_edit_flowgrpo", "wan22_a14b_flowgrpo", "hunyuan15_flowgrpo", "ltx2_flowgrpo", "scenes_edit"],
-)
+@pytest.mark.parametrize("experiment", [*experiments(unusual=True), "scenes_edit"])
 def test_schedules_train_the_same_weights(experiment: str, tmp_path: Path) -> None:
     """Three steps in double precision, where rounding stays rounding under Adam."""
     runs = {}

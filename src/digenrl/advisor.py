@@ -43,10 +43,8 @@ class StandIn:
     """Configuration of a policy, with its `_target_`."""
     reward: Mapping[str, Any]
     """Configuration of a reward suite, with its `_target_`."""
-    fetch_s: float = 0.0
-    """Seconds that a version takes to this rank, over a line of `hardware.links`."""
-    send_s: float = 0.0
-    """Seconds that a task takes from this rank, over the same line."""
+    line: Mapping[str, Any]
+    """Configuration of what becomes of messages between this rank and another one, with its `_target_`."""
 
 
 @dataclass(frozen=True)

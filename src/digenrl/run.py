@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,11 +28,10 @@ from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.callbacks.guarded import Guarded
-from digenrl.cluster.network import Network
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData, prompt_of
-from digenrl.extension import extension
-from digenrl.hardware import assign, lines_of, parse_hardware
+from digenrl.extension import extension, installed
+from digenrl.hardware import assign, parse_hardware
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.models.tiny_builds import cache_root
@@ -46,6 +45,7 @@ from digenrl.schedule.shares import relative
 from digenrl.settle import shard_group, sharding, trainer_speeds, trainers_must_evaluate
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.transport.link import Line, LinkMaker, socket_link
 from digenrl.types import Prompt, StepGivenUp
 
 
@@ -130,7 +130,7 @@ def build(
     limit_events(keep / 4)
     strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(
         world,
-        replace(session, network=_network(config, world, session, emulated)),
+        session,
         spec,
         engine,
         data.sampler,
@@ -145,6 +145,7 @@ def build(
         source=None if config.replay is None else _records(config, "source")(config.replay),
         evaluated=drawn,
         checkpoint_io=DirectoryCheckpointIO(),
+        link=link_maker(config, emulated),
     )
     trainer = configuration.instantiate(
         config.trainer,
@@ -183,11 +184,27 @@ def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutE
     )
 
 
-def _network(config: DictConfig, world: World, session: Session, emulated: StandIn | None) -> Network:
-    """The session's, with the lines of the hardware profile, and how long emulated ones take."""
-    lines = lines_of(config.hardware, world.trainers, world.rollouts, world.rank)
-    fetch_s, send_s = (0.0, 0.0) if emulated is None else (emulated.fetch_s, emulated.send_s)
-    return replace(session.network, lines=lines, fetch_s=fetch_s, send_s=send_s)
+def link_maker(config: DictConfig, stand_in: StandIn | None = None) -> LinkMaker:
+    """Return what makes each rank's link: sockets, or more where the extension `links` is installed.
+
+    Raises:
+        ExtensionMissing: the configuration asks for more, and the extension is not installed.
+    """
+    network, plain = config.network, {"publication": "stream", "delta": "auto", "compress": "auto"}
+    asked = [key for key in plain if network[key] not in (plain[key], "auto", False)]
+    lines = None if stand_in is None else partial(_emulated_line, stand_in)
+    if not asked and not installed("links"):
+        return socket_link if lines is None else partial(socket_link, lines=lines)
+    wanted = ", ".join(f"network.{key} = {network[key]}" for key in asked)
+    instead = "use " + " ".join(f"network.{key}={plain[key]}" for key in asked)
+    make: LinkMaker = extension("digenrl.extensions.links.make.link_maker", wanted, instead)(config, lines)
+    return make
+
+
+def _emulated_line(stand_in: StandIn, peer: int) -> Line:
+    """Return the line of an emulated rank to or from `peer`."""
+    line: Line = configuration.instantiate(stand_in.line)
+    return line
 
 
 def _drawn_by_rollouts(config: DictConfig, callbacks: Sequence[pl.Callback], world: World) -> FixedSamples | None:

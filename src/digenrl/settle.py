@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from digenrl import hardware
 from digenrl.advisor import Holding, advisor, with_config
@@ -67,9 +67,10 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
 
 
 def begins_with(config: Any) -> tuple[int, int]:
-    """(trainers, rollouts) that a settled run starts; the rest of {min, max} joins on Ray when it has places."""
+    """Return (trainers, rollouts) that a settled run starts; a launcher with places of its own lets the rest of
+    {min, max} join when it has them."""
     rollouts = config.allocation.rollouts
-    elastic = config.launch == "ray" and rollouts != most_rollouts(rollouts)
+    elastic = config.launch != "local" and rollouts != most_rollouts(rollouts)
     return config.allocation.trainers, rollouts["min"] if elastic else most_rollouts(rollouts)
 
 
@@ -91,7 +92,7 @@ def with_task_size(composed: Composed) -> Composed:
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     """Return the configuration with this allocation, and with values for `parallel.sharding`, `schedule.tsp.batch`,
-    `model.gradient_checkpointing`, `network.publication` and `allocation.evaluation`.
+    `model.gradient_checkpointing` and `allocation.evaluation`.
 
     For a model whose sizes nobody has counted, `auto` means replicas, all trained steps in one forward, and blocks that
     are computed again where the build is real.
@@ -105,7 +106,6 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     tree["allocation"]["trainers"] = trainers
     if most_rollouts(tree["allocation"]["rollouts"]) != rollouts:  # auto; {min, max} stays
         tree["allocation"]["rollouts"] = rollouts
-    tree["network"]["publication"] = publication(config, rollouts)
     evaluate = evaluators(config, rollouts)
     if wrong := relation_problems(tree):
         raise ValueError("\n".join(wrong))
@@ -148,19 +148,6 @@ def without_effect(config: Any) -> Iterator[str]:
         )
     if schedule.async_steps and schedule.stale_fraction == 0:
         yield idle("async_steps = 1", "schedule.stale_fraction=0 lets no group use older weights")
-
-
-def publication(config: Any, rollouts: int) -> str:
-    """`network.publication`, where it is auto: a broadcast between GPUs in one place, of a fixed number of ranks."""
-    if (asked := config.network.publication) != AUTO:
-        return str(asked)
-    fixed = rollouts > 0 and not isinstance(config.allocation.rollouts, DictConfig) and config.launch != "ray"
-    gpus = not config.hardware.emulate and all(pool.gpu != "cpu" for pool in config.hardware.pools.values())
-    if config.hardware.get("links") or not (fixed and gpus and config.trainer.get("accelerator") != "cpu"):
-        return "stream"
-    from torch.distributed import is_nccl_available
-
-    return "broadcast" if is_nccl_available() else "stream"
 
 
 def evaluators(config: Any, rollouts: int) -> str | None:

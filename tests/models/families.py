@@ -142,6 +142,9 @@ class Row:
     result: Callable[..., Tensor] = first
     decodes: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of a pipeline that only decodes."""
+    unusual: bool = False
+    """Whether its batches hold more than latents and one text, or its rows go through several networks: every schedule
+    is tried with the family."""
     one_prompt: bool = False
     """The pipeline takes one prompt at a time."""
     patches: Mapping[str, Any] = field(default_factory=dict)
@@ -161,6 +164,7 @@ FAMILIES: dict[str, Row] = {
     "wan22": Row(
         published={"wan22_a14b": (28.58, 420, 614)},
         layers=(2 * 2 * 8, 2 * 2 * 10),
+        unusual=True,
         guidance=((1.0, 1.0), (4.0, 1.0)),
         size=VIDEO,
         text_length=64,
@@ -190,6 +194,7 @@ FAMILIES: dict[str, Row] = {
         guidance=((1.0, 1.0), (6.0, 1.0)),
         size=VIDEO,
         real_text=(300, 9),
+        unusual=True,
         unread=17,
         megabytes=30.0,  # a layer of 2048 x 2048 for letters
         call=guider,
@@ -200,6 +205,7 @@ FAMILIES: dict[str, Row] = {
         guidance=((1.0, 1.0), (4.0, 1.0)),
         size={"height": 64, "width": 64, "frames": 9},
         real_text=(1024, 0),
+        unusual=True,
         unread=17,
         megabytes=30.0,  # an autoencoder for sound as wide as its tokens
         call=plain_guidance,
@@ -239,6 +245,7 @@ FAMILIES: dict[str, Row] = {
         unread=9,
         template=("EDIT_TEMPLATE_TOKENS", 64),
         call=true_scale,
+        unusual=True,
         one_prompt=True,
         patches={"diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE": 64 * 64},
     ),
@@ -277,8 +284,9 @@ FAMILIES: dict[str, Row] = {
 """Family -> its row."""
 
 
-def experiments() -> list[str]:
-    """Return the experiments of configs/ whose model a family publishes, at published size."""
+def experiments(unusual: bool = False) -> list[str]:
+    """Return the experiments of configs/ at a family's published size, or of unusual families alone."""
+    rows = [row for row in FAMILIES.values() if row.unusual or not unusual]
     found = {}
     for path in sorted((config_directory() / "experiment").glob("[a-z]*.yaml")):
         content = yaml.safe_load(path.read_text())
@@ -289,4 +297,4 @@ def experiments() -> list[str]:
             for key, option in entry.items()
         }
         found[path.stem] = chosen.get("override /model") if content.get("model", {}).get("build") != "tiny" else None
-    return [name for name, model in found.items() if any(model in row.published for row in FAMILIES.values())]
+    return [name for name, model in found.items() if any(model in row.published for row in rows)]

@@ -27,14 +27,14 @@ def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:
         if name == "vae":
             return _families.decoder(FACTS[family]).to(dtype).eval()
         model = next(iter(FACTS[family].models))
-        arguments = FACTS[family].models[model]["network"]
-        made: nn.Module = FAMILIES[family].transformer_class(**arguments)
+        sizes = FACTS[family].models[model]["network"]
+        made: nn.Module = FAMILIES[family].transformer_class(**sizes)
         return made.to(dtype).eval()
 
+    path = str(tiny_builds.ensure(family))
     frames = {"frames": size(family)["frames"]} if FAMILIES[family].temporal_stride else {}
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         patch.setattr(pretrained, "load_component", component)
-        path = str(tiny_builds.ensure(family))
         policy = FAMILIES[family](path, 256, 256, lora=LORA if lora else None, **(frames | arguments))
         assert policy._vae is not None
     return policy

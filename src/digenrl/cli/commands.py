@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from dataclasses import dataclass
 
-from digenrl import extensions
+from digenrl.extension import offered
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,6 @@ CORE: dict[str, Command] = {
 def commands() -> dict[str, Command]:
     """Return every command by name: the core's, then the `COMMANDS` of each extension that is installed."""
     found = dict(CORE)
-    for extension in pkgutil.iter_modules(extensions.__path__, f"{extensions.__name__}."):
-        found |= getattr(importlib.import_module(extension.name), "COMMANDS", {})
+    for more in offered("COMMANDS"):
+        found |= more
     return found

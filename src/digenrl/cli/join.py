@@ -64,7 +64,7 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
 
     config = composed.config
     trainers, rollouts = begins_with(config)
-    handshake, network = Handshake(**config.handshake), Network(**config.network)
+    handshake, network = Handshake(**config.handshake), Network.of(config.network)
     visit = joining.Visit(
         access, handshake, composed.run_dir, trainers, rollouts, request.device, Limits(**config.limits), network
     )

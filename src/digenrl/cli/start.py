@@ -14,10 +14,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl import devices, run
-from digenrl.advisor import Advice, advisor
+from digenrl.advisor import advisor
 from digenrl.cluster.attach import Place, attach, check_allocation, scheduler_limit
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.launcher import Launch, Launcher, Outcome, RankMain, launch
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.network import Network
 from digenrl.cluster.restarts import Restarts
@@ -28,8 +28,8 @@ from digenrl.config.relations import most_rollouts
 from digenrl.config.stored import identity
 from digenrl.data import PromptData
 from digenrl.display import Display, final_table
-from digenrl.extensions.launchers import on_ray
-from digenrl.hardware import assign, numbering, parse_hardware
+from digenrl.extension import extension
+from digenrl.hardware import numbering, parse_hardware
 from digenrl.record.attempt import ResumeAttempt
 from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_event
@@ -57,40 +57,64 @@ def ranks(composed: Composed) -> int:
     return int(composed.config.allocation.trainers + most_rollouts(composed.config.allocation.rollouts))
 
 
-def check_devices(composed: Composed, place: Place | None) -> None:
-    """Refuse a run whose ranks cannot have their GPUs: all of them here, or the one that a scheduler started. On Ray
-    each rank looks for itself.
+def launcher_of(composed: Composed) -> Launcher:
+    """Return what gives ranks their places where no scheduler did: this machine, or the extension that `launch` names.
 
     Raises:
-        ValueError: as `devices.check` and `devices.found`.
+        ExtensionMissing: no such extension is installed.
     """
-    trainers, rollouts = _counts(composed)
-    if composed.config.hardware.emulate or (place is None and composed.config.launch == "ray"):
-        return
+    if (name := composed.config.launch) == "local":
+        return ThisMachine(composed)
+    target = f"digenrl.extensions.launchers.on_{name}.{name.capitalize()}Launcher"
+    launcher: Launcher = extension(target, f"launch = {name}", "use launch=local")(composed.config)
+    return launcher
+
+
+class ThisMachine:
+    """The `Launcher` whose ranks are forked here; rank r has GPU r."""
+
+    host = "127.0.0.1"
+    places = None
+
+    def __init__(self, composed: Composed) -> None:
+        self._composed = composed
+
+    @property
+    def ranks_here(self) -> int:
+        return ranks(self._composed)
+
+    def check(self) -> None:
+        count = sum(_counts(self._composed))
+        if not self._composed.config.hardware.emulate:
+            devices.check(self._composed.config, {rank: rank for rank in range(count)}, count, devices.found())
+
+    def rank_main(self, fit: RankMain) -> RankMain:
+        return fit
+
+
+def check_place(composed: Composed, place: Place | None) -> None:
+    """Refuse a run whose ranks on this machine cannot have their GPUs, interface or ports, or whose settings need an
+    extension that is not installed. `place`: the one that a scheduler gave this process.
+
+    Raises:
+        ValueError: as `Launcher.check`, `devices.check`, `devices.found`, `Network.check`, `run.link_maker`.
+    """
     if place is None:
-        count = trainers + rollouts
-        devices.check(composed.config, {rank: rank for rank in range(count)}, count, devices.found())
+        launcher = launcher_of(composed)
+        launcher.check()
+        here = launcher.ranks_here
     else:
-        check_allocation(place, trainers, rollouts)
-        rank = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)[place.rank]
-        devices.check(composed.config, {rank: place.local_rank}, place.local_size, devices.found())
-
-
-def check_network(composed: Composed, place: Place | None) -> None:
-    """Refuse an interface, a range of ports or a cluster's address that the ranks of this machine cannot have.
-
-    Raises:
-        ValueError: as `Network.check`, `on_ray.driver_host`.
-    """
-    here = ranks(composed) if place is None else place.local_size
-    if place is None and composed.config.launch == "ray":
-        on_ray.driver_host(composed.config.ray.address)
-        here = 0
+        here, (trainers, rollouts) = place.local_size, _counts(composed)
+        if not composed.config.hardware.emulate:
+            check_allocation(place, trainers, rollouts)
+            rank = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)[place.rank]
+            devices.check(composed.config, {rank: place.local_rank}, place.local_size, devices.found())
     _network(composed).check(1 + here)
+    run.link_maker(composed.config)
 
 
 def _network(composed: Composed) -> Network:
-    return Network(**composed.config.network)
+    return Network.of(composed.config.network)
 
 
 def checkpoint_of(composed: Composed) -> Path | None:
@@ -190,12 +214,7 @@ def _plan(
 ) -> Callable[[Path | None], Launch]:
     """What an attempt starts, by the checkpoint that it begins with."""
     settings, (trainers, rollouts) = composed.config, _counts(composed)
-    advice = advisor().advise(composed, trainers, rollouts)
-    main = partial(run.fit, settings)
-    elsewhere, host = None, "127.0.0.1"
-    if settings.launch == "ray":
-        main = partial(_fit_on_own_gpu, settings)
-        elsewhere, host = partial(on_ray.seated, _places(composed), trainers), on_ray.driver_host(settings.ray.address)
+    advice, launcher = advisor().advise(composed, trainers, rollouts), launcher_of(composed)
 
     def plan(checkpoint: Path | None) -> Launch:
         display: Display | None = None
@@ -210,12 +229,12 @@ def _plan(
                 display.close()
 
         return Launch(
-            partial(main, checkpoint, advice),
+            launcher.rank_main(partial(run.fit, settings, checkpoint, advice)),
             trainers,
             rollouts,
             run_dir,
-            host=host,
-            elsewhere=elsewhere,
+            host=launcher.host,
+            places=launcher.places,
             max_lost=_max_lost(settings),
             patience_s=settings.allocation.patience_s,
             fewest=1 if isinstance(span := settings.allocation.rollouts, int) else span.min,
@@ -240,31 +259,6 @@ def _max_lost(config: DictConfig) -> int | None:
         return 0
     most = config.allocation.max_lost_rollouts
     return None if most == "auto" else most
-
-
-def _fit_on_own_gpu(config: DictConfig, checkpoint: Path | None, advice: Advice, *rank: Any) -> None:
-    """`run.fit` of a rank that Ray has given its GPU."""
-    world, session = rank
-    devices.check(config, {world.rank: 0}, 1, devices.seen())
-    if not config.hardware.emulate:
-        devices.take(0)
-        devices.claim(session, world.rank)
-    run.fit(config, checkpoint, advice, world, session)
-
-
-def _places(composed: Composed) -> on_ray.Places:
-    """What each rank wants of Ray."""
-    hardware, own = parse_hardware(composed.config.hardware), composed.config.ray
-    emulated = composed.config.hardware.emulate
-
-    def want(pool: str) -> dict[str, float]:
-        if pool in own.resources:
-            return dict(own.resources[pool])
-        return {"CPU": 1} if emulated or hardware.pool(pool).gpu == "cpu" else {"GPU": 1}
-
-    trainers, rollouts = composed.config.allocation.trainers, most_rollouts(composed.config.allocation.rollouts)
-    wants = tuple(want(pool) for pool, _ in assign(hardware, trainers, rollouts))
-    return on_ray.Places(own.address, wants, sum(_counts(composed)), own.wait_s, own.respawn_s)
 
 
 def _checkpoint_after_death(run_dir: Path) -> Path | None:

@@ -68,8 +68,7 @@ def _run(words: list[str], signals: StopSignals) -> int:
     try:
         composed = allocated(composed, None if place is None else place.size)  # settle: `auto` becomes numbers
         run.check(composed.config)
-        start.check_devices(composed, place)
-        start.check_network(composed, place)
+        start.check_place(composed, place)
         check_open_files(start.ranks(composed))
         # Be one of the ranks, where a scheduler started this process; else start them and watch them.
         joined = None if place is None else start.join(composed, place, checkpoint, attempt, signals)

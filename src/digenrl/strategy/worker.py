@@ -373,7 +373,6 @@ class RolloutWorker:
         self._version = weights.number
         with self._spans.span("adopt", version=self._version, digest=weights.digest):
             adopt(self._parameters, weights)
-            self._arrivals.in_use(weights)
         self._examiner.adopted(self._version)
         self._runner.announce(self._version)
         self._serve()

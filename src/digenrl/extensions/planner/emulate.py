@@ -10,7 +10,8 @@ from digenrl.advisor import StandIn
 from digenrl.config import Composed
 from digenrl.extensions.planner.reading import candidate_of, costing_of
 
-_EMULATED = "digenrl.extensions.planner.emulated.EmulatedPolicy"
+_POLICY = "digenrl.extensions.planner.emulated.EmulatedPolicy"
+_LINE = "digenrl.extensions.planner.emulated.EmulatedLine"
 _DURATIONS = "digenrl.extensions.planner.emulate.Durations"
 _REWARD: dict[str, Any] = {
     "_target_": "digenrl.rewards.suite.RewardSuite",
@@ -55,10 +56,9 @@ def stand_ins(composed: Composed, trainers: int, rollouts: int) -> tuple[StandIn
     adapter = composed.config.model.get("lora") is not None
     return tuple(
         StandIn(
-            {"_target_": _EMULATED, "durations": {"_target_": _DURATIONS, **asdict(own)}, "adapter": adapter},
+            {"_target_": _POLICY, "durations": {"_target_": _DURATIONS, **asdict(own)}, "adapter": adapter},
             _REWARD,
-            own.fetch,
-            own.send,
+            {"_target_": _LINE, "fetch": own.fetch, "send": own.send},
         )
         for own in durations(composed, trainers, rollouts)
     )

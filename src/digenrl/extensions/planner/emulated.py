@@ -13,9 +13,33 @@ from torch import Tensor, nn
 from digenrl.extensions.planner.emulate import Durations
 from digenrl.models.policy import Policy
 from digenrl.models.prompt_store import Wording
+from digenrl.transport.link import PlainLine
+from digenrl.transport.wire import Kind, Message
 
 LATENT = (16, 4)
 """[N, C] of the stand-in latents."""
+
+
+class EmulatedLine(PlainLine):
+    """A line that carries small tensors in the time that it would take for real ones.
+
+    Args:
+        fetch: seconds of a version.
+        send: seconds of a task.
+    """
+
+    def __init__(self, fetch: float, send: float) -> None:
+        self._fetch, self._send = fetch, send
+
+    def outgoing(self, message: Message) -> Message:
+        """Wait while a task, finished or suspended, would be on its way."""
+        time.sleep(self._send if message.kind in (Kind.CELLS, Kind.STATE) else 0.0)
+        return message
+
+    def incoming(self, message: Message) -> Message:
+        """Wait at the end of a version while its buckets would be on their way."""
+        time.sleep(self._fetch if message.kind is Kind.WEIGHTS and not message.tensors else 0.0)
+        return message
 
 
 class _Sleep(torch.autograd.Function):

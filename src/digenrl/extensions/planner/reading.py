@@ -8,10 +8,10 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from digenrl.advisor import named
-from digenrl.cluster.network import Network
 from digenrl.config import Composed, config_directory
 from digenrl.config.relations import most_rollouts, needs_whole_batch
 from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.costs import as_sent
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import USABLE, rollout_memory
 from digenrl.extensions.planner.workload import Workload
@@ -50,11 +50,8 @@ def sized(composed: Composed) -> bool:
 def costing_of(composed: Composed) -> Costing:
     """The experiment on its hardware profile; raises ValueError for a model without counted sizes."""
     work, folder = workload(composed), config_directory() / "hardware" / "measured"
-    network, profile = Network(**composed.config.network), parse_hardware(composed.config.hardware)
-    lines = {}
-    for pools, line in profile.lines.items():
-        thin = line.gb_s * 1e3 < network.thin_mb_s
-        lines[pools] = replace(line, told=network.tells_changes(1, thin), packed=network.packs(thin))
+    profile = parse_hardware(composed.config.hardware)
+    lines = {pools: as_sent(line, composed.config.network) for pools, line in profile.lines.items()}
     return Costing(work, with_measured(replace(profile, lines=lines), work, folder))
 
 
