@@ -159,7 +159,7 @@ def test_relative_links_resolve(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("document", "letter", "numbers"),
-    [(DESIGN, "I", INVARIANTS), (FAULTS, "F", range(1, 31))],
+    [(DESIGN, "I", INVARIANTS), (FAULTS, "F", range(1, 32))],
     ids=["design", "faults"],
 )
 def test_each_invariant_and_fault_names_a_test_that_exists(document: Path, letter: str, numbers: Sequence[int]) -> None:
