@@ -44,7 +44,7 @@ _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
 before the first step, seconds."""
 
 
-def passport(composed: Composed) -> dict[str, Any]:
+def credentials(composed: Composed) -> dict[str, Any]:
     """What a rollout that joins must show: the same code and the same configuration; {} where none can join."""
     config = composed.config
     if not config.allocation.rollouts or config.schedule.claims == "split":
@@ -239,7 +239,7 @@ def _plan(
             max_lost=_max_lost(settings),
             patience_s=settings.allocation.patience_s,
             fewest=1 if isinstance(span := settings.allocation.rollouts, int) else span.min,
-            passport=passport(composed),
+            credentials=credentials(composed),
             handshake=Handshake(**settings.handshake),
             limits=Limits(**settings.limits),
             network=_network(composed),
@@ -328,7 +328,7 @@ def join(
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)
     handshake, limits = Handshake(**composed.config.handshake), Limits(**composed.config.limits)
     end, grace = partial(_end_alone, attempt), partial(_stop_grace, composed.config)
-    network, shown, lost = _network(composed), passport(composed), _max_lost(composed.config)
+    network, shown, lost = _network(composed), credentials(composed), _max_lost(composed.config)
     return attach(
         place,
         numbers,
