@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl import devices, run
+from digenrl.advisor import advisor
 from digenrl.cluster.attach import Place, attach, check_allocation, scheduler_limit
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Launcher, Outcome, RankMain, launch
@@ -28,15 +29,14 @@ from digenrl.config.stored import identity
 from digenrl.data import PromptData
 from digenrl.display import Display, final_table
 from digenrl.extension import extension
-from digenrl.extensions.planner.emulate import durations
 from digenrl.hardware import numbering, parse_hardware
-from digenrl.preflight import begins_with, evaluators, expected_seconds, memory_lines
 from digenrl.record.attempt import ResumeAttempt
 from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import LAUNCH, METRICS, POISON, RESTART, append_event
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.schedule import groups_of_step
+from digenrl.settle import begins_with, evaluators
 from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, newest_valid, step_of, verify
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
@@ -137,7 +137,7 @@ def _announce(composed: Composed, run_dir: Path, checkpoint: Path | None) -> Non
     planned = {} if composed.planned is None else {"planned": dict(composed.planned)}
     append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides), **planned})
     lines = _described(composed.config, trainers, rollouts, run_dir, checkpoint)
-    print("\n".join([*composed.notes, *lines, *memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
+    print("\n".join([*composed.notes, *lines, *advisor().memory_lines(composed, trainers, rollouts)]), file=sys.stderr)
 
 
 def _described(config: DictConfig, trainers: int, rollouts: int, run_dir: Path, checkpoint: Path | None) -> list[str]:
@@ -214,8 +214,7 @@ def _plan(
 ) -> Callable[[Path | None], Launch]:
     """What an attempt starts, by the checkpoint that it begins with."""
     settings, (trainers, rollouts) = composed.config, _counts(composed)
-    sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
-    launcher = launcher_of(composed)
+    advice, launcher = advisor().advise(composed, trainers, rollouts), launcher_of(composed)
 
     def plan(checkpoint: Path | None) -> Launch:
         display: Display | None = None
@@ -230,7 +229,7 @@ def _plan(
                 display.close()
 
         return Launch(
-            launcher.rank_main(partial(run.fit, settings, checkpoint, sleeps, expected)),
+            launcher.rank_main(partial(run.fit, settings, checkpoint, advice)),
             trainers,
             rollouts,
             run_dir,
@@ -321,8 +320,8 @@ def join(
         if not composed.config.hardware.emulate:
             devices.take(world.local_rank)
             devices.claim(session, world.rank)
-        sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
-        run.fit(composed.config, checkpoint, sleeps, expected, world, session)
+        advice = advisor().advise(composed, trainers, rollouts)
+        run.fit(composed.config, checkpoint, advice, world, session)
 
     check_allocation(place, trainers, rollouts)
     numbers = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)

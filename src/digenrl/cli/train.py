@@ -50,8 +50,8 @@ def _run(words: list[str], signals: StopSignals) -> int:
     from digenrl.cli import start
     from digenrl.cluster.attach import find_place
     from digenrl.cluster.launcher import check_open_files
-    from digenrl.preflight import allocated
     from digenrl.record.attempt import ResumeAttempt
+    from digenrl.settle import allocated
     from digenrl.strategy.checkpoint_io import CheckpointError, step_of
 
     try:

@@ -27,7 +27,15 @@ import torch
 from torch import Tensor
 
 from digenrl.rewards import frames
-from digenrl.rewards.protocol import Identity, RewardUnavailable, Scorer, check_media, check_scores, identity_of
+from digenrl.rewards.protocol import (
+    Identity,
+    RewardUnavailable,
+    Scorer,
+    check_media,
+    check_scores,
+    contained,
+    identity_of,
+)
 
 try:
     import uvicorn
@@ -199,7 +207,7 @@ class RewardService:
         except ValueError as error:  # of which WireError is one
             raise _Refused(422, str(error)) from error
         try:
-            with torch.no_grad():
+            with torch.no_grad(), contained(self.identity.model_id):
                 return check_scores(self.identity.model_id, self.scorer(media, prompts), len(prompts))
         except RewardUnavailable as error:
             raise _Refused(503, str(error)) from error
