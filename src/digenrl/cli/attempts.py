@@ -108,7 +108,7 @@ def _attempt(job: Job, launcher: Launcher, run_dir: Path, checkpoint: Path | Non
         max_lost=job.max_lost,
         patience_s=config.allocation.patience_s,
         fewest=1 if isinstance(span := config.allocation.rollouts, int) else span.min,
-        passport=job.passport,
+        credentials=job.credentials,
         handshake=Handshake(**config.handshake),
         limits=Limits(**config.limits),
         network=job.network,

@@ -64,7 +64,7 @@ class Job:
         return None if most == "auto" else int(most)
 
     @property
-    def passport(self) -> dict[str, Any]:
+    def credentials(self) -> dict[str, Any]:
         """What a rollout that joins must show: the same code and the same configuration; {} where none can join."""
         config = self.composed.config
         if not config.allocation.rollouts or config.schedule.claims == "split":

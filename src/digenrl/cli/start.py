@@ -67,6 +67,6 @@ def _join(job: Job, place: Place, signals: StopSignals) -> tuple[Path, Outcome]:
         partial(end_alone, job.attempt),
         partial(stop_grace, config),
         signals,
-        job.passport,
+        job.credentials,
         job.max_lost,
     )
