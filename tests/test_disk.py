@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from digenrl.cli.start import report
+from digenrl.cli.ending import report
 from digenrl.cluster.launcher import Outcome
 from digenrl.extensions.page import plots
 from digenrl.report.read_run import read_run

@@ -26,23 +26,17 @@ from digenrl.config.compose import own_directories
 from digenrl.config.multirun import is_multirun, sweep
 from digenrl.config.relations import most_rollouts
 from digenrl.extension import extension
+from digenrl.extensions.planner.advice import planned_schedule, planned_split
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.outcome import Outcome, evaluate
 from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
 from digenrl.extensions.planner.planner import Plan, PlanError, make_plan
+from digenrl.extensions.planner.reading import candidate_of, costing_of, given
 from digenrl.extensions.planner.workload import Drawn
 from digenrl.hardware import assign
-from digenrl.preflight import (
-    allocation,
-    candidate_of,
-    costing_of,
-    given,
-    planned_schedule,
-    planned_split,
-    with_task_size,
-)
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import perfetto
+from digenrl.settle import allocation, with_task_size
 
 NOTHING_FITS = 3
 """Exit code."""
