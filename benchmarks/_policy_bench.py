@@ -34,23 +34,18 @@ from digenrl.extensions.planner.memory import (
     saved_bytes,
     trainer_memory,
 )
+from digenrl.extensions.planner.reading import workload
+from digenrl.facts import families
 from digenrl.models import tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
-from digenrl.preflight import workload
 from digenrl.recompute import parse_recompute
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import Task
 from digenrl.transport.weights import adopt, publish
 from digenrl.types import CellBlock, Prompt, TrainBatch, move
 
-EXPERIMENTS = {
-    "flux1_dev": "flux1_flowgrpo",
-    "wan21_14b": "wan21_flowgrpo",
-    "hunyuan_video": "hunyuanvideo_dancegrpo",
-    "qwen_image": "qwen_image_flowgrpo",
-    "sd35_medium": "sd35_flowgrpo",
-}
+EXPERIMENTS = {model: families()[family].measured["experiment"] for model, family in FAMILY.items()}
 """Model -> experiment whose sizes, guidance and loss are measured."""
 EAGER, COMPILED = ENGINES = ("eager", "compiled")
 GRADES = {"all": "false", "products": "products", "attention": "attention", "inputs": "true"}
@@ -303,7 +298,7 @@ def publication(bench: Bench, unit: Unit) -> Row:
 def mask(bench: Bench, unit: Unit) -> Row:
     """Seconds of a denoising step with the prompt cut to its real length, as runs have it, and padded and masked."""
     policy, state = bench.policy, bench.start(unit.samples)
-    if not isinstance(policy, DiffusersPolicy) or policy.family not in ("hunyuan_video", "qwen_image"):
+    if not isinstance(policy, DiffusersPolicy) or "mask" not in policy.facts().conditioning:
         return {"skipped": "the family passes no mask"}
     length = bench.condition["text"].shape[1]
     padding = policy.max_sequence_length - length

@@ -9,38 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import transformers
-import yaml
 from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from benchmarks.count_facts import MODELS
+from benchmarks import _families
+from digenrl.facts import families
 from digenrl.models import pretrained, tiny_builds
 
 TINY, REAL = "tiny", "real"
-FAMILY = {
-    "flux1_dev": "flux",
-    "wan21_14b": "wan",
-    "hunyuan_video": "hunyuan_video",
-    "qwen_image": "qwen_image",
-    "sd35_medium": "sd3",
-}
-"""Model (configs/model) -> its family's tiny build."""
+FAMILY = {next(iter(facts.models)): family for family, facts in families().items() if facts.measured}
+"""Model (configs/model) -> family, of those that are measured."""
 STD = 0.02
 """Of matrices, as most transformers are initialised; vectors that scale are 1, all others 0."""
-
-
-@cache
-def _real() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("real_builds.yaml").read_text(encoding="utf-8"))
-    return loaded
 
 
 @contextmanager
@@ -51,10 +37,10 @@ def random_weights(model: str, size: str, device: torch.device) -> Iterator[None
     def component(of: type[Any], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
         with init_empty_weights(include_buffers=False):
             if size == REAL and subfolder == "transformer":
-                made = MODELS[model]["build"](None)
+                made = _families.network(model)
             else:
                 config = dict(of.load_config(path, subfolder=subfolder, local_files_only=True))
-                made = of.from_config(config | (_real()[family].get(subfolder, {}) if size == REAL else {}))
+                made = of.from_config(config | (published(family, subfolder) if size == REAL else {}))
         exact = tuple(getattr(made, "_keep_in_fp32_modules", None) or ())
         return fill(made, device, dtype, exact).eval()
 
@@ -75,15 +61,21 @@ def random_weights(model: str, size: str, device: torch.device) -> Iterator[None
 
 
 def encoder(family: str, name: str, size: str, path: str) -> nn.Module:
-    """A text encoder of the family's pipeline, without values."""
-    spec = tiny_builds.ENCODERS[tiny_builds.BUILDERS[family][name]]
-    cls = getattr(transformers, spec["class"])
+    """Return a text encoder of the family's pipeline, without values."""
+    cls = getattr(transformers, tiny_builds.part(families()[family], name)["class"])
     config = cls.config_class.from_pretrained(path, subfolder=name, local_files_only=True).to_dict()
     if size == REAL:
-        config = merged(config, _real()[family][name])
+        config = merged(config, published(family, name))
     with init_empty_weights(include_buffers=False):
         made: nn.Module = cls(cls.config_class(**config))
     return made.eval().requires_grad_(False)
+
+
+def published(family: str, name: str) -> dict[str, Any]:
+    """Return what differs from the tiny build at published size; {} where nothing does."""
+    part = tiny_builds.part(families()[family], name) if name in families()[family].tiny else {}
+    found: dict[str, Any] = part.get("published", {})
+    return found
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

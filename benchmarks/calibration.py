@@ -18,12 +18,13 @@ from pathlib import Path
 
 from benchmarks._shared import options
 from digenrl.extensions.planner.costs import Costs
-from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.extensions.planner.workload import Workload
+from digenrl.facts import counted
 from digenrl.gpus import ENGINES, known
 from digenrl.hardware import Hardware, Pool
 
 FAMILIES = {"flux": "flux1_dev", "flux1": "flux1_dev", "sd35": "sd35_medium", "sd3.5": "sd35_medium"}
-"""Family of a row -> model of facts.json, where the name is another."""
+"""Family of a row -> option of configs/model, where the name is another."""
 UNITS = ("s/sample", "s/step", "s/forward")
 
 
@@ -34,7 +35,7 @@ def predicted(row: Mapping[str, str]) -> float:
         ValueError: a model, a GPU, an engine or a unit that is not known.
     """
     gpu, model = known(row["gpu"]), FAMILIES.get(row["family"], row["family"])
-    if gpu is None or model not in facts()["models"] or row["engine"] not in ENGINES or row["unit"] not in UNITS:
+    if gpu is None or model not in counted() or row["engine"] not in ENGINES or row["unit"] not in UNITS:
         raise ValueError("unknown family, gpu, engine or unit")
     pool = Pool("p", row["gpu"], 1, "auto", 80, gpu.tflops, gpu.hbm_tb_s, 32, 25, 1)
     width, height = map(int, row["px"].split("x"))

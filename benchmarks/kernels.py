@@ -11,6 +11,7 @@ say nothing about a GPU. FLOPs are counted by torch; a backward counts twice its
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -20,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import _families
 from benchmarks._shared import Report, options
-from benchmarks.count_facts import MODELS, flops
+from benchmarks.count_facts import flops
 
-DEFAULTS = {"models": ",".join(MODELS), "rows": "1,2,4", "point": "0", "compile": "false", "repeats": "7"}
+DEFAULTS = {"models": ",".join(_families.models()), "rows": "1,2,4", "point": "0", "compile": "false", "repeats": "7"}
 QUICK = {"models": "flux1_dev", "rows": "1", "repeats": "2"}
 COLUMNS = ("      model", "rows", "tokens", "forward ms", "TFLOP/s", "training ms", "TFLOP/s", "compiled / eager")
-ON_CPU = (1, 16, 16, 64)
-"""Latent frames, height, width and text tokens without a GPU."""
+ON_CPU = (1, 8, 8), 64
+"""Tokens of the picture by frames, rows and columns, and text tokens, without a GPU."""
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
@@ -35,20 +37,19 @@ def main(words: list[str]) -> int:
     """Print one row per model and batch size; returns the exit code."""
     given = options(words, DEFAULTS, QUICK)
     chosen, repeats = given["models"].split(","), int(given["repeats"])
-    if unknown := sorted(set(chosen) - set(MODELS)):
-        raise SystemExit(f"models={','.join(unknown)}: unknown; known: {', '.join(MODELS)}.")
+    if unknown := sorted(set(chosen) - set(_families.models())):
+        raise SystemExit(f"models={','.join(unknown)}: unknown; known: {', '.join(_families.models())}.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = f"{torch.cuda.get_device_name()}, bfloat16" if device.type == "cuda" else "no GPU: small sizes, float32"
     report = Report("Kernels", f"{where}; one unit of blocks at real width, {repeats} repeats.", COLUMNS)
     for name in chosen:
         model = build(name, device)
         for rows in map(int, given["rows"].split(",")):
-            inputs = place(name, model, rows, int(given["point"]), device)
+            predict = forward_of(name, rows, int(given["point"]), device)
             work, tokens = counted(name, rows, int(given["point"]), device)
 
-            def forward(model: nn.Module = model, inputs: dict[str, Any] = inputs) -> Tensor:
-                found: Tensor = model(**inputs, return_dict=False)[0]
-                return found
+            def forward(model: nn.Module = model, predict: Callable[[nn.Module], Tensor] = predict) -> Tensor:
+                return predict(model)
 
             def training(model: nn.Module = model, forward: Callable[[], Tensor] = forward) -> None:
                 model.zero_grad(set_to_none=True)
@@ -75,35 +76,40 @@ def build(name: str, device: torch.device) -> nn.Module:
     """One unit of blocks at real width, random."""
     torch.manual_seed(0)
     with device:
-        model: nn.Module = MODELS[name]["build"](1)
+        model = _families.network(name, 1)
     return model.to(DTYPES[device.type]).eval()
 
 
-def place(name: str, model: nn.Module, rows: int, point: int, device: torch.device) -> dict[str, Any]:
-    """Inputs of `rows` samples on `device`, noise in place of zeros."""
-    inputs = MODELS[name]["inputs"](rows, *shape(name, point, device), model)
-    for key, value in inputs.items():
-        if isinstance(value, Tensor):
-            wide = value.is_floating_point() and value.dim() > 1 and not key.endswith("_ids")
-            inputs[key] = torch.randn_like(value).to(device, DTYPES[device.type]) if wide else value.to(device)
-    return dict(inputs)
+def forward_of(name: str, rows: int, point: int, device: torch.device) -> Callable[[nn.Module], Tensor]:
+    """Return a forward of `rows` samples of noise on `device`, which takes the network."""
+    grid, text = shape(name, point, device)
+    facts = _families.models()[name]
+    policy = _families.policy(facts, grid)
+    shapes = _families.conditioning(facts, policy, text)
+    with device:
+        inputs = _families.inputs(policy, rows, shapes, DTYPES[device.type], torch.randn)
+
+    def forward(model: nn.Module) -> Tensor:
+        policy.transformer = model
+        return policy.predict(*inputs)
+
+    return forward
 
 
 def counted(name: str, rows: int, point: int, device: torch.device) -> tuple[float, int]:
-    """(FLOPs of a forward, latent tokens) of `rows` samples."""
-    frames, height, width, _ = shape(name, point, device)
+    """Return (FLOPs of a forward, latent tokens) of `rows` samples."""
+    grid, text = shape(name, point, device)
     with torch.device("meta"):
-        model = MODELS[name]["build"](1)
-        inputs = MODELS[name]["inputs"](rows, *shape(name, point, device), model)
-        return flops(model, inputs), rows * frames * height * width // 4
+        model = _families.network(name, 1)
+    return flops(name, model, grid, text, rows), rows * math.prod(grid)
 
 
-def shape(name: str, point: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Latent frames, height, width and text tokens of a sample."""
+def shape(name: str, point: int, device: torch.device) -> tuple[_families.Grid, int]:
+    """Return the tokens of a sample, by frames, rows and columns, and its text tokens."""
     if device.type == "cpu":
         return ON_CPU
-    frames, height, width = MODELS[name]["points"][point]
-    return frames, height, width, int(MODELS[name]["text"])
+    sizes = _families.models()[name].models[name]
+    return tuple(sizes["points"][point]), int(sizes["text_tokens"])
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -5,7 +5,7 @@
 
 Seconds per denoising step and per trained micro-batch (eager, compiled; every checkpointing grade; 1 to 8
 samples; 1, 2 and 4 steps in a forward), share of the machine's own matrix product, peak memory beside the planner's
-model, the first ratio's deviation, encoding, decoding, publishing, and an RL step of Qwen-Image's published workload in
+model, the first ratio's deviation, encoding, decoding, publishing, and an RL step where a published speed is known, in
 images per GPU-second. What does not fit or fails is recorded as such.
 
 After `budget_s` seconds nothing new is begun; the same command goes on where it stopped. Results are kept one by one in
@@ -42,6 +42,7 @@ from benchmarks._policy_bench import (
 )
 from benchmarks._random_builds import FAMILY, REAL, TINY
 from benchmarks._shared import RESULTS, Report, options
+from digenrl.facts import families
 
 ROOT = Path(__file__).parents[1]
 DEFAULTS = {
@@ -56,8 +57,12 @@ MARGIN_S = 75.0
 """Of the budget: what the last measurement that is begun may take, a compilation included."""
 RECOMPILATIONS = 64
 """Torch's own limit of 8 graphs per block is less than the shapes that are measured here."""
-PUBLISHED = {"qwen_image": 0.305}
-"""Images per GPU-second of an RL step: verl-project/verl-omni docs/algo/performance.md, 4 H800, OCR reward."""
+PUBLISHED = {
+    model: families()[family].measured
+    for model, family in FAMILY.items()
+    if "images_per_s" in families()[family].measured
+}
+"""Model -> published images per GPU-second of an RL step, and their source."""
 COLUMNS = ("        model", "   stage", "         engine", "       keeps", "samples", "steps", " seconds", "TFLOP/s",
            "share", "  GiB", "model GiB")  # fmt: skip
 
@@ -232,7 +237,7 @@ def tables(results: Results, units: Sequence[Unit]) -> Report:
         elif "images_per_s" in row and peak is not None:
             report.say(
                 f"An RL step of {unit.model} ({unit.engine}): {row['images_per_s']:.3f} images per GPU-second; "
-                f"published by verl-omni: {PUBLISHED[unit.model]} on 4 H800."
+                f"published: {PUBLISHED[unit.model]['images_per_s']} ({PUBLISHED[unit.model]['source']})."
             )
     return report
 

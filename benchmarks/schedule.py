@@ -29,8 +29,8 @@ from digenrl.extensions.planner.candidate import Candidate, Costing
 from digenrl.extensions.planner.outcome import Outcome, evaluate
 from digenrl.extensions.planner.plan_text import repeats
 from digenrl.extensions.planner.planner import fastest, fitted, make_plan, step_batches, task_sizes
+from digenrl.extensions.planner.reading import workload
 from digenrl.hardware import parse_hardware
-from digenrl.preflight import workload
 from digenrl.recompute import Recompute
 
 MODELS = ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "flux1_flowgrpo", "qwen_image_flowgrpo")
@@ -40,8 +40,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "+gap": {"gap": 1, "tsp_shard": False},
     "+tsp": {"gap": 1},
     "+tag": {"gap": 1, "tag": True},
-    "+handoff": {"gap": 1, "tag": True, "handoff": True},
-    "+async": {"gap": 1, "tag": True, "handoff": True, "async_steps": 1},
+    "+async": {"gap": 1, "tag": True, "async_steps": 1},
 }
 """Disaggregated rows: each adds one mechanism. Advantages over the whole batch exclude GAP; only a whole stale batch
 overlaps with training."""

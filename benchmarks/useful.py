@@ -3,11 +3,10 @@
     python -m benchmarks.useful [testbeds=testbed_a,...] [quick=true]
 
 For every experiment whose model has counted sizes, by the planner's counts: `encode` without and with the prompt store
-(a text is encoded once, not in every step that draws it), `train` without and with `schedule.skip_zero`, and `lean`:
-with `schedule.gradients=generation` and one update a batch, where the loss allows that (no second forward, but a
-backward pass of every sample; whether a GPU has room for the gradients is the plan's to say). Generation, decoding and
-scoring are what they were. Recomputation is in neither: it depends on the memory of a GPU. Then the step of the
-experiment that trains a part of its samples on published testbeds, simulated, before and after. Nothing is run.
+(a text is encoded once, not in every step that draws it), and `train` without and with `schedule.skip_zero`.
+Generation, decoding and scoring are what they were. Recomputation is in neither: it depends on the memory of a GPU.
+Then the step of the experiment that trains a part of its samples on published testbeds, simulated, before and after.
+Nothing is run.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from typing import Any
 
 from benchmarks._shared import Report, options
 from digenrl import config as configuration
+from digenrl import facts
 from digenrl.config import Composed, config_directory
 from digenrl.data import load_prompts
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.planner import fastest, fitted
-from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.extensions.planner.reading import workload
+from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import parse_hardware
-from digenrl.preflight import workload
 
 SELECTING = "hunyuanvideo_dancegrpo"
 """Trains the 4 best and the 4 worst of 24."""
@@ -50,7 +50,7 @@ class Flops:
 
 def flops_of(work: Workload, texts: float) -> Flops:
     """What an RL step of `work` computes when `texts` prompts are encoded in it, on average."""
-    backward = (work.replays + work.reference) * work.forward_flops() + work.backward_flops()
+    backward = (1 + work.reference) * work.forward_flops() + work.backward_flops()
     return Flops(
         encode=texts * work.encode_flops(),
         generate=work.samples * work.steps * work.passes * work.forward_flops(),
@@ -58,14 +58,6 @@ def flops_of(work: Workload, texts: float) -> Flops:
         score=work.samples * work.score_flops(),
         train=work.cells * work.passes * backward,
     )
-
-
-def taken(work: Workload, texts: float, whole: Flops) -> tuple[str, str]:
-    """PFLOP of training where gradients are taken while generating, and the ratio of `whole` to that step."""
-    if not work.lean:
-        return "-", "-"
-    lean = flops_of(replace(work, replays=False), texts)
-    return f"{lean.train / PETA:.1f}", f"{whole.total / lean.total:.2f}"
 
 
 def before(work: Workload) -> Workload:
@@ -85,7 +77,7 @@ def counted() -> dict[str, Composed]:
     found = {}
     for path in sorted((config_directory() / "experiment").glob("[a-z]*.yaml")):
         composed = configuration.load([f"experiment={path.stem}"], "plan")
-        if composed.choices["model"] in facts()["models"]:
+        if composed.choices["model"] in facts.counted():
             found[path.stem] = composed
     return found
 
@@ -104,8 +96,7 @@ def main(words: list[str]) -> int:
     report = Report(
         "FLOPs of an RL step",
         "PFLOP by the planner's counts, without -> with skip_zero and the prompt store (encoding: mean over the run).\n"
-        "ratio: FLOPs without over FLOPs with. lean: training with schedule.gradients=generation and one update a "
-        "batch (-: the loss does not allow it), and the ratio then.\n"
+        "ratio: FLOPs without over FLOPs with.\n"
         "Experiments whose model has no counted sizes are not listed.",
         (
             "            experiment",
@@ -114,8 +105,6 @@ def main(words: list[str]) -> int:
             "generate",
             "         train",
             "    whole step",
-            "ratio",
-            "  lean",
             "ratio",
         ),
     )
@@ -131,7 +120,6 @@ def main(words: list[str]) -> int:
             f"{whole.train / PETA:.1f} -> {less.train / PETA:.1f}",
             f"{whole.total / PETA:.1f} -> {less.total / PETA:.1f}",
             f"{whole.total / less.total:.2f}",
-            *taken(work, texts_per_step(composed, work), whole),
         )
     report.say(f"{SELECTING}, simulated seconds of an RL step; colocated: the fastest run of all GPUs in both roles.")
     report.table(("   testbed", "bound without", "with", "ratio", "colocated without", "with", "ratio"))

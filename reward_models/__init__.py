@@ -1,1 +1,1 @@
-"""One scorer per file; the protocol they follow is `digenrl.rewards.protocol`. Reached by Hydra `_target_`."""
+"""One scorer per file, named by Hydra `_target_`. `digenrl.rewards.protocol` is the protocol of scorers."""

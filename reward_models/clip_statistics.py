@@ -43,7 +43,7 @@ class ClipStatistics:
         build: "real" or "tiny".
         reference: a folder of PNG, JPEG or WebP pictures, or the samples/eval-0.npz of a run, which is its base model;
             None = no `clip_kid`.
-        max_reference: the first so many of them, by name.
+        max_reference: number of reference files that are read, in order of name.
         frames: frames taken from a video.
         device: "auto", or as torch reads it.
         dtype: of the model.

@@ -59,7 +59,8 @@ def build_judge() -> nn.Sequential:
 
 
 def fit_judge(judge: str, seed: int, steps: int = 500, batch: int = 128, lr: float = 2e-3) -> nn.Sequential:
-    """Train one judge on its half (about 4 s on one core). Pixel noise of 0.1 prepares it for imperfect samples."""
+    """Train a judge on its own half of the digits (about 4 s on one core). Pixel noise of 0.1 prepares it for imperfect
+    samples."""
     images, labels = judge_half(judge)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -21,7 +21,7 @@ class Edit:
     before: Scene
     """What the picture shows."""
     changed: int
-    """Which of its objects gets another colour."""
+    """Index of the object that gets another colour."""
     colour: str
 
     @property

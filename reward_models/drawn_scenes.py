@@ -47,7 +47,7 @@ class Scene:
     """What a prompt asserts: so many objects and no other, of these kinds, the first in `relation` to the second."""
 
     kinds: tuple[Kind, ...]
-    """Of each object."""
+    """Kind of each object."""
     relation: str | None = None
     """None: any."""
 

@@ -44,10 +44,10 @@ COUNTS = 4
 OFF_PAPER, LEAST_PIXELS = 0.3, 4
 """An object: at least so many connected pixels, each so far from the paper's colour (RGB in [0, 1])."""
 NEAR_COLOUR, EVEN_COLOUR = 0.25, 0.2
-"""Its inside is a colour when the mean is so near to it and spreads so little."""
+"""Largest distance of an object's mean from a colour, and largest spread, at which the object has that colour."""
 LIKE_SHAPE, CLEARLY = 0.78, 0.02
-"""It is a shape when it overlaps that shape's template so well (intersection over union), better than the
-others by so much."""
+"""Least overlap (intersection over union) with a shape's template, and least lead over the other shapes, at which an
+object has that shape."""
 
 
 class Found(NamedTuple):

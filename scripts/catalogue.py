@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from digenrl.facts import counted
 from reward_models.published import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,9 +57,9 @@ def page() -> str:
 
 
 def _models() -> Iterator[str]:
-    facts = json.loads((ROOT / "src" / "digenrl" / "extensions" / "planner" / "facts.json").read_text())["models"]
     for option, head, node in _options("model"):
-        known, path = facts.get(option), node.get("path")
+        facts, path = counted().get(option), node.get("path")
+        known = facts.models[option] if facts else None
         shape = f"{known['blocks']} x {known['hidden']}" if known else "-"
         gib = f"{known['parameters'] * 2 / 2**30:.1f} GiB in 16 bit" if known else "-"
         command = f"`hf download {path}`" if path else "committed with the code"

@@ -32,7 +32,7 @@ from tests.namespaces import Cable, NotHere, cable, inside
 from tests.storm import published
 from tests.training import PATIENCE_S, SMALL, Train, commands
 
-WORDS = (*SMALL, "schedule=gap", "schedule.handoff=true", "sampling.steps=8", "callbacks.checkpoint.every=1000")
+WORDS = (*SMALL, "schedule=gap_tsp_tag", "schedule.tsp.batch=1", "sampling.steps=8", "callbacks.checkpoint.every=1000")
 RUN = ("allocation.trainers=1", "allocation.patience_s=60", "allocation.max_restarts=3", "limits.absent_s=3")
 STEPS_PER_EVENT = 2
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}

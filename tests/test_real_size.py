@@ -15,20 +15,22 @@ import yaml
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import real_size
+from benchmarks import _families, real_size
 from benchmarks._policy_bench import ENGINES, PROMPT, Build, Unit, composed
 from benchmarks._random_builds import FAMILY, REAL, random_weights
-from benchmarks.count_facts import MODELS
 from digenrl import config as configuration
 from digenrl.diffusion import denoise
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.measured import same_gpu, with_measured
+from digenrl.extensions.planner.reading import costing_of
 from digenrl.hardware import parse_hardware
 from digenrl.models.policy import NEGATIVE
-from digenrl.preflight import costing_of
+from tests.models.families import FAMILIES as ROWS
 from tests.models.real_policies import plainly
 
 pytestmark = pytest.mark.heavy
+
+MODEL = next(iter(real_size.PUBLISHED))
 
 
 def measured(out: Path, *words: str) -> tuple[int, dict[str, Any]]:
@@ -43,12 +45,12 @@ def measured(out: Path, *words: str) -> tuple[int, dict[str, Any]]:
 def test_a_family_is_measured_in_slices_and_written_for_people_and_for_the_planner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("models=qwen_image", "images=4", "engines=eager")
+    words = (f"models={MODEL}", "images=4", "engines=eager")
     assert measured(tmp_path, *words, "budget_s=0") == (0, {})
     assert "measurements are left: the same command goes on" in capsys.readouterr().out
     code, rows = measured(tmp_path, *words)
     assert code == 0
-    planned = [unit for _, units in real_size.plan("qwen_image", _given("eager")) for unit in units]
+    planned = [unit for _, units in real_size.plan(MODEL, _given("eager")) for unit in units]
     assert set(rows) == {unit.key for unit in planned}
     assert not [row for row in rows.values() if "failed" in row]
     ratios = [row["deviation"] for key, row in rows.items() if "/ratio/" in key]
@@ -60,7 +62,7 @@ def test_a_family_is_measured_in_slices_and_written_for_people_and_for_the_plann
     (table,) = tmp_path.glob("real_size-cpu-tiny-*.md")
     assert "nothing about speed" in table.read_text()
     profile = yaml.safe_load((tmp_path / "cpu-tiny.yaml").read_text())
-    stages = profile["models"]["qwen_image"]
+    stages = profile["models"][MODEL]
     assert set(stages) == {"generate", "train", "encode", "decode"}
     assert all(entry["seconds"] > 0 for entries in stages.values() for entry in entries)
     with mock.patch.object(real_size, "build", side_effect=AssertionError("measured twice")):
@@ -171,13 +173,6 @@ def test_what_cannot_be_measured_is_refused(word: str, part: str, tmp_path: Path
 
 # ---- a GPU that does not exist
 
-CONDITIONS = {
-    "wan21_14b": {"text": (512, 4096)},
-    "qwen_image": {"text": (256, 3584), "mask": (256,)},
-    "hunyuan_video": {"text": (256, 4096), "pooled": (768,)},
-}
-"""What encoders give whose work depends on values (they count tokens), which fake tensors have not."""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", FAMILY)
@@ -188,10 +183,12 @@ def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) 
     with mock.patch.object(nn.Module, "_apply", plainly), fake, random_weights(model, REAL, device), torch.no_grad():
         policy = configuration.instantiate(settings)
         assert {parameter.device for parameter in policy.parameters()} == {device}
-        if model in CONDITIONS:
+        row, facts = ROWS[FAMILY[model]], policy.facts()
+        if row.counts_tokens or "mask" in facts.conditioning:  # what encoders do depends on values
             condition = {
-                key: torch.ones(1, *shape, device=device, dtype=torch.bool if key == "mask" else torch.bfloat16)
-                for key, shape in CONDITIONS[model].items()
+                key: torch.ones(1, *shape, device=device, dtype=torch.bfloat16)
+                for key, shape in _families.conditioning(facts, policy, *row.real_text).items()
+                if key != "mask"
             }
             condition |= {NEGATIVE + key: value for key, value in condition.items()} if policy.two_forwards else {}
         else:
@@ -207,4 +204,4 @@ def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) 
             parameter.numel() for name, parameter in policy.transformer.named_parameters() if "lora_" not in name
         )
     with torch.device("meta"):
-        assert real == sum(parameter.numel() for parameter in MODELS[model]["build"](None).parameters())
+        assert real == sum(parameter.numel() for parameter in _families.network(model).parameters())

@@ -29,32 +29,14 @@ from digenrl.extensions.export.cli.export import read_weights
 from digenrl.extensions.export.diffusers_export import export_policy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
-from digenrl.preflight import allocation
+from digenrl.settle import allocation
+from tests.models.families import experiments
 from tests.models.tiny_policies import exported, prompt
 from tests.strategy.processes import logs
 
 pytestmark = pytest.mark.heavy
 
-EXPERIMENTS = (
-    "wan21_flowgrpo",
-    "wan21_dancegrpo",
-    "wan21_i2v_flowgrpo",
-    "wan22_a14b_flowgrpo",
-    "hunyuanvideo_dancegrpo",
-    "hunyuan15_flowgrpo",
-    "ltx2_flowgrpo",
-    "flux1_flowgrpo",
-    "flux1_dancegrpo",
-    "flux1_mixgrpo",
-    "flux1_kontext_flowgrpo",
-    "aura_flow_flowgrpo",
-    "zimage_flowgrpo",
-    "flux2_klein_flowgrpo",
-    "qwen_image_flowgrpo",
-    "qwen_image_edit_flowgrpo",
-    "qwen_image_nft",
-    "sd35_flowgrpo",
-)
+EXPERIMENTS = experiments()
 CHOSEN = ("wan21_flowgrpo", "sd35_flowgrpo")
 """A video, an image, and no ratio."""
 STEPS = 3
@@ -153,10 +135,7 @@ def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "experiment",
-    ["qwen_image_edit_flowgrpo", "wan22_a14b_flowgrpo", "hunyuan15_flowgrpo", "ltx2_flowgrpo", "scenes_edit"],
-)
+@pytest.mark.parametrize("experiment", [*experiments(unusual=True), "scenes_edit"])
 def test_schedules_train_the_same_weights(experiment: str, tmp_path: Path) -> None:
     """Three steps in double precision, where rounding stays rounding under Adam."""
     runs = {}

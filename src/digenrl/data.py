@@ -84,7 +84,7 @@ def prompt_of(record: Record) -> Prompt:
 
 
 class PromptSampler:
-    """Which prompts each logical batch holds; every rank computes the same.
+    """Chooses the prompts of each logical batch, the same on every rank.
 
     Args:
         prompts: distinct prompts, at least `prompts_per_batch`.
@@ -130,7 +130,7 @@ class PromptSampler:
         weights = list(accumulate(weight for _, weight in files))
         self._bounds = [weight / weights[-1] for weight in weights]
         self._taken = [[0] for _ in files]
-        """Of each file: how many prompts all batches before an RL step have taken."""
+        """Prompts taken from each file by all batches before an RL step."""
         self._batches: dict[int, tuple[Prompt, ...]] = {}
 
     def batch(self, step: int) -> tuple[Prompt, ...]:
@@ -161,7 +161,8 @@ class PromptSampler:
                 taken.append(taken[-1] + last - first)
 
     def _span(self, number: int) -> Callable[[int], tuple[int, int]]:
-        """Of a file: position in its stream -> first position, and end, of what the batch around it takes."""
+        """Return a function for file `number`: position in its stream -> first position and end of the batch around
+        it."""
 
         def span(position: int) -> tuple[int, int]:
             taken = self._taken[number]

@@ -29,7 +29,7 @@ _INK, _FAINT = (32, 36, 43), (102, 112, 128)
 
 @dataclass(frozen=True)
 class Tile:
-    """One sample as it is shown."""
+    """One sample of a gallery."""
 
     media: NDArray[np.uint8]
     """[C, H, W], or [F, C, H, W]."""
@@ -47,8 +47,8 @@ class Tile:
 
 
 def totals(scores: Mapping[str, NDArray[np.float32]], weights: Mapping[str, float], count: int) -> NDArray[np.float64]:
-    """[count]: each sample's weighted sum of the optimised rewards; of the first score where none is optimised; NaN
-    where one is missing."""
+    """Return [count] fp64: each sample's weighted sum of the optimised rewards, NaN where a reward is missing. Without
+    an optimised reward the first score counts."""
     chosen = {name: weight for name, weight in weights.items() if name in scores}
     chosen = chosen or dict.fromkeys(list(scores)[:1], 1.0)
     if not chosen:
@@ -140,7 +140,7 @@ def mp4(media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND, source: NDArray[
 
 
 def caption(tile: Tile) -> str:
-    """Its score, as one writes it below a picture."""
+    """Return the score of a tile as the text below its picture."""
     return (
         "no score" if math.isnan(tile.score) else f"{tile.score:.3f}" if abs(tile.score) < 100 else f"{tile.score:.4g}"
     )

@@ -31,14 +31,14 @@ class Efficiency:
     encode: float = 0.8
     """Speed of the text encoders, as a part of a forward's products."""
     network: float = 0.8
-    """Of the links' nominal bandwidth."""
+    """Share of the links' nominal bandwidth that is reached."""
     launch_seconds: float | None = None
     """Least seconds of a block's forward; None = the engine's."""
     host_gb_s: float = 20.0
     """CPU to GPU copies."""
 
     def but(self, given: Mapping[str, Any]) -> Efficiency:
-        """With the keys of a profile."""
+        """Return a copy with the keys that a profile gives."""
         return Efficiency(**{item.name: given.get(item.name, getattr(self, item.name)) for item in fields(self)})
 
 

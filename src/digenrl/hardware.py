@@ -49,12 +49,12 @@ class Line:
     """Per direction, shared by all their GPUs."""
     latency_s: float = 0.0
     told: bool = False
-    """Versions go over it as changes (`network.delta`) ..."""
+    """Versions travel as deltas ..."""
     packed: bool = False
-    """... and all else packed (`network.compress`)."""
+    """... and everything else packed."""
 
     def seconds(self, size: float) -> float:
-        """Of a message of so many bytes."""
+        """Return the seconds that a message of `size` bytes takes."""
         return size / (self.gb_s * 1e9) + self.latency_s
 
 
@@ -109,18 +109,6 @@ def _links(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list((node.get("links") or {}).values())
 
 
-def lines_of(node: Mapping[str, Any], trainers: int, rollouts: int, rank: int) -> tuple[float, ...]:
-    """MB/s of the line between `rank` (one that joined stands where the last rollout does) and each rank, as the
-    `hardware` node says; inf where it says nothing."""
-    if not _links(node):
-        return ()
-    hardware = parse_hardware(node)
-    pools = [pool for pool, _ in assign(hardware, trainers, rollouts)]
-    own = pools[min(rank, len(pools) - 1)]
-    lines = [hardware.line(own, pool) for pool in pools]
-    return tuple(math.inf if line is None else line.gb_s * 1e3 for line in lines)
-
-
 def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:
     """Rank of each process that a scheduler started, trainers being the first ranks.
 
@@ -147,19 +135,15 @@ def nodes(hardware: Hardware, pools: Iterable[str]) -> list[tuple[str, int]]:
     return found
 
 
-def assign(hardware: Hardware, trainers: int, rollouts: int, together: int = 1) -> tuple[tuple[str, str], ...]:
-    """(pool, role) of every rank, trainers first.
+def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str, str], ...]:
+    """Return (pool, role) of every rank, trainers first.
 
     Trainers come from pools of role trainer, then from auto pools in their order, all in the first place that has room
     for them; rollouts from pools of role rollout, then from auto pools in reverse order, wherever they stand. So one
     order of pools and two numbers describe every placement.
 
-    Args:
-        together: neighbouring rollouts that share the tokens of a forward, on one node.
-
     Raises:
-        ValueError: a role has fewer GPUs than asked for, trainers would stand in two places, or rollouts do not divide
-            into groups on one node.
+        ValueError: a role has fewer GPUs than asked for, or trainers would stand in two places.
     """
     left = {pool.name: pool.count for pool in hardware.pools}
     ranks: list[tuple[str, str]] = []
@@ -184,23 +168,11 @@ def assign(hardware: Hardware, trainers: int, rollouts: int, together: int = 1) 
                 f"allocation.{role}s = {number}: the hardware profile has {number - missing} GPUs left for that role "
                 f"({pools}); lower it or change a pool's role."
             )
-    if rollouts % together or (together > 1 and not rollouts):
-        raise ValueError(
-            f"parallel.rollout_context = {together}: must divide allocation.rollouts = {rollouts}, which must not be 0."
-        )
-    places = nodes(hardware, (name for name, _ in ranks))
-    for first in range(trainers, trainers + rollouts, together):
-        if len(set(places[first : first + together])) > 1:
-            raise ValueError(
-                f"parallel.rollout_context = {together}: ranks {first} to {first + together - 1} would be on two "
-                f"nodes; choose allocation.trainers and allocation.rollouts so that groups of {together} lie within "
-                f"nodes of {hardware.pool(places[first][0]).per_node} GPUs."
-            )
     return tuple(ranks)
 
 
 def _together(hardware: Hardware, pools: Sequence[Pool], trainers: int) -> list[Pool]:
-    """Those of `pools` in the first place, in their order, that has room for all trainers.
+    """Return the pools, in order, of the first place that has room for all trainers.
 
     Raises:
         ValueError: there are several, and none has.

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ROLES = ("image", "last_image", "target_image")
-"""image: what a model edits, or a video begins with; last_image: what it ends with; target_image: for scorers alone."""
+"""Roles of a prompt's images: `image` is edited or begins a video, `last_image` ends it, scorers read
+`target_image`."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 
 
@@ -41,11 +42,11 @@ class PromptImage:
     role: str
     """One of `ROLES`."""
     digest: str
-    """Of the file's bytes."""
+    """Digest of the file's bytes."""
     size: int = field(default=0, compare=False)
     """Bytes."""
     path: str = field(default="", compare=False)
-    """Where it was found; "" for one that came with a request."""
+    """Path of the file; "" for an image that came with a request."""
     data: bytes | None = field(default=None, compare=False, repr=False)
     """The file's bytes where there is no path."""
 

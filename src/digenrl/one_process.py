@@ -60,16 +60,15 @@ class Loop:
     def generate(self) -> tuple[Trajectory, ...]:
         """The tasks of this RL step, scored, group by group; as many groups as `data.oversample` asks for."""
         board, made = self._board(), []
-        prompts, group = self.data.sampler.batch(self.step), 0
+        prompts = self.data.sampler.batch(self.step)
         with self.module.rollout_weights():
-            while group < board.opened:
+            for group, prompt in enumerate(prompts):
                 for task in group_tasks(self._spec, self.step, group):
-                    generation = self.engine.begin(task, prompts[group])
+                    generation = self.engine.begin(task, prompt)
                     while self.engine.steps_left(generation):
                         generation = self.engine.advance(generation)
                     made.append(self.engine.score(generation, self.engine.decode(generation)).result())
                     _add(board, made[-1])
-                group += 1
         self.rewards.check_missing()
         return tuple(made)
 

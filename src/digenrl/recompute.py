@@ -25,7 +25,7 @@ from typing import Any
 
 ALL, PRODUCTS, ATTENTION, INPUTS, OFFLOAD = "all", "products", "attention", "inputs", "offload"
 MODES = (ALL, PRODUCTS, ATTENTION, INPUTS)
-"""From the most memory to the least: what auto chooses among."""
+"""Modes among which `auto` chooses, from the most memory to the least."""
 CHANGES = (PRODUCTS, ATTENTION, INPUTS, OFFLOAD)
 """What blocks may do instead of keeping all."""
 AUTO = "auto"

@@ -79,10 +79,6 @@ class Transitions:
     """[b, K, *L] fp32: rollout means (GRPO-Guard, Flow-DPPO); None when unused."""
     base_means: Tensor | None = None
     """[b, K, *L]: the base model's, as a record has them (`replay`); None: whoever needs them computes them."""
-    gradients: dict[str, Tensor] | None = None
-    """Trained parameter -> gradients [b, ...] that were taken while generating (`diffusion.lean`), on the rank that
-    did; None where the transitions are replayed. Latents and next_latents are empty then. A block keeps those of all
-    samples of its task."""
 
     @property
     def samples(self) -> int:
@@ -98,7 +94,7 @@ class CellBlock(Transitions):
     """
 
     rows: tuple[int, ...] | None = None
-    """Which samples of the group the rows are, where some of the task's have no gradient; None: all of them."""
+    """Samples of the group that the rows hold, if samples without a gradient were left out; None: all samples."""
     weight: float = 1.0
     """0.0 marks a block that only takes part in collectives (a sharded rank without cells)."""
 
@@ -108,7 +104,7 @@ class CellBlock(Transitions):
         return self.rows or tuple(range(self.first_sample, self.first_sample + self.samples))
 
     def narrowed(self, keep: Tensor) -> CellBlock:
-        """The rows at `keep` ([b] bool); all of them without a copy, as are the gradients of any."""
+        """Return the rows at `keep` ([b] bool); all of them without a copy."""
         if bool(keep.all()):
             return self
         batched = ("latents", "next_latents", "log_probs", "final", "means", "base_means")

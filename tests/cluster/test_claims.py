@@ -76,35 +76,6 @@ def test_every_task_has_one_owner_and_two_parts_never_meet(store: Store) -> None
     assert [[c.position for c in own if c is not None] for own in mine] == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_the_reserve_is_claimed_when_it_is_opened_also_after_a_loss(store: Store) -> None:
-    """The last three tasks are in reserve. The counter has run past its end when a rank dies."""
-    launcher, (trainer, other, dead, receiver), control = ranks_of(store)
-    counted, reserve = range(len(TASKS) - 3), 3
-
-    def taken(claims: Claims) -> int | None:
-        claim = claims.take(0, TASKS, counted, reserve)
-        return None if claim is None else claim.position
-
-    assert [taken(claims) for claims in (other, receiver, dead, other, receiver, dead)] == [0, 1, 2, None, None, None]
-    control.add("claim/v0", 2)  # two that asked for the last task at one moment
-    assert lose(launcher, control, 2) == ["task 2 of step 0 (group 1)"]
-    assert [taken(receiver), taken(receiver)] == [2, None], "a loss opens nothing"
-    trainer.open(0, TASKS, range(3, 5))
-    trainer.open(0, TASKS, range(3, 5))
-    assert receiver.left(0, len(counted), counted) == 2
-    assert [taken(receiver), taken(receiver), taken(other)] == [3, 4, None]
-    for claims in (trainer, other):
-        claims.received(0, 2)
-    assert lose(launcher, control, 3) == [
-        "task 1 of step 0 (group 0)",
-        "task 3 of step 0 (group 1)",
-        "task 4 of step 0 (group 2)",
-    ]
-    trainer.open(0, TASKS, range(3, 6))
-    again = [other.take(0, TASKS, counted, reserve) for _ in range(4)]
-    assert [(claim.position, claim.attempt) for claim in again if claim is not None] == [(1, 1), (3, 1), (4, 1), (5, 0)]
-
-
 def test_a_lost_owners_task_goes_back_once_and_its_late_result_is_refused(store: Store) -> None:
     launcher, (trainer, other, dead, receiver), control = ranks_of(store)
     first, second, third = dead.take(0, TASKS, WHOLE), dead.take(0, TASKS, WHOLE), receiver.take(0, TASKS, WHOLE)

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from digenrl import config
-from digenrl.preflight import allocation, settled
 from digenrl.record.redact import MASK
+from digenrl.settle import allocation, settled
 
 Case = tuple[Sequence[str], Sequence[str]]
-
-LEAN = ("schedule=colocated", "schedule.gradients=generation", "sampling.task_size=1", "algorithm.kl_weight=0")
 
 NAMES: dict[str, Case] = {
     "unknown experiment": (
@@ -49,9 +47,12 @@ KEYS: dict[str, Case] = {
     "misspelt LoRA key": (["model.lora.rnk=3"], ["nearest: model.lora.rank"]),
     "misspelt trainer argument": (["trainer.precison=64"], ["trainer.precison = 64", "nearest: trainer.precision"]),
     "right key, wrong parent": (["algorithm.group_size=8"], ["nearest: data.group_size"]),
-    "nothing near": (["schedule.banana=1"], ["schedule.banana = 1", "schedule has", "stale_fraction", "handoff"]),
+    "nothing near": (["schedule.banana=1"], ["schedule.banana = 1", "schedule has", "stale_fraction", "tag"]),
     "leaf alone, nearest the root": (["steps=8"], ["steps = 8", "nearest: sampling.steps, allowed: whole number"]),
     "removed key": (["schedule.order=arrival"], ["schedule.order = arrival: was removed; fragments are"]),
+    "removed mechanism": (["schedule.handoff=true"], ["schedule.handoff = True: was removed; rollouts that leave"]),
+    "removed value": (["data.zero_variance_groups=refill"], ["data.zero_variance_groups = refill: was removed; no"]),
+    "removed key of another room": (["parallel.rollout_context=2"], ["was removed; each rollout generates alone"]),
     "added removed key": (["+schedule.order=arrival"], ["schedule.order = arrival: was removed; fragments"]),
     "added root key": (["+banana=1"], ["banana = 1", "no such key", "max_rl_steps"]),
     "force-added root key": (["++sed=1"], ["sed = 1", "nearest: seed"]),
@@ -114,7 +115,7 @@ VALUES: dict[str, Case] = {
     "half a step in a forward": (["schedule.tsp.batch=1.5"], ["schedule.tsp.batch = 1.5", "not a whole number"]),
     "no step in a forward": (["schedule.tsp.batch=0"], ["schedule.tsp.batch = 0", "is too small", "auto or all"]),
     "word for a flag": (["schedule.tag=yes"], ["schedule.tag = yes", "is text", "true or false"]),
-    "number for hand-off": (["schedule.handoff=1"], ["schedule.handoff = 1", "true or false"]),
+    "number for lending": (["schedule.tag=1"], ["schedule.tag = 1", "true or false"]),
     "unknown claims": (["schedule.claims=static"], ["schedule.claims = static", "shared | split"]),
     "stale fraction that is no number": (["schedule.stale_fraction=nan"], ["schedule.stale_fraction", "not finite"]),
     "rollouts below none": (["allocation.rollouts=-1"], ["allocation.rollouts = -1", ">= 0 or auto"]),
@@ -130,7 +131,6 @@ VALUES: dict[str, Case] = {
         ["model.compile = graphs: was removed", "set model.compile=true"],
     ),
     "unknown launcher": (["launch=slurm"], ["launch = slurm", "local | ray"]),
-    "resources of no pool": (["ray.resources={spot:{GPU:1}}"], ["ray.resources.spot", "no pool", "pools are local"]),
     "a line to no pool": (
         ["+hardware.links={wan:{between:[local,far],gb_s:1.0}}"],
         ["hardware.links.wan.between = ['local', 'far']", "two pools", "its pools are local"],
@@ -175,6 +175,10 @@ RELATIONS: dict[str, Case] = {
         ["schedule=gap", "algorithm.advantage.std=batch"],
         ["algorithm.advantage.std = batch", "schedule.gap = 1", "set schedule.gap=0 or algorithm.advantage.std=group"],
     ),
+    "whole-batch renormalisation with gap": (
+        ["schedule=gap", "algorithm/advantage=gdpo"],
+        ["algorithm.advantage.renormalise = true", "schedule.gap = 1", "algorithm.advantage.renormalise=false"],
+    ),
     "one noise and no other": (
         ["experiment=digits_nft", "sampling.same_noise=true"],
         ["sampling.same_noise = true", "algorithm.sde.noise_level = 0", "set sampling.same_noise=false"],
@@ -182,34 +186,6 @@ RELATIONS: dict[str, Case] = {
     "asynchrony without rollout ranks": (
         ["schedule=colocated", "schedule.async_steps=1"],
         ["schedule.async_steps = 1", "allocation.rollouts = 0", "set allocation.rollouts"],
-    ),
-    "gradients where rollouts generate": (
-        ["schedule.gradients=generation", "sampling.task_size=1", "algorithm.kl_weight=0", "allocation.rollouts=1"],
-        ["allocation.rollouts = 1 with schedule.gradients = generation", "set allocation.rollouts=0, or schedule."],
-    ),
-    "gradients of several samples at once, and all weights": (
-        [*LEAN, "sampling.task_size=2", "model.lora=null"],
-        ["sampling.task_size = 2 with schedule.gradients", "without model.lora", "set sampling.task_size=1, or"],
-    ),
-    "gradients of a KL": (
-        [*LEAN, "algorithm.kl_weight=0.1"],
-        ["algorithm.kl_weight = 0.1 with schedule.gradients", "set algorithm.kl_weight=0, or schedule.gradients=rep"],
-    ),
-    "gradients of older weights": (
-        [*LEAN, "algorithm.updates_per_batch=2"],
-        ["algorithm.updates_per_batch = 2 with schedule.gradients", "set algorithm.updates_per_batch=1, or"],
-    ),
-    "gradients that cannot be read again": (
-        [*LEAN, "record.trajectories=true"],
-        ["record.trajectories = true with schedule.gradients", "set record.trajectories=false, or"],
-    ),
-    "gradients of shards": (
-        [*LEAN, "parallel.sharding=fsdp", "allocation.trainers=2"],
-        ["parallel.sharding = fsdp with schedule.gradients", "set parallel.sharding=ddp, or"],
-    ),
-    "gradients of no log-prob": (
-        ["experiment=digits_nft", *LEAN[:3]],
-        ["algorithm._target_ = digenrl.algorithms.nft.NFT with schedule.gradients", "trains no log-probs"],
     ),
     "shares of another length": (
         ["schedule.shares=[3,1,1]", "allocation.trainers=2"],
@@ -244,29 +220,6 @@ RELATIONS: dict[str, Case] = {
         ["data.prompts_per_batch=4", "algorithm.updates_per_batch=2", "data.oversample=3"],
         ["data.oversample = 3", "algorithm.updates_per_batch = 2", "0, 2, 4"],
     ),
-    "refilling with nothing": (
-        ["data.zero_variance_groups=refill"],
-        ["data.zero_variance_groups = refill with data.oversample = 0", "set data.oversample=10", "=drop"],
-    ),
-    "refilling a later update": (
-        [
-            "data.zero_variance_groups=refill",
-            "data.prompts_per_batch=4",
-            "data.oversample=4",
-            "algorithm.updates_per_batch=2",
-        ],
-        ["refill with algorithm.updates_per_batch = 2", "set algorithm.updates_per_batch=1"],
-    ),
-    "refilling with old weights": (
-        [
-            "data.zero_variance_groups=refill",
-            "data.prompts_per_batch=4",
-            "data.oversample=4",
-            "schedule=full",
-            "schedule.stale_fraction=0.9",
-        ],
-        ["schedule.stale_fraction = 0.9 of 8 groups", "set schedule.stale_fraction=0.5 or less"],
-    ),
     "equal parts and lending": (
         ["schedule.claims=split", "schedule.tag=true"],
         ["schedule.claims = split", "schedule.tag = true", "set schedule.claims=shared or schedule.tag=false"],
@@ -291,7 +244,7 @@ RELATIONS: dict[str, Case] = {
 
 TARGETS: dict[str, Case] = {
     "os": (["model._target_=os.system"], ["model._target_ = os.system", "refused", "allow_targets=[os]"]),
-    "torch.load": (["model._target_=torch.load"], ["model._target_ = torch.load", "refused", "torch.optim"]),
+    "torch.load": (["model._target_=torch.load"], ["model._target_ = torch.load", "refused", "allow_targets=[torch]"]),
     "prefix that only looks allowed": (["model._target_=digenrl_evil.Model"], ["digenrl_evil.Model", "refused"]),
     "nested": (
         ["+reward.rewards.judge_a.scorer.inner={_target_:subprocess.run}"],
@@ -303,16 +256,16 @@ TARGETS: dict[str, Case] = {
     ),
     "alias through an own module": (
         ["model._target_=digenrl.config.targets.ast.parse"],
-        ["no module digenrl.config.targets.ast"],
+        ["digenrl.config.targets.ast.parse: refused", "no file of the shipped configs/ names it"],
     ),
     "private helper": (["model._target_=lightning.fabric.utilities.cloud_io._load"], ["_load", "refused"]),
     "misspelt class": (
         ["model._target_=digenrl.extensions.tasks.digits.DigitPolicy"],
-        ["defines no DigitPolicy", "nearest: digenrl.extensions.tasks.digits.DigitsPolicy"],
+        ["DigitPolicy: refused", "nearest: digenrl.extensions.tasks.digits.DigitsPolicy"],
     ),
     "misspelt module": (
         ["model._target_=digenrl.extensions.tasks.digts.DigitsPolicy"],
-        ["no module digenrl.extensions.tasks.digts", "nearest: digenrl.extensions.tasks.digits"],
+        ["digts.DigitsPolicy: refused", "nearest: digenrl.extensions.tasks.digits.DigitsPolicy"],
     ),
     "no text": (["model._target_=3"], ["model._target_ = 3", "dotted name"]),
 }
@@ -425,19 +378,18 @@ TWO = ("allocation.trainers=2", "allocation.rollouts=1")
     ("words", "idle"),
     [
         (["schedule=full"], ["tsp.shard = true"]),
-        (["schedule=sync", "schedule.handoff=true", "schedule.gap=8"], ["handoff = true", "gap = 8"]),
-        (["schedule=gap_tsp_tag", "schedule.handoff=true", "allocation.rollouts=0"], ["tag = true", "handoff = true"]),
+        (["schedule=sync", "schedule.gap=8"], ["gap = 8"]),
+        (["schedule=gap_tsp_tag", "allocation.rollouts=0"], ["tag = true"]),
         (["schedule=gap_tsp_tag", "allocation.trainers=2", "allocation.rollouts=2"], []),
         (["schedule.shares=measured"], ["shares = measured"]),
         ([*TWO, "schedule.shares=[3,1]", "parallel.sharding=fsdp"], ["shares = [3, 1]"]),
         ([*TWO, "schedule.shares=measured", "parallel.sharding=hsdp"], ["shares = measured"]),
         ([*TWO, "schedule.shares=[3,1]"], []),
         (["schedule.async_steps=1", "schedule.stale_fraction=0"], ["async_steps = 1"]),
-        (["schedule.claims=split", "schedule.handoff=true", "allocation.rollouts=2"], ["handoff = true"]),
     ],
     ids=[
         "one trainer",
-        "one rollout",
+        "long fragments",
         "colocated",
         "all used",
         "shares of one",
@@ -445,7 +397,6 @@ TWO = ("allocation.trainers=2", "allocation.rollouts=1")
         "measured under hsdp",
         "shares of two",
         "no stale group",
-        "equal parts and hand-off",
     ],
 )
 def test_a_schedule_setting_without_effect_is_named(words: list[str], idle: list[str]) -> None:

@@ -67,7 +67,7 @@ def test_schedule_presets_differ_as_their_names_say() -> None:
     assert presets["gap_tsp"].schedule.tsp.shard
     assert not presets["gap_tsp"].schedule.tag
     assert presets["gap_tsp_tag"].schedule.tag
-    assert presets["full"].schedule.handoff
+    assert presets["full"].schedule.tag
     assert presets["full"].schedule.async_steps == 1
     keys = {frozenset(preset.schedule) for preset in presets.values()}
     assert len(keys) == 1
@@ -102,16 +102,21 @@ def test_a_stored_configuration_is_completed_by_the_keys_that_came_after_it(tmp_
     """With the values under which nothing changes, and a note; what the user removes is still missing."""
     run = config.prepare_run_dir(config.load(["schedule=full", f"hydra.run.dir={tmp_path}/run-0"]))
     stored = OmegaConf.load(run / "config.yaml")
-    for parent, key in ((stored, "strategy"), (stored.schedule, "handoff"), (stored.schedule, "tsp"), (stored, "data")):
+    for parent, key in (
+        (stored, "strategy"),
+        (stored.schedule, "skip_zero"),
+        (stored.schedule, "tsp"),
+        (stored, "data"),
+    ):
         del parent[key]
     OmegaConf.save(stored, run / "config.yaml")
     again = config.load([f"resume={run}"])
     fresh = config.load([]).config
     assert (again.config.strategy, again.config.data) == (fresh.strategy, fresh.data)
-    assert (again.config.schedule.handoff, again.config.schedule.tsp) == (False, {"batch": 1, "shard": False})
+    assert (again.config.schedule.skip_zero, again.config.schedule.tsp) == (True, {"batch": 1, "shard": False})
     assert again.config.schedule.tag, "keys that are there stay"
     (note,) = again.notes
-    for part in (str(run), "from the defaults", "schedule.handoff=False", "strategy={", "data.group_size=16"):
+    for part in (str(run), "from the defaults", "schedule.skip_zero=True", "strategy={", "data.group_size=16"):
         assert part in note
     with pytest.raises(config.ConfigError, match=r"schedule\.tag: missing"):
         config.load([f"resume={run}", "~schedule.tag"])

@@ -1,4 +1,4 @@
-"""Sampling, hand-off and replay: docs/algorithms.md section 7, checks 1 and 16, and invariant I12."""
+"""Sampling, suspending and replay: docs/algorithms.md section 7, checks 1 and 16, and invariant I12."""
 
 from __future__ import annotations
 

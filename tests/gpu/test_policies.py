@@ -19,7 +19,7 @@ from digenrl.diffusion import denoise
 from digenrl.strategy.shard import mesh_of, shard
 from digenrl.transport.weights import adopt, publish
 from digenrl.types import TrainBatch
-from tests.models.tiny_policies import make, randomise_lora
+from tests.models.tiny_policies import MASKED, make, randomise_lora
 
 DEVICE = _device.find()
 
@@ -45,7 +45,7 @@ def test_compiled_sampling_is_replayed_within_the_bound() -> None:
     assert ratio(bench("flux1_dev", how), unit)["deviation"] <= HALF_RATIO_BOUND
 
 
-@pytest.mark.parametrize("family", ["qwen_image", "hunyuan_video"])
+@pytest.mark.parametrize("family", MASKED)
 def test_a_prompt_without_its_padding_gives_the_same_velocity(family: str) -> None:
     policy = make(family, dtype="bfloat16").to(DEVICE)
     cut = policy.encode([PROMPT])

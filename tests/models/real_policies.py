@@ -10,80 +10,31 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    AutoencoderKL,
-    AutoencoderKLFlux2,
-    AutoencoderKLHunyuanVideo,
-    AutoencoderKLHunyuanVideo15,
-    AutoencoderKLLTX2Video,
-    AutoencoderKLQwenImage,
-    AutoencoderKLWan,
-)
 from torch import Tensor, nn
 
-from benchmarks.count_facts import MODELS
+from benchmarks import _families
 from digenrl.models import pretrained, tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
-from tests.models.tiny_policies import FAMILIES
+from tests.models.tiny_policies import FACTS, FAMILIES, size
 
-MODEL = {
-    "wan": "wan21_14b",
-    "wan22": "wan21_14b",
-    "wan_i2v": "wan21_i2v_14b",
-    "hunyuan_video": "hunyuan_video",
-    "hunyuan_video15": "hunyuan_video15",
-    "ltx2": "ltx2",
-    "flux": "flux1_dev",
-    "flux_kontext": "flux1_kontext",
-    "qwen_image": "qwen_image",
-    "qwen_image_edit": "qwen_image_edit",
-    "sd3": "sd35_medium",
-    "aura_flow": "aura_flow",
-    "z_image": "z_image",
-    "flux2_klein": "flux2_klein_4b",
-}
-"""Family -> entry of `benchmarks.count_facts.MODELS`."""
 LORA = {"rank": 64, "alpha": 128, "targets": "attention_ff"}
-KL: dict[str, Any] = {
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-    "scaling_factor": 0.36,
-    "shift_factor": 0.11,
-}
-VAES: dict[str, Any] = {
-    "wan": AutoencoderKLWan,
-    "wan22": AutoencoderKLWan,
-    "wan_i2v": AutoencoderKLWan,
-    "hunyuan_video": AutoencoderKLHunyuanVideo,
-    "hunyuan_video15": AutoencoderKLHunyuanVideo15,
-    "ltx2": lambda: AutoencoderKLLTX2Video(spatial_compression_ratio=32, temporal_compression_ratio=8),
-    "qwen_image": AutoencoderKLQwenImage,
-    "qwen_image_edit": AutoencoderKLQwenImage,
-    "flux": lambda: AutoencoderKL(**KL),
-    "flux_kontext": lambda: AutoencoderKL(**KL),
-    "sd3": lambda: AutoencoderKL(**KL),
-    "aura_flow": lambda: AutoencoderKL(**KL | {"latent_channels": 4}),
-    "z_image": lambda: AutoencoderKL(**KL),
-    "flux2_klein": AutoencoderKLFlux2,
-}
 
 
 def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:
     """A family's policy and decoder on the meta device, at 256 x 256 pixels; its sigma grid is the tiny build's."""
 
     def component(kind: type, path: str, name: str, dtype: torch.dtype) -> nn.Module:
-        made: nn.Module = MODELS[MODEL[family]]["build"](None) if name.startswith("transformer") else VAES[family]()
+        if name == "vae":
+            return _families.decoder(FACTS[family]).to(dtype).eval()
+        model = next(iter(FACTS[family].models))
+        sizes = FACTS[family].models[model]["network"]
+        made: nn.Module = FAMILIES[family].transformer_class(**sizes)
         return made.to(dtype).eval()
 
-    frames = {"frames": 9 if family == "ltx2" else 5} if FAMILIES[family].temporal_stride else {}
+    path = str(tiny_builds.ensure(family))
+    frames = {"frames": size(family)["frames"]} if FAMILIES[family].temporal_stride else {}
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         patch.setattr(pretrained, "load_component", component)
-        path = str(tiny_builds.ensure(family))
         policy = FAMILIES[family](path, 256, 256, lora=LORA if lora else None, **(frames | arguments))
         assert policy._vae is not None
     return policy

@@ -9,29 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from digenrl import config as configuration
+from tests.models.families import experiments
 
 pytestmark = pytest.mark.heavy
 
-EXPERIMENTS = (
-    "sd35_flowgrpo",
-    "flux1_flowgrpo",
-    "flux1_dancegrpo",
-    "flux1_mixgrpo",
-    "flux1_kontext_flowgrpo",
-    "qwen_image_flowgrpo",
-    "qwen_image_edit_flowgrpo",
-    "qwen_image_nft",
-    "flux2_klein_flowgrpo",
-    "aura_flow_flowgrpo",
-    "zimage_flowgrpo",
-    "wan21_flowgrpo",
-    "wan21_dancegrpo",
-    "wan21_i2v_flowgrpo",
-    "wan22_a14b_flowgrpo",
-    "hunyuanvideo_dancegrpo",
-    "hunyuan15_flowgrpo",
-    "ltx2_flowgrpo",
-)
+EXPERIMENTS = experiments()
 TINY_CHANGES = {
     "hardware",
     "allocation.trainers",

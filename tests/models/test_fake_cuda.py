@@ -14,6 +14,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks import _families
 from benchmarks._policy_bench import Build, composed
 from benchmarks._random_builds import FAMILY, REAL, fill, random_weights
 from digenrl import config as configuration
@@ -21,6 +22,7 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.models.experts import Experts
+from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import NEGATIVE
 from digenrl.models.tiny_builds import ensure
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
@@ -28,28 +30,16 @@ from digenrl.transport.weights import Version, adopt
 from digenrl.types import CellBlock, Prompt
 from reward_models.clip_score import ClipScore
 from tests.models.real_policies import place, plainly, real
-from tests.models.tiny_policies import FAMILIES, IMAGES
+from tests.models.tiny_policies import FAMILIES, IMAGES, ROWS
 
 pytestmark = pytest.mark.heavy
 
 CUDA = torch.device("cuda", 0)
-TEXT: dict[str, dict[str, tuple[int, ...]]] = {
-    "wan": {"text": (512, 4096)},
-    "wan22": {"text": (512, 4096)},
-    "wan_i2v": {"text": (512, 4096), "vision": (257, 1280), "frame": (20, 2, 32, 32)},
-    "hunyuan_video": {"text": (256, 4096), "pooled": (768,), "mask": (256,)},
-    "hunyuan_video15": {"text": (300, 3584), "mask": (300,), "glyph_text": (9, 1472), "glyph_mask": (9,)},
-    "ltx2": {"text": (1024, 3840), "audio_text": (1024, 3840)},
-    "flux": {"text": (512, 4096), "pooled": (768,)},
-    "flux_kontext": {"text": (512, 4096), "pooled": (768,), "image": (256, 64)},
-    "qwen_image": {"text": (256, 3584), "mask": (256,)},
-    "qwen_image_edit": {"text": (512, 3584), "mask": (512,), "image": (256, 64)},
-    "sd3": {"text": (333, 4096), "pooled": (2048,)},
-    "aura_flow": {"text": (256, 2048)},
-    "z_image": {"text": (512, 2560)},
-    "flux2_klein": {"text": (512, 7680)},
-}
-"""Conditioning of one prompt."""
+
+
+def shapes(policy: DiffusersPolicy) -> dict[str, tuple[int, ...]]:
+    """Of the conditioning of one prompt, at published size."""
+    return _families.conditioning(policy.facts(), policy, *ROWS[policy.family].real_text)
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +48,11 @@ def rows_of_both_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Experts, "high", lambda self, timesteps: [row % 2 == 0 for row in range(len(timesteps))])
 
 
-def conditioning(family: str, dtype: torch.dtype, device: torch.device = CUDA) -> dict[str, Tensor]:
+def conditioning(policy: DiffusersPolicy, device: torch.device = CUDA) -> dict[str, Tensor]:
     """Of one prompt and of the negative one, as `Policy.encode` gives them."""
     made = {
-        key: torch.ones(1, *shape, device=device, dtype=torch.bool if key.endswith("mask") else dtype)
-        for key, shape in TEXT[family].items()
+        key: torch.ones(1, *shape, device=device, dtype=torch.bool if key.endswith("mask") else policy.dtype)
+        for key, shape in shapes(policy).items()
     }
     return made | {NEGATIVE + key: value for key, value in made.items()}
 
@@ -130,7 +120,7 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         scorer.clip.model, scorer.clip.device = fill(clip, CUDA, torch.float32).eval(), CUDA
         assert policy.two_forwards
         assert policy.device == CUDA
-        condition, key = conditioning(family, policy.dtype), denoise.SampleKey(0, 0, 1, (0, 1))
+        condition, key = conditioning(policy), denoise.SampleKey(0, 0, 1, (0, 1))
         samples = denoise.sample(policy, condition, key, grid, kernel, plan, torch.bfloat16, CUDA, keep_means=True)
         assert samples.final.device == samples.log_probs.device == CUDA
         assert samples.latents.shape == (2, 2, *policy.latent_shape)
@@ -168,15 +158,15 @@ def test_text_encoders_stay_on_the_device(model: str) -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with mock.patch.object(nn.Module, "_apply", plainly), fake, random_weights(model, REAL, CUDA), torch.no_grad():
         policy = configuration.instantiate(settings)
-        if FAMILY[model] not in ("wan", "qwen_image"):
+        if not ROWS[FAMILY[model]].counts_tokens:
             encoded = policy.encode_prompts(policy.wordings([PROMPT])[0])
-            expected = {name: (1, *shape) for name, shape in TEXT[FAMILY[model]].items()}
+            expected = {name: (1, *shape) for name, shape in shapes(policy).items()}
             assert {name: tuple(value.shape) for name, value in encoded.items()} == expected
         else:
             tokens = torch.ones(1, 300, dtype=torch.int64, device=CUDA)
             states = policy._pipeline.text_encoder(tokens, attention_mask=tokens, output_hidden_states=True)
             encoded = {"text": states.hidden_states[-1]}
-            assert encoded["text"].shape == (1, 300, TEXT[FAMILY[model]]["text"][1])
+            assert encoded["text"].shape == (1, 300, shapes(policy)["text"][1])
         assert {value.device for value in encoded.values()} == {CUDA}
         assert {value.dtype for value in encoded.values() if value.is_floating_point()} == {torch.bfloat16}
 
@@ -194,7 +184,7 @@ def test_every_trained_weight_gets_a_gradient_of_its_shape_and_dtype(family: str
         place(policy, processor)
         latents = torch.empty(2, 2, *policy.latent_shape, dtype=torch.bfloat16)
         samples = denoise.Samples(torch.arange(2), latents, latents, torch.empty(2, 2), latents[:, 0])
-        condition = conditioning(family, policy.dtype, processor)
+        condition = conditioning(policy, processor)
         replayed = denoise.replay(policy, block(samples, grid, condition, processor), FlowSDE(0.7))
         assert (replayed.log_prob.shape, replayed.log_prob.dtype) == ((2, 2), torch.float32)
         replayed.log_prob.sum().backward()

@@ -14,8 +14,10 @@ from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import NEGATIVE, Policy
 from digenrl.types import Prompt
-from tests.models.tiny_policies import make, randomise_lora
+from tests.models.tiny_policies import FAMILIES, make, randomise_lora
 
+OWN = [name for name, policy in FAMILIES.items() if policy.guide is not Policy.guide and not policy.reads]
+"""Families with a rule of their own, all of which keep the norm of the conditional velocity."""
 Guide = Callable[[DiffusersPolicy, Tensor, Tensor], Tensor]
 
 
@@ -53,9 +55,9 @@ def check_concatenation(policy: DiffusersPolicy, guide: Guide) -> None:
     torch.testing.assert_close(together, guide(policy, conditional, unconditional), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["sd3", "qwen_image"])
+@pytest.mark.parametrize("family", ["sd3", *OWN])
 def test_concatenated_guidance_equals_two_forwards(family: str) -> None:
-    """Check 18: u + g*(c - u), for Qwen-Image rescaled; branches swapped or scale off by a hair are seen."""
+    """Check 18: u + g*(c - u), or the family's own rule; branches swapped or scale off by a hair are seen."""
     policy = policy_of(family)
     check_concatenation(policy, lambda p, c, u: p.guide(c, u, p.cfg_scale))
     with pytest.raises(AssertionError):
@@ -70,9 +72,10 @@ def check_norm(policy: DiffusersPolicy, guide: Guide) -> None:
     torch.testing.assert_close(norms, conditional.norm(dim=-1), atol=1e-5, rtol=1e-5)
 
 
-def test_qwen_guidance_keeps_the_norm_of_every_token() -> None:
+@pytest.mark.parametrize("family", OWN)
+def test_rescaled_guidance_keeps_the_norm_of_every_token(family: str) -> None:
     """Check 18: c*||p||/||c|| over the channels of a packed token; plain guidance, and a norm of the whole, do not."""
-    policy = policy_of("qwen_image")
+    policy = policy_of(family)
     check_norm(policy, lambda p, c, u: p.guide(c, u, p.cfg_scale))
     with pytest.raises(AssertionError):
         check_norm(policy, lambda p, c, u: Policy.guide(p, c, u, p.cfg_scale))

@@ -12,10 +12,9 @@ from torch.nn import functional
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import NEGATIVE
 from digenrl.types import Prompt
-from tests.models.tiny_policies import make, randomise_lora
+from tests.models.tiny_policies import FAMILIES, MASKED, make, randomise_lora
 
 SHORT, LONG = Prompt("a sign"), Prompt('a red circle on a blue background, and "a green square" beside it')
-MASKED = ("qwen_image", "hunyuan_video", "hunyuan_video15")
 
 
 def velocity(policy: DiffusersPolicy, condition: dict[str, Tensor]) -> Tensor:
@@ -36,9 +35,7 @@ def padded(policy: DiffusersPolicy, prompt: Prompt) -> dict[str, Tensor]:
 @pytest.mark.parametrize("guided", [False, True], ids=["one-branch", "two-branches"])
 @pytest.mark.parametrize("family", MASKED)
 def test_velocities_and_gradients_are_those_of_the_padded_prompt(family: str, guided: bool) -> None:
-    scale: dict[str, float] = {
-        "true_cfg_scale" if family == "hunyuan_video" else "guidance_scale": 4.0 if guided else 1.0
-    }
+    scale = {"true_cfg_scale" if FAMILIES[family].embedded_guidance else "guidance_scale": 4.0 if guided else 1.0}
     policy = make(family, dtype="float64", **scale)
     randomise_lora(policy)
     cut = policy.encode([LONG])

@@ -11,16 +11,18 @@ from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import StepPlan
 from digenrl.types import CellBlock
 from tests.models.tiny_policies import (
+    FACTS,
     FAMILIES,
     IMAGES,
     LORA,
+    MASKED,
+    ROWS,
     VIDEO,
     diffusers_latents,
     make,
     prompt,
     randomise_lora,
     size,
-    streams,
 )
 
 pytestmark = pytest.mark.heavy
@@ -38,36 +40,7 @@ def noise_of(policy, rows: int) -> torch.Tensor:
     return torch.randn(rows, *policy.latent_shape, generator=torch.Generator().manual_seed(3))
 
 
-CASES = [
-    ("wan", 1.0, 1.0),
-    ("wan", 5.0, 1.0),
-    ("wan22", 1.0, 1.0),
-    ("wan22", 4.0, 1.0),
-    ("wan_i2v", 1.0, 1.0),
-    ("wan_i2v", 5.0, 1.0),
-    ("sd3", 1.0, 1.0),
-    ("sd3", 4.5, 1.0),
-    ("qwen_image", 1.0, 1.0),
-    ("qwen_image", 4.0, 1.0),
-    ("qwen_image_edit", 1.0, 1.0),
-    ("qwen_image_edit", 4.0, 1.0),
-    ("flux", 3.5, 1.0),
-    ("flux", 3.5, 2.0),
-    ("flux_kontext", 2.5, 1.0),
-    ("flux_kontext", 2.5, 2.0),
-    ("hunyuan_video", 6.018, 1.0),
-    ("hunyuan_video", 6.018, 2.0),
-    ("hunyuan_video15", 1.0, 1.0),
-    ("hunyuan_video15", 6.0, 1.0),
-    ("ltx2", 1.0, 1.0),
-    ("ltx2", 4.0, 1.0),
-    ("aura_flow", 1.0, 1.0),
-    ("aura_flow", 3.5, 1.0),
-    ("z_image", 1.0, 1.0),
-    ("z_image", 4.0, 1.0),
-    ("flux2_klein", 1.0, 1.0),
-    ("flux2_klein", 4.0, 1.0),
-]
+CASES = [(family, *scales) for family, row in ROWS.items() for scales in row.guidance]
 
 
 @pytest.mark.parametrize(("family", "guidance", "true_cfg"), CASES)
@@ -166,11 +139,10 @@ def test_full_fine_tuning_trains_every_weight_that_the_output_reads(family):
     assert all(parameter.grad.any() for parameter in policy.trained_parameters().values())
     frozen = [name for name, parameter in policy.transformer.named_parameters() if not parameter.requires_grad]
     assert all(name.startswith(("transformer_blocks.1.", *policy.unused)) for name in frozen)
-    unread = {"sd3": 3, "qwen_image": 9, "qwen_image_edit": 9, "hunyuan_video15": 17, "ltx2": 17}
-    assert len(frozen) == unread.get(family, 0)
+    assert len(frozen) == ROWS[family].unread
 
 
-@pytest.mark.parametrize("family", ["sd3", "hunyuan_video"])
+@pytest.mark.parametrize("family", ["sd3", MASKED[0]])
 def test_replay_in_bfloat16_is_exact_at_the_same_geometry(family):
     policy = make(family, guidance_scale=4.0, dtype="bfloat16")
     randomise_lora(policy)
@@ -193,13 +165,14 @@ def test_sigma_grids_follow_the_measured_ones():
     flux = make("flux", height=512, width=512).sigma_grid(10)
     measured = [1, 0.944, 0.882, 0.814, 0.738, 0.652, 0.556, 0.446, 0.319, 0.173, 0]
     assert torch.allclose(flux, torch.tensor(measured).float(), atol=1e-3)
-    qwen = make("qwen_image").sigma_grid(4)
-    assert qwen[-2].item() == pytest.approx(0.02, abs=1e-4)
     constant = make("flux", shift=3.0).sigma_grid(10)
     assert torch.allclose(constant, torch.tensor(expected["wan", "explicit"]).float(), atol=1e-3)
-    assert torch.allclose(make("hunyuan_video").sigma_grid(10)[8:], torch.tensor([0.636, 0.438, 0]), atol=1e-3)
-    with pytest.raises(ValueError, match="at least 2 steps"):
-        make("qwen_image").sigma_grid(1)
+    for family, (steps, last) in {family: row.sigmas for family, row in ROWS.items() if row.sigmas[0]}.items():
+        found = make(family).sigma_grid(steps)[-len(last) :]
+        assert torch.allclose(found, torch.tensor(last).float(), atol=1e-3), family
+    for family in (name for name, facts in FACTS.items() if facts.tiny["scheduler"].get("shift_terminal")):
+        with pytest.raises(ValueError, match="at least 2 steps"):
+            make(family).sigma_grid(1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -252,18 +225,17 @@ def test_decode_equals_the_diffusers_pipeline():
     from digenrl.models import tiny_builds
 
     for family in FAMILIES:
-        policy = make(family)
+        policy, row = make(family), ROWS[family]
         latents = noise_of(policy, 1)
         pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_builds.ensure(family))
         pipeline.set_progress_bar_config(disable=True)
-        more = {"num_frames": policy.frames} if family in VIDEO else {}
-        more |= {"max_area": 64 * 64} if family == "flux_kontext" else {}
-        more |= {"image": IMAGES[0].fitted(32, 32)} if family in ("wan_i2v", "qwen_image_edit") else {}
-        given = latents.transpose(1, 2).unflatten(2, (4, 4)) if family == "flux2_klein" else latents
-        more |= streams(latents) if family == "ltx2" else {"latents": given}
-        for vae in (policy._vae, pipeline.vae) if family == "ltx2" else ():
-            vae.latents_mean.fill_(0.3)
-            vae.latents_std.fill_(1.7)
+        more = row.latents(latents) | dict(row.decodes)
+        more |= {"num_frames": policy.frames} if family in VIDEO else {}
+        more |= {"image": IMAGES[0].fitted(32, 32)} if policy.reads else {}
+        for vae in (policy._vae, pipeline.vae):
+            if isinstance(getattr(vae, "latents_mean", None), torch.Tensor):
+                vae.latents_mean.fill_(0.3)
+                vae.latents_std.fill_(1.7)
         pipeline.scheduler.step = lambda output, t, sample, **_: (sample,)
         output = pipeline(
             prompt="a",

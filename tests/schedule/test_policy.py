@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, Rank
+from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.record.decision_log import DecisionLog
 from digenrl.schedule import ScheduleSpec, queue
 from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, SchedulePolicy, header, replay
-from digenrl.schedule.ranks import Roles, Work, declines, hands_over
+from digenrl.schedule.ranks import Roles, Work, declines
 from digenrl.schedule.search import Decision, LendingMonitor
 from digenrl.schedule.timesteps import cells_of
 from tests.extensions.planner.test_virtual_run import clusters, specs
@@ -57,7 +56,7 @@ def test_many_left_never_contradicts_the_count(seconds: list[float], left: int, 
     rank %= len(seconds)
     policy = SchedulePolicy(SPEC, Roles(0, len(seconds)), lambda version: ())
     for other, cost in enumerate(seconds):
-        policy.saw_rank(other, Work(0, cost, cost / 4))
+        policy.saw_rank(other, Work(0, cost))
     if policy.many_left(rank, left):
         assert not declines(rank, now, dict(enumerate(seconds)), {}, left)
 
@@ -66,35 +65,6 @@ def test_a_slow_rank_leaves_the_last_task_to_a_fast_one() -> None:
     assert declines(1, 0.0, {0: 1.0, 1: 10.0}, {0: 0.5}, 1)
     assert not declines(1, 0.0, {0: 1.0, 1: 10.0}, {0: 0.5}, 10)
     assert [declines(rank, 0.0, {0: 1.0, 1: 1.0}, {}, 1) for rank in (0, 1)] == [False, True]  # a tie has one taker
-
-
-@settings(max_examples=60, deadline=None)
-@given(SPEEDS, st.integers(1, 30), st.integers(2, 10))
-def test_handoff_ends_no_later_than_tasks_that_stay(steps: list[float], groups: int, denoise: int) -> None:
-    """With hand-off generation ends within a few denoising steps of the makespan that declining guarantees."""
-    ranks = (Rank(0, "trainer", "p", math.inf), *(Rank(1 + i, "rollout", "p", s) for i, s in enumerate(steps)))
-    spec = ScheduleSpec(groups, 2, 1, denoise, 1, handoff=True)
-    result = simulate(spec, Cluster(ranks), steps=1, trace=True)
-    end = max(span.end for span in result.spans if span.stage == "generate")
-    tasks = spec.tasks
-    bound = tasks * denoise / sum(1.0 / s for s in steps)
-    # Ranks that want to give to one idle rank at one moment: all but one go on for a step, each time.
-    assert end <= (1 + (len(steps) - 1) / tasks) * bound + len(steps) * max(steps) + 1e-9
-
-
-def test_a_task_moves_only_to_a_rank_that_ends_it_earlier() -> None:
-    assert hands_over(5, 2.0, 9.0)
-    assert not hands_over(5, 2.0, 10.0)
-    policy = SchedulePolicy(replace(SPEC, handoff=True), Roles(1, 3), lambda version: ())
-    policy.saw_rank(1, Work(0, 8.0, 2.0, 0, 0, 8.0))
-    policy.saw_rank(2, Work(0, 4.0, 1.0, idle=1))
-    policy.saw_rank(3, Work(0, 2.0, 0.5, idle=1))
-    assert policy.hand_over(1, 0, 3, 0, ()) == 3, "the fastest idle rank"
-    assert policy.hand_over(1, 0, 2, 0, (3,)) is None, "two steps of 1 s and a move of 2 s save nothing"
-    assert policy.hand_over(1, 0, 3, 1, ()) is None, "a task is left to claim"
-    assert policy.hand_over(1, 1, 3, 0, ()) is None, "a task of the next step stays"
-    assert policy.pass_on(1, 0, 3, 2, (3,)) == 2, "but one that would wait for two steps goes"
-    assert policy.pass_on(1, 1, 3, 2, ()) is None, "nobody holds that version"
 
 
 def trainer_policy(trainers: int, rollouts: int, spec: ScheduleSpec = SPEC, **roles: Any) -> SchedulePolicy:
@@ -111,8 +81,8 @@ def test_a_fragment_in_another_lenders_hands_is_not_ready(until: float, lends: b
     """All of group 0 is claimed. Where trainer 1 still generates its last task, trainer 0 has time for a task of
     group 1; where nobody does, it only waits for the result, and must not begin anything (I6)."""
     policy = trainer_policy(2, 1)
-    policy.saw_rank(2, Work(0, TASK_S, TASK_S / 4))
-    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4, 0, 0, until) if until else Work(0, TASK_S, TASK_S / 4))
+    policy.saw_rank(2, Work(0, TASK_S))
+    policy.saw_rank(1, Work(0, TASK_S, 0, 0, until) if until else Work(0, TASK_S))
     left = len(queue(SPEC, 0, 2)) - SPEC.tasks_per_group
     assert (policy.lend(0, 0, PENDING, (0, left), 0.0) > 0) == lends
 
@@ -120,9 +90,9 @@ def test_a_fragment_in_another_lenders_hands_is_not_ready(until: float, lends: b
 def test_a_group_of_the_next_step_in_flight_holds_up_nothing() -> None:
     """The rollout rank runs group 0 of the next step: this step's group 0 is done."""
     policy = trainer_policy(1, 1)
-    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4, 1, 0, 9.0))
+    policy.saw_rank(1, Work(0, TASK_S, 1, 0, 9.0))
     assert policy.predicted_end(0, 0, PENDING[:1], (0, 0), 0.0) == pytest.approx(TRAIN_S)
-    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4, 0, 0, 9.0))
+    policy.saw_rank(1, Work(0, TASK_S, 0, 0, 9.0))
     assert policy.predicted_end(0, 0, PENDING[:1], (0, 0), 0.0) == pytest.approx(9.0 + TRAIN_S)
 
 
@@ -131,7 +101,7 @@ def test_the_next_steps_tasks_fill_a_wait_for_older_ones() -> None:
     trainer of version 1 lends to step 2 while it waits, and only then."""
     spec = replace(SPEC, async_steps=1, stale_fraction=1.0)
     policy = trainer_policy(1, 1, spec)
-    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4, 1, 1, 0.5))
+    policy.saw_rank(1, Work(0, TASK_S, 1, 1, 0.5))
     own = len(queue(spec, 1, 2))
     assert policy.lend(0, 1, PENDING[1:], (2, own), 0.0) == 2  # the rollout rank ends its three tasks after 2.5 s
     assert policy.lend(0, 1, PENDING[1:], (2, 0), 0.1) == 0
@@ -139,32 +109,42 @@ def test_the_next_steps_tasks_fill_a_wait_for_older_ones() -> None:
 
 def test_a_loan_of_the_next_step_is_not_begun_where_the_fragment_is_ready_sooner() -> None:
     """A task takes 1 s, the fragment is ready in 0.15 s, and a task of the next step runs to its end."""
-    spec = replace(SPEC, async_steps=1, stale_fraction=1.0, handoff=True)
+    spec = replace(SPEC, async_steps=1, stale_fraction=1.0)
     policy = trainer_policy(1, 1, spec)
-    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4, 1, 1, 0.15))
+    policy.saw_rank(1, Work(0, TASK_S, 1, 1, 0.15))
     assert policy.lend(0, 1, PENDING[1:], (0, len(queue(spec, 1, 2))), 0.0) == 0
-    assert policy.loan_receiver(0, 2, 1, True, 0.0) is None
-    assert policy.loan_receiver(0, 1, 1, True, 0.0) == 1
-    assert policy.loan_receiver(0, 1, 1, False, 0.0) is None
 
 
-def test_trainers_that_are_wanted_at_one_moment_hand_their_tasks_to_different_rollouts() -> None:
+def test_a_loan_of_this_step_goes_to_a_rollout_that_ends_it_sooner() -> None:
+    policy = trainer_policy(1, 1)
+    policy.saw_rank(0, Work(1, TASK_S, 1, 0, 0.9))
+    policy.saw_rank(1, Work(1, TASK_S, 1, 1, 0.15))
+    assert policy.loan_receiver(0, 1, 1, True, 0.0) is None, "0.15 + 0.9 s there"
+    policy.expected("generate", 1, TASK_S / 2)
+    assert policy.loan_receiver(0, 1, 1, True, 0.0) == 1, "0.15 + 0.45 s there"
+    assert policy.loan_receiver(0, 2, 1, True, 0.0) is None, "a task of the next step"
+    assert policy.loan_receiver(0, 1, 1, False, 0.0) is None, "nothing is ready"
+
+
+def test_trainers_that_are_wanted_at_one_moment_give_their_tasks_to_different_rollouts() -> None:
     """Each decides by itself. Given to one rank, the tasks would wait there for each other while the rest goes on with
     the next step's."""
-    policy = trainer_policy(3, 2, replace(SPEC, handoff=True))
+    policy = trainer_policy(3, 2)
+    for rank in (3, 4):
+        policy.expected("generate", rank, TASK_S / 5)
     for rank, until in ((0, 0.9), (1, 0.9), (2, 0.9), (3, 0.5), (4, 0.3)):
-        policy.saw_rank(rank, Work(0, TASK_S, TASK_S / 4, 0, 1, until))
+        policy.saw_rank(rank, Work(0, TASK_S, 0, 1, until))
     assert [policy.loan_receiver(rank, 0, 0, True, 0.0) for rank in range(3)] == [4, 3, 4]
-    policy.saw_rank(0, Work(0, TASK_S, TASK_S / 4))
+    policy.saw_rank(0, Work(0, TASK_S))
     assert policy.loan_receiver(1, 0, 0, True, 0.0) == 4, "nobody lends before it"
-    policy.saw_rank(4, Work(0, TASK_S, TASK_S / 4, 0, 1, 0.3, waiting=TASK_S))
+    policy.saw_rank(4, Work(0, TASK_S, 0, 1, 0.3, waiting=TASK_S))
     assert policy.loan_receiver(1, 0, 0, True, 0.0) == 3, "a task waits there already"
 
 
 def test_switching_costs_count() -> None:
     """Waiting is better than a loan whose two switches take longer than it saves."""
     policy = trainer_policy(1, 1)
-    policy.saw_rank(1, Work(0, TASK_S, TASK_S / 4))
+    policy.saw_rank(1, Work(0, TASK_S))
     left = len(queue(SPEC, 0, 2))
     assert policy.lend(0, 0, PENDING, (0, left), 0.0) > 0
     policy.measured("switch", 0, 100.0)
@@ -233,7 +213,6 @@ def test_I13_a_virtual_runs_record_gives_every_decision_again(
         cluster.lends_between_updates,
     )
     assert any("decision" in row for row in rows)
-    spec = replace(spec, handoff=spec.handoff and bool(cluster.rollouts))
     record = [header(spec, roles, 5), *rows]
     assert replay(json.loads(json.dumps(record))) == []
     with tempfile.TemporaryDirectory() as directory:

@@ -29,7 +29,6 @@ def states(draw: st.DrawFn) -> LendingState:
         lenders=draw(st.integers(1, 4)),
         lenders_later=draw(st.integers(0, 4)),
         switch_seconds=draw(st.floats(0, 1.0)),
-        step_seconds=draw(st.one_of(st.none(), st.floats(0.01, 1.0))),
         may_lend=draw(st.booleans()),
     )
 
@@ -57,16 +56,13 @@ def test_i6_nothing_is_lent_while_a_fragment_is_ready(state: LendingState) -> No
 
 
 def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
-    def state(ready: float, later: int, step_seconds: float | None = None) -> LendingState:
-        return LendingState(
-            (9.0,), (10.0,), 0, (0,), (ready,), (1.0,), 4.0, 2, 0, 0.1, step_seconds, tasks_later=later
-        )  # fmt: skip
+    def state(ready: float, later: int) -> LendingState:
+        return LendingState((9.0,), (10.0,), 0, (0,), (ready,), (1.0,), 4.0, 2, 0, 0.1, tasks_later=later)
 
     assert search(state(9.0, 0)).lend == 0
     assert search(state(9.0, 8)).lend == 2  # two rounds of 4 s and two switches end before 9 s
     assert search(state(9.0, 2)).lend == 1
     assert search(state(3.0, 8)).lend == 0
-    assert search(state(3.0, 8, step_seconds=0.5)).lend == 0  # hand-off does not interrupt a task of the next step
     assert search(replace(state(9.0, 8), may_lend=False)).lend == 0
     decision = search(state(9.0, 8))
     assert decision.gain == 0.0

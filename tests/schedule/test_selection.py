@@ -13,11 +13,9 @@ from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.selection import (
     MISSING_REWARD,
     SURPLUS,
-    UNOPENED,
     ZERO_VARIANCE,
     decided,
     left_out,
-    opened,
     update_groups,
 )
 
@@ -54,25 +52,6 @@ def test_groups_that_cannot_lack_a_place_do_not_wait() -> None:
     everything = ScheduleSpec(5, 4, 2, 4, 3)
     for groups in itertools.permutations(range(5), 3):
         assert decided(everything, dict.fromkeys(groups)) == list(groups)
-
-
-@given(st.lists(st.sampled_from(FAULTS), min_size=7, max_size=7), st.data())
-def test_refilling_generates_as_few_groups_as_fill_the_places_in_every_order(
-    faults: list[str | None], data: st.DataObject
-) -> None:
-    """Open groups alone can complete. In the end as many are open as fill 3 places; those that teach are trained."""
-    spec = ScheduleSpec(7, 4, 2, 4, 3, oversample=4, zero_variance_groups="refill")
-    here: dict[int, str | None] = {}
-    fates: dict[int, str | None] = {}
-    while waiting := [group for group in range(opened(spec, here)) if group not in here]:
-        group = data.draw(st.sampled_from(waiting))
-        here[group] = faults[group]
-        for known in decided(spec, here):
-            assert fates.setdefault(known, left_out(spec, here, known)) == left_out(spec, here, known)
-    teaching = [group for group in range(7) if faults[group] is None]
-    last = teaching[2] + 1 if len(teaching) > 2 else 7
-    assert sorted(here) == list(range(last))
-    assert fates == {group: faults[group] if group < last else UNOPENED for group in range(7)}
 
 
 def test_updates_take_equal_parts() -> None:

@@ -221,8 +221,7 @@ def run_cluster(
         rank.fit(checkpoint)
 
     patience = float(config.allocation.patience_s)
-    together = config.parallel.rollout_context
-    outcome = launch(Launch(rank_main, trainers, rollouts, run_dir, patience_s=patience, rollout_context=together))
+    outcome = launch(Launch(rank_main, trainers, rollouts, run_dir, patience_s=patience))
     return Cluster(outcome, read_record(probes), run_dir)
 
 
@@ -272,8 +271,7 @@ def _work(jobs: Sequence[Job], run_dir: Path, world: World, session: Session) ->
             common.set(f"store/{job.name}", str(server.port))
         port = int(common.wait_for(f"store/{job.name}", "the job's store"))
         own = replace(session, store_port=port, run_dir=directory, limits=Limits(start_s=300.0))
-        place = replace(world, rollout_context=job.config.parallel.rollout_context)
-        rank = run.build(job.config, place, own, callbacks=[Probe(directory / "probe")])
+        rank = run.build(job.config, world, own, callbacks=[Probe(directory / "probe")])
         if job.after_build is not None:
             job.after_build(rank, world)
         rank.fit()

@@ -1,5 +1,6 @@
 """The single-process reference loop: what the cluster must equal. No strategy, schedule or algorithm code takes part,
-except for the rule that names stale groups; the loss is written out here.
+except for the rule that names stale groups; the loss is written out here, and advantages are those of
+examples/grpo_in_one_file.py. Unlike that page, the loop knows stale groups, small tasks and every dtype.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from digenrl.diffusion.steps import AllButLast
 from digenrl.models.policy import Policy
 from digenrl.schedule import ScheduleSpec, group_version, groups_of_step
 from digenrl.types import CellBlock, Prompt
+from examples.grpo_in_one_file import group_advantages
 from tests.strategy.processes import Cell, Record
 
 
@@ -138,7 +140,7 @@ class Reference:
             groups = self._selected(rewards, range(first, first + per_update))[:places]
             denominator = places * samples * (self.steps - 1)
             for group in groups:
-                advantages = _advantages(rewards[group])
+                advantages = group_advantages(rewards[group])
                 for block in blocks[group]:
                     if block.first_sample not in own:
                         continue
@@ -180,15 +182,6 @@ class Reference:
             return losses
         kl = (new.mean - reference).square().flatten(2).mean(dim=2) / (2.0 * new.scale**2)
         return losses + algorithm.kl_weight * kl
-
-
-def _advantages(rewards: Tensor) -> Tensor:
-    """(r - mean) / (std + 1e-4) in fp64, bounded by 5; 0 for a constant group. [G]."""
-    wide = rewards.double()
-    if wide.min() == wide.max():
-        return torch.zeros_like(rewards)
-    centred = wide - wide.mean()
-    return (centred / (centred.square().mean().sqrt() + 1e-4)).clamp(-5.0, 5.0).float()
 
 
 def reference(config: DictConfig, block_steps: int = 1) -> Record:

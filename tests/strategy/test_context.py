@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
-from digenrl.extensions.planner.workload import HEADS
-from digenrl.models import tiny_builds
+from digenrl.facts import families
 from tests.strategy.processes import FP64, SGD, Job, Record, completed, relative, run_series
 
 SMALL = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", "reward=video_quality", "max_rl_steps=1")
@@ -69,8 +67,8 @@ def test_a_context_group_equals_replicas(tmp_path: Path) -> None:
 def test_four_ranks_keep_parts_of_the_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds of four heads, whose texts have lengths that four does not divide; bytes as autograd keeps them."""
     monkeypatch.setenv("DIGENRL_CACHE", str(tmp_path / "cache"))
-    for family in ("wan", "hunyuan_video", "hunyuan_video15"):
-        monkeypatch.setitem(tiny_builds.BUILDERS[family]["transformer"], "num_attention_heads", 4)
+    for family in (family for family, facts in families().items() if facts.context):
+        monkeypatch.setitem(families()[family].tiny["transformer"], "num_attention_heads", 4)
 
     def count(rank: run.Rank, world: World) -> None:
         step = rank.strategy.training_step
@@ -130,12 +128,7 @@ def test_two_context_groups_equal_one_trainer_and_sharded_ones_themselves(tmp_pa
     [
         ("wan", ("parallel.context=3", "allocation.trainers=3"), "must divide the 2 attention heads of wan and the 32"),
         ("wan", ("parallel.context=2", "model.compile=true"), "compiled blocks cannot be divided"),
-        (
-            "wan",
-            ("parallel.rollout_context=3", "allocation.rollouts=3"),
-            "parallel.rollout_context = 3: must divide the",
-        ),
-        ("wan", ("parallel.context=2", "model=sd35_medium"), "the tokens of sd3 are not divided among ranks"),
+        ("wan", ("parallel.context=2", "model=sd35_medium"), "the tokens of sd3 are not divided among trainers"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(family: str, words: tuple[str, ...], said: str) -> None:
@@ -151,23 +144,8 @@ def test_what_cannot_be_divided_is_refused(family: str, words: tuple[str, ...], 
         (("parallel.context=2", "allocation.trainers=2", "schedule.shares=measured"), "equally fast"),
         (("parallel.context=3", "hardware=node_8xh100"), "the 8 GPUs of a node of hardware.pools.h100"),
         (("parallel.context=0",), "parallel.context = 0"),
-        (("parallel.rollout_context=2", "allocation.rollouts=3"), "must divide allocation.rollouts = 3; .*rollouts=2"),
-        (("parallel.rollout_context=2", "allocation.rollouts=0"), "must divide allocation.rollouts = 0"),
-        (("parallel.rollout_context=2", "allocation.rollouts={min:2,max:4}"), "no rank joins a group"),
-        (("parallel.rollout_context=2", "allocation.rollouts=2", "launch=ray"), "launch = ray with parallel.rollout"),
-        (("parallel.rollout_context=two",), "parallel.rollout_context = two"),
     ],
 )
 def test_groups_that_do_not_fit_the_ranks_are_refused(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(configuration.ConfigError, match=said):
         configured("wan", *words)
-
-
-def test_the_planner_knows_whose_tokens_can_be_shared(repository: Path) -> None:
-    models = repository / "configs/model"
-
-    def shared(name: str) -> bool:
-        node = OmegaConf.load(models / f"{name}.yaml")
-        return bool(get_object(node["_target_"]).context_plan) if "_target_" in node else shared(node["defaults"][0])
-
-    assert {path.stem for path in models.glob("*.yaml") if shared(path.stem)} == set(HEADS)

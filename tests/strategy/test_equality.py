@@ -112,7 +112,6 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "gap": ("0", "1"),
     "tsp": ("off", "batch", "shard", "both"),
     "tag": ("false", "true"),
-    "handoff": ("false", "true"),
     "ranks": ("1+1", "2+2", "1+3"),
     "sharding": ("ddp", "fsdp"),
     "tune": ("lora", "full"),
@@ -159,7 +158,6 @@ def words_of(case: Case) -> list[str]:
         f"schedule.tsp.batch={2 if case['tsp'] in ('batch', 'both') else 1}",
         f"schedule.tsp.shard={str(case['tsp'] in ('shard', 'both')).lower()}",
         f"schedule.tag={case['tag']}",
-        f"schedule.handoff={case['handoff']}",
         f"parallel.sharding={case['sharding']}",
         f"algorithm.updates_per_batch={case['updates']}",
         *(FULL if case["tune"] == "full" else ()),
@@ -226,7 +224,6 @@ SHARED: dict[str, tuple[str, ...]] = {
     "full": (*THREE, "schedule=full", "schedule.gap=2", "schedule.async_steps=0"),
     "async": (*THREE, "schedule=full"),
     "drop": (*TWO, "schedule.gap=1", "data.oversample=1", "data.zero_variance_groups=drop"),
-    "refill": (*TWO, "schedule=gap_tsp", "data.oversample=2", "data.zero_variance_groups=refill"),
     "fsdp": (*TWO, "schedule=gap_tsp", "parallel.sharding=fsdp"),
 }
 """Schedules in which every update takes samples of every group."""
@@ -248,7 +245,7 @@ def test_updates_that_share_the_samples_of_every_group(tmp_path: Path, ranks: st
     trainers, rollouts = (int(count) for count in ranks.split("+"))
     jobs = []
     for name in names:
-        config = configured(*WITHIN, *(SHARED | ALONE)[name], *(HALF if name in ("drop", "refill") else ()))
+        config = configured(*WITHIN, *(SHARED | ALONE)[name], *(HALF if name == "drop" else ()))
         jobs.append(Job(name, config, lend_always if config.schedule.tag else None))
     lent = 0
     for job, cluster in run_series(tmp_path, trainers, rollouts, jobs):
@@ -287,7 +284,7 @@ def test_equality_matrix_under_one_step_asynchrony(tmp_path: Path, ranks: str) -
     ("trainers", "rollouts", "words"),
     [
         pytest.param(1, 1, ("schedule.gap=1",), marks=pytest.mark.slow),
-        (2, 2, ("schedule.gap=1", "schedule.tsp.shard=true", "schedule.tag=true", "schedule.handoff=true")),
+        (2, 2, ("schedule.gap=1", "schedule.tsp.shard=true", "schedule.tag=true")),
         pytest.param(
             1,
             3,

@@ -47,7 +47,7 @@ def lost(cluster: Cluster) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("action", ["kill", "raise", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_rollout_lost_in_mid_denoise_changes_no_result(tmp_path: Path, action: str) -> None:
-    """In its third denoising step of its first task; with hand-off and lending on."""
+    """In its third denoising step of its first task; with lending on."""
     words = ("schedule=full", "schedule.tsp.batch=1", "schedule.async_steps=0")
     config = configured(*LIGHT, *words)
     cluster = run_cluster(tmp_path, 1, 2, config, before=inject(("denoise", 2, action, 3)))
@@ -60,7 +60,7 @@ def test_a_rollout_lost_in_mid_denoise_changes_no_result(tmp_path: Path, action:
     assert len(event["reissued"]) == 1  # type: ignore[arg-type]
 
 
-def test_a_rollout_that_is_asked_to_go_hands_its_task_over(tmp_path: Path) -> None:
+def test_I12_a_rollout_that_is_asked_to_go_hands_its_task_over(tmp_path: Path) -> None:
     """In its third denoising step; what it has computed is kept, and no attempt is counted."""
     config = configured(*LIGHT)
     cluster = run_cluster(tmp_path, 1, 2, config, before=inject(("denoise", 2, "go", 3)))
@@ -144,7 +144,7 @@ def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_need
 
         rank.strategy.engine.advance = slow  # type: ignore[method-assign]
 
-    words = ("schedule=full", "schedule.tsp.batch=1", "schedule.tag=false", "schedule.handoff=false", "max_rl_steps=3")
+    words = ("schedule=full", "schedule.tsp.batch=1", "schedule.tag=false", "max_rl_steps=3")
     config = configured(*LIGHT, *words)
     cluster = run_cluster(tmp_path, 1, 2, config, after_build=die_late)
     found, wanted = completed(cluster), reference_of(config)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks._random_builds import FAMILY
 from digenrl.strategy.context import Context
 from digenrl.strategy.shard import bounded, mesh_of, shard
 from digenrl.types import Prompt
@@ -24,7 +25,7 @@ from tests.models.tiny_policies import make
 pytestmark = pytest.mark.heavy
 
 TRAINERS = 16
-REST = ("wan", "hunyuan_video", "flux", "qwen_image")
+REST = tuple(FAMILY.values())
 
 
 def as_one_of_many(body: Callable[[], None], number: int = 0) -> None:
@@ -56,7 +57,7 @@ def test_the_reference_is_sharded_again_after_its_forward() -> None:
 
 
 USUAL = {("wan", False), ("flux", True)}
-SHARDED = list(itertools.product(("wan", "hunyuan_video", "flux", "qwen_image"), (False, True)))
+SHARDED = list(itertools.product(REST, (False, True)))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Advantage:
     """sum: weighted sum of raw rewards, then one normalisation (Flow-GRPO). per_reward: each reward normalised by its
     own group first, then the weighted sum (GenRL `weight_advantages`, advantages.py:87)."""
     renormalise: bool = False
-    """With per_reward: normalise the sum over the whole batch again (GDPO, arXiv 2601.05242; Flow-Factory's
+    """Whether `per_reward` normalises the sum over the whole batch again (GDPO, arXiv 2601.05242; Flow-Factory's
     default)."""
     unbiased: bool = False
     """n-1 instead of n (DanceGRPO, verl-omni); sqrt(G/(G-1)) larger: 2.1% at G=24, 15% at G=4."""
@@ -68,12 +68,6 @@ class Advantage:
             raise ValueError("advantage.renormalise=true needs advantage.combine=per_reward (GDPO)")
         if self.best_and_worst is not None and self.best_and_worst < 1:
             raise ValueError(f"advantage.best_and_worst must be >= 1 or null, got {self.best_and_worst}")
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """True if no advantage is known before every reward of the logical batch is (incompatible with
-        schedule.gap)."""
-        return self.std in ("batch", "max_group") or self.renormalise
 
     def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """[P] bool: groups in which something that is normalised differs from sample to sample; each by its own rewards

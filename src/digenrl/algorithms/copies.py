@@ -82,7 +82,7 @@ class Ema:
             self.copy.follow(parameters, 0.0)
 
     def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Count one optimizer step and follow the parameters when it is due."""
+        """Count an optimizer step, and follow the parameters at every `every`-th step."""
         self.steps += 1
         if self.steps % self.every == 0:
             self.copy.follow(parameters, self.decay_at(self.steps))

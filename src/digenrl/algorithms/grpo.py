@@ -20,7 +20,6 @@ from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.meters import NOTHING
 from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, longcat_weight, mean_square_kl, rectified_weight
 from digenrl.algorithms.surrogates import Cells, Surrogate
-from digenrl.diffusion import lean
 from digenrl.diffusion.denoise import Replay, replay
 from digenrl.diffusion.sde import FlowSDE, Kernel
 from digenrl.diffusion.sigmas import step_sigmas
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 KlKind = Literal["gaussian", "h_free", "mean_square"]
 StepWeight = Literal["none", "std", "longcat", "rectified"]
 RATIO_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5}
-"""By the dtype that forwards compute in, whatever the weights are stored in."""
+"""Largest first |ratio - 1| by the dtype in which forwards compute, whatever dtype stores the weights."""
 HALF_RATIO_BOUND = 1e-3
 """16-bit kernels round differently at another batch geometry or on another GPU; verl-omni measures 1e-5 at 65,536
 dimensions (docs rollout_correction.md:99), small latents average less."""
@@ -70,8 +69,8 @@ class GRPO(PolicyModule):
         """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what `first_ratio_max_dev` may
         reach; null = 1e-5 where forwards compute in fp32, 1e-3 in 16 bit.
 
-        step_weight: w of a cell. none: 1; std: std/sqrt(h) (yifan123/flow_grpo scripts/train_wan2_1.py at 32b48fd);
-        longcat: `objectives.longcat_weight`, and its square on the KL; rectified: `objectives.rectified_weight`.
+        step_weight: w of a cell. none: 1. std: std/sqrt(h) (yifan123/flow_grpo scripts/train_wan2_1.py at 32b48fd).
+        longcat: `objectives.longcat_weight`, and its square on the KL. rectified: `objectives.rectified_weight`.
         detach_uncond: classifier-free guidance trains
         its conditional branch alone (yifan123/flow_grpo train_sd3.py:190, ac4c86e).
 
@@ -134,7 +133,8 @@ class GRPO(PolicyModule):
         return self.advantage(rewards, weights).values != 0
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
-        """Also keeps the weights that the logical batch begins with, where the surrogate needs them."""
+        """Return the micro-batch's loss; keep the weights at the start of a logical batch if the surrogate needs
+        them."""
         keeps = self.surrogate.needs_proximal and self.updates_per_batch > 1
         if keeps and batch.version != self._batch_start_version:
             self._batch_start.follow(self.policy.trained_parameters(), 0.0)
@@ -150,7 +150,7 @@ class GRPO(PolicyModule):
         staleness = batch.version - block.version
         proximal = self._proximal(block, batch)
         reference = self._base_means(block, live) if self.needs_base_means else None
-        new = self._transitions(block)
+        new = replay(self.policy, block, self.sde)
         cells = self._cells(block, new, advantages, proximal)
         weight, kl_weight = self._step_weights(block, new)
         losses = weight * self.surrogate.loss(cells)
@@ -158,9 +158,8 @@ class GRPO(PolicyModule):
             kl = self._kl(new, reference)
             losses = losses + self.kl_weight * kl_weight * kl
             self._meters.update("kl", kl.sum() * live, kl.numel() * live)
-        if block.gradients is None:  # else nothing was computed twice that could be compared
-            with torch.no_grad():
-                self._count_ratios(cells, staleness, live)
+        with torch.no_grad():
+            self._count_ratios(cells, staleness, live)
         return losses
 
     def _base_means(self, block: CellBlock, live: bool) -> Tensor:
@@ -172,47 +171,6 @@ class GRPO(PolicyModule):
         if self.keep_base_means is not None and live:
             self.keep_base_means(block, means)
         return means
-
-    def _transitions(self, block: CellBlock) -> Replay:
-        """The block under the present weights; without the network where its gradients were taken already."""
-        if block.gradients is None:
-            return replay(self.policy, block, self.sde)
-        weights = self.log_prob_weights(block.sigmas, block.steps)
-        return lean.at_rest(block, self.sde, lean.log_probs(block, weights, self.policy.trained_parameters()))
-
-    def log_prob_weights(self, sigmas: Tensor, steps: Tensor) -> Tensor:
-        """[K] fp64: derivatives of the policy loss with respect to the log-probs at `steps` [K] of the grid `sigmas`
-        [T+1], for an advantage of 1, under the weights that generated them.
-
-        Raises ValueError for a surrogate whose loss is not proportional to the advantage there.
-        """
-        advantages = torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64, device=sigmas.device)
-        nothing = advantages.new_zeros(3, len(steps), 1)
-        block = CellBlock(
-            step=0,
-            group=0,
-            uid=0,
-            first_sample=0,
-            version=0,
-            steps=steps,
-            sigmas=sigmas,
-            latents=nothing,
-            next_latents=nothing,
-            log_probs=nothing.squeeze(2),
-            condition={},
-            means=nothing,
-        )
-        log_prob = torch.zeros_like(block.log_probs, requires_grad=True)
-        with torch.enable_grad():
-            new = lean.at_rest(block, self.sde, log_prob)
-            losses = self._step_weights(block, new)[0] * self.surrogate.loss(self._cells(block, new, advantages, None))
-            (found,) = torch.autograd.grad(losses.sum(), log_prob)
-        if not torch.allclose(found, advantages[:, None] * found[0]):
-            raise ValueError(
-                f"algorithm.surrogate = {self.surrogate}: at ratio 1 its gradient is not proportional to the "
-                "advantage, so it cannot be taken before that is known; set schedule.gradients=replay"
-            )
-        return found[0]
 
     def _cells(self, block: CellBlock, new: Replay, advantages: Tensor, proximal: Tensor | None) -> Cells:
         """advantages [b]."""
@@ -276,8 +234,8 @@ class GRPO(PolicyModule):
             self._deviations.append(deviations.flatten().double())
 
     def collected(self) -> dict[str, Tensor]:
-        """Also `effective_samples`: mean(r)^2 / mean(r^2) of the cells' joint ratios (Kish 1965). 1: all count alike;
-        1/n: one of n counts."""
+        """Return the metrics with `effective_samples`: mean(r)^2 / mean(r^2) of the cells' joint ratios (Kish 1965). A
+        value of 1 says that all cells count alike, 1/n that one of n counts."""
         found = super().collected()
         mean, square = found.pop(JOINT, None), found.pop(JOINT_SQUARE, None)
         return found if mean is None or square is None else found | {"effective_samples": mean**2 / square}

@@ -89,7 +89,7 @@ class NFT(PolicyModule):
         return dict(self._old.tensors) or super().rollout_parameters()
 
     def rollout_weights(self) -> AbstractContextManager[None]:
-        """Inside, this rank's policy is the old one."""
+        """Give this rank the old policy's weights inside the context."""
         return self._old.swapped(self.policy.trained_parameters())
 
     def on_train_start(self) -> None:

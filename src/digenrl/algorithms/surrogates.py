@@ -78,7 +78,7 @@ class Clipped(Surrogate):
         return clipped_surrogate(cells.ratio, cells.advantages, *cells.clip)
 
     def cut(self, cells: Cells) -> Tensor:
-        """Where the clip binds."""
+        """Return [b, K] bool: cells at which the clip binds."""
         return clip_binds(cells.ratio, cells.advantages, *cells.clip)
 
 
@@ -98,7 +98,7 @@ class Guard(Surrogate):
         return clipped_surrogate(self._ratio(cells), cells.advantages, *cells.clip) / cells.sqrt_h**2
 
     def cut(self, cells: Cells) -> Tensor:
-        """Where the clip of the normalised ratio binds."""
+        """Return [b, K] bool: cells at which the clip of the normalised ratio binds."""
         return clip_binds(self._ratio(cells), cells.advantages, *cells.clip)
 
     def _ratio(self, cells: Cells) -> Tensor:
@@ -149,7 +149,7 @@ class Weighted(Surrogate):
         return -self.weight(cells, cells.ratio.detach()) * cells.advantages * unit
 
     def cut(self, cells: Cells) -> Tensor:
-        """Where w is not the ratio."""
+        """Return [b, K] bool: cells whose weight differs from their ratio."""
         ratio = cells.ratio.detach()
         return self.weight(cells, ratio) != ratio
 
@@ -159,8 +159,8 @@ class Capped(Surrogate):
     """An importance weight that is cut above."""
 
     cap: float | None = None
-    """Distance of the weight's upper bound from 1; null = clip_range's upper side; verl-omni caps at 2.0, i.e. 1.0
-    here."""
+    """Distance of the weight's upper bound from 1; null = clip_range's upper side. verl-omni caps at 2.0: a distance of
+    1.0."""
 
     def __post_init__(self) -> None:
         if self.cap is not None and self.cap <= 0:
@@ -203,7 +203,7 @@ class DecoupledPPO(Capped):
         return weight.clamp(max=self.bound(cells)) * clipped_surrogate(ratio, cells.advantages, *cells.clip)
 
     def cut(self, cells: Cells) -> Tensor:
-        """Where the cap or the clip binds."""
+        """Return [b, K] bool: cells at which the cap or the clip binds."""
         weight, ratio = self._parts(cells)
         return (weight > self.bound(cells)) | clip_binds(ratio, cells.advantages, *cells.clip)
 

@@ -56,7 +56,7 @@ class Checkpoint(pl.Callback):
         self._progress: dict[str, Any] = {}
         """Entries of a checkpoint as they were when the last step was finished, but for the weights."""
         self._weights: dict[str, Any] = {}
-        """Those of the weights, before the first of several updates."""
+        """Weights before the first of several updates of a logical batch."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._finished = self._saved = trainer.current_epoch

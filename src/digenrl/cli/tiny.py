@@ -16,10 +16,11 @@ def main(families: Sequence[str]) -> int:
     if wants_help(families):
         show(command_help(__doc__))
         return 0
+    from digenrl import facts
     from digenrl.models import tiny_builds
 
     try:
-        for family in families or list(tiny_builds.BUILDERS):
+        for family in families or [family for family, known in facts.families().items() if known.tiny]:
             print(f"{family}\t{tiny_builds.ensure(family)}")
     except ValueError as error:
         print(error, file=sys.stderr)

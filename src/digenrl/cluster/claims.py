@@ -4,7 +4,6 @@
     owner/v{version}/{position}  who runs the task, in which attempt; changed by compare-and-set alone
     got/v{version}/{position}    trainers that hold the result
     returned/v{version}          positions that came back because their owner was lost
-    opened/v{version}            "first stop": positions of the reserve that may be claimed
     version, digest/v{version}   the newest published version; what its bytes must give
     work/{rank}                  what a generating rank does now, and how fast it is
 
@@ -44,19 +43,15 @@ class StoredClaims:
         self._control.delete(f"got/v{version}/{position}")
 
     def forget_queue(self, version: int) -> None:
-        for name in ("claim", "returned", "opened"):
+        for name in ("claim", "returned"):
             self._control.delete(f"{name}/v{version}")
 
-    def offered(self, version: int) -> tuple[Sequence[int], range]:
-        back, opened = self._control.get_all([f"returned/v{version}", f"opened/v{version}"])
-        return sorted({int(word) for word in (back or "").split()}), range(*map(int, (opened or "0").split()))
+    def returned(self, version: int) -> Sequence[int]:
+        return sorted({int(word) for word in (self._control.get(f"returned/v{version}") or "").split()})
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
-        together = [*self.offered(version)[0], *positions]
+        together = [*self.returned(version), *positions]
         self._control.set(f"returned/v{version}", " ".join(str(position) for position in together))
-
-    def set_opened(self, version: int, positions: range) -> None:
-        self._control.set(f"opened/v{version}", f"{positions.start} {positions.stop}")
 
     def newest_version(self) -> int:
         return int(self._control.get("version") or 0)
@@ -97,9 +92,8 @@ def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
 
 
 def _work(text: str) -> Work:
-    version, task, step_seconds, step, group, until, idle, waiting = text.split(":")
-    now = int(step), int(group), float(until), int(idle), float(waiting)
-    return Work(int(version), float(task), float(step_seconds), *now)
+    version, seconds, step, group, until, waiting = text.split(":")
+    return Work(int(version), float(seconds), int(step), int(group), float(until), float(waiting))
 
 
 def _owner_key(version: int, position: int) -> str:

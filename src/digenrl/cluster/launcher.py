@@ -34,7 +34,7 @@ from digenrl.cluster.access import ACCESS, Access, leave_access
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.members import PASSPORT, Members, Terms
+from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals, held_back
 from digenrl.cluster.store import StoreClient, StoreServer
@@ -91,6 +91,36 @@ class Outcome:
     """It failed because ranks died, or raised, while nobody had asked for a stop: another attempt may succeed."""
 
 
+Start = Callable[[RankMain, World, Session], RankProcess]
+"""Starts one rank."""
+
+
+class Launcher(Protocol):
+    """Where the ranks of a run live that this process starts."""
+
+    @property
+    def host(self) -> str:
+        """Address on which the control store listens, unless `network.interface` names one."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks that listen on this machine."""
+
+    @property
+    def places(self) -> Callable[[], AbstractContextManager[Start]] | None:
+        """Gives places to the ranks and starts them; None: they are forked."""
+
+    def check(self) -> None:
+        """Refuse a run whose ranks cannot have their devices, or cannot reach this process.
+
+        Raises:
+            ValueError: with the key to change.
+        """
+
+    def rank_main(self, fit: RankMain) -> RankMain:
+        """Return what a rank runs: `fit`, on the device that the rank has been given."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """What to start."""
@@ -104,8 +134,6 @@ class Launch:
     patience_s: float = 0.0
     """How long a run with fewer rollouts than `fewest` waits for others to join; then it is saved and ends."""
     fewest: int = 1
-    rollout_context: int = 1
-    """Neighbouring rollouts that generate together; the death of one is that of all."""
     stop_grace: Callable[[], float] = field(default=lambda: 30.0)
     """Asked at a stop: seconds for the step in progress. Then trainers give it up, and save the last version."""
     stop_save_s: float = 60.0
@@ -116,11 +144,11 @@ class Launch:
     """Where the store and the ranks listen ..."""
     host: str = "127.0.0.1"
     """... unless it names an interface."""
-    elsewhere: Callable[[], AbstractContextManager[Callable[[RankMain, World, Session], RankProcess]]] | None = None
-    """Gives places to the ranks, and then what starts one; None: they are forked."""
+    places: Callable[[], AbstractContextManager[Start]] | None = None
+    """As `Launcher.places`."""
     handshake: Handshake = field(default_factory=Handshake)
     """With a token of its own for each run."""
-    passport: Mapping[str, Any] = field(default_factory=dict)
+    credentials: Mapping[str, Any] = field(default_factory=dict)
     """What a rollout that joins must show, in JSON values: the configuration, the version of the code."""
     limits: Limits = field(default_factory=Limits)
     """How long ranks are waited for."""
@@ -169,27 +197,24 @@ def launch(spec: Launch) -> Outcome:
     ranks: dict[int, RankProcess] = {}
     with spec.signals, ExitStack() as ended:
         try:
-            start: Callable[[RankMain, World, Session], RankProcess]
-            start = partial(fork_rank, forget=partial(_forget, monitor, listener))
-            if spec.elsewhere is not None:
-                start = ended.enter_context(spec.elsewhere())
-                ended.enter_context(spec.signals)  # Ray has taken SIGTERM
+            start: Start = partial(fork_rank, forget=partial(_forget, monitor, listener))
+            if spec.places is not None:
+                start = ended.enter_context(spec.places())
+                ended.enter_context(spec.signals)  # a launcher's library (Ray) may have taken SIGTERM
             for rank in range(spec.trainers + spec.rollouts):
-                world = World(rank, spec.trainers, spec.rollouts, rank, spec.rollout_context)
+                world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
                 session = Session(host, port, spec.handshake, spec.run_dir, epoch, host, spec.network, spec.limits)
                 ranks[rank] = start(spec.rank_main, world, session)
             # Only now, because a fork beside the store's busy threads may inherit a lock that nobody releases.
             server = StoreServer(listener, spec.handshake)
             ended.callback(server.close)
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
-            control.set(PASSPORT, json.dumps(spec.passport))
+            control.set(CREDENTIALS, json.dumps(spec.credentials))
             leave_access(spec.run_dir, Access(host, port, spec.handshake.token, epoch))
             ended.callback((spec.run_dir / ACCESS).unlink, missing_ok=True)
             for rank in ranks:
                 control.set(heartbeat_key(rank), "0")
-            terms = Terms(
-                spec.trainers, spec.rollouts, spec.max_lost, spec.patience_s, spec.fewest, spec.rollout_context
-            )
+            terms = Terms(spec.trainers, spec.rollouts, spec.max_lost, spec.patience_s, spec.fewest)
             members = Members(control, server, terms, spec.run_dir, spec.limits, ranks)
             outcome = _Watch(spec, ranks, control, members).run()
         except NoPlace as error:
@@ -375,9 +400,6 @@ class _Watch:
             if rank < self._spec.trainers:
                 return self._fail(f"{self._name(rank)} {cause}")
             self._settle(self._members.gone(rank, cause))
-            for other in set(self._members.group_of(rank)) - self._dead:
-                self._dead.add(other)
-                self._ranks[other].kill()
 
     def _death(self, rank: int, code: int) -> str | None:
         """What a dead rank did ("was killed by ...", "raised ..."), or None when it only left because the run was

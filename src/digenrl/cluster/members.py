@@ -23,35 +23,32 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreServer
 from digenrl.cluster.vitals import ConditionTimer, watch_key
-from digenrl.cluster.world import World
 from digenrl.record.run_dir import JOINED, LEFT, LOST, append_event
 from digenrl.schedule.claims import ClaimError, Claims
 
-PASSPORT = "passport"
-"""Where the store says what a rank that joins must show."""
+CREDENTIALS = "credentials"
+"""Store key of what a rank that joins must show."""
 _TOGETHER_S = 0.5
 """A stop of the whole run may reach its ranks before the launcher: a rollout goes so long after it asked."""
 
 
 def end_key(rank: int) -> str:
-    """Where who watched a joined rank over there says how it ended."""
+    """Return the store key under which the watcher of a joined rank says how the rank ended."""
     return f"end/{rank}"
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Who may go."""
+    """Conditions under which rollouts may leave or die."""
 
     trainers: int
     rollouts: int
-    """That the run begins with."""
+    """Rollouts that the run begins with."""
     max_lost: int | None = None
     """Rollouts that may die; None = all, 0 = none, and none may leave either."""
     patience_s: float = 0.0
     """How long a run with fewer rollouts than `fewest` waits for others to join."""
     fewest: int = 1
-    rollout_context: int = 1
-    """Neighbouring rollouts that generate together: they go together, and count as one."""
 
 
 class Members:
@@ -67,7 +64,7 @@ class Members:
     ) -> None:
         self._control, self._server, self._terms, self._run_dir = control, server, terms, run_dir
         self._limits, self._local = limits, frozenset(local)
-        self._world = World(0, terms.trainers, terms.rollouts, rollout_context=terms.rollout_context)
+        self._first = range(terms.trainers, terms.trainers + terms.rollouts)
         self._losses = 0
         self._known: set[int] = set()
         """Ranks that joined."""
@@ -86,27 +83,23 @@ class Members:
 
     @property
     def rollouts(self) -> list[int]:
-        """Those that are there and claim tasks."""
-        return self._control.survivors(self._world.leaders)
+        """Rollouts that are there."""
+        return self._control.survivors(self._first)
 
     @property
     def guests(self) -> list[int]:
-        """Of them, those that joined: nobody sees their processes from here."""
+        """Rollouts that joined, whose processes nobody sees from here."""
         return [rank for rank in self._control.survivors(()) if rank not in self._local]
 
     @property
     def leaving(self) -> set[int]:
-        """Those that were allowed to go, whether they have or not."""
+        """Rollouts that were allowed to leave, whether they have left or not."""
         return set(self._granted)
 
     @property
     def waiting(self) -> bool:
         """Whether the run has no rollout left, and waits for one."""
         return self._alone_since is not None and not self.rollouts
-
-    def group_of(self, rank: int) -> range:
-        """The ranks that cannot go on without `rank`, itself included."""
-        return self._world.group_of(rank)
 
     def name(self, rank: int) -> str:
         """What messages call a rank."""
@@ -133,27 +126,22 @@ class Members:
         return None
 
     def gone(self, rank: int, cause: str) -> str | None:
-        """A rollout that is no more, and its group with it: it left as it was allowed to, or else died of `cause`. Its
-        tasks go back. Returns why the run cannot go on without it, if it cannot."""
-        group = self.group_of(rank)
-        if not self._control.lost_ranks().isdisjoint(group):  # it went with another of its group
-            return None
+        """Give back the tasks of a rollout that is no more; return why the run cannot go on without it, if it cannot.
+
+        The rollout left as it was allowed to, or else died of `cause`.
+        """
         left = rank in self._granted and self._control.get(f"left/{rank}") is not None
-        for each in (rank,) if left else group:
-            self._server.shut_out(each)
-        told = dict(zip(group, self._control.get_all([f"cause/{each}" for each in group]), strict=True))
-        said, claims = told.pop(rank), Claims(StoredClaims(self._control), rank=-1)
+        self._server.shut_out(rank)
+        said, claims = self._control.get(f"cause/{rank}"), Claims(StoredClaims(self._control), rank=-1)
         cause = f"left: {self._granted[rank]}" if left else said or cause
-        cause += "".join(f"; {self.name(other)} {its}" for other, its in told.items() if its is not None)
         self._last_cause, self._hopeless = f"{self.name(rank)} {cause}", said is not None
         self.last_one_left = left
         if not left and self._losses == self._terms.max_lost:
             return self._last_cause
         self._losses += not left
-        for each in group:
-            self._control.lose(each)
+        self._control.lose(rank)
         try:
-            tasks = claims.collect(rank) if left else claims.lose(group[0], cause, self._terms.trainers)
+            tasks = claims.collect(rank) if left else claims.lose(rank, cause, self._terms.trainers)
         except ClaimError as error:
             return str(error)
         facts = {"rank": rank, "cause": self._last_cause, "reissued": tasks}

@@ -119,7 +119,7 @@ def start_heartbeat(session: Session, world: World) -> None:
                     time.sleep(BEAT_EVERY_S)
                 elif (number := wait_for_request(pause)) is not None:
                     asks = number in leaves
-                    control.set(f"ask/{world.group_of(rank)[0]}" if asks else "signal", str(int(number)))
+                    control.set(f"ask/{rank}" if asks else "signal", str(int(number)))
                     pause = _ANSWER_S if asks else BEAT_EVERY_S
         except StoreLost:  # whoever waits for it says so
             return

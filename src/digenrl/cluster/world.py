@@ -1,9 +1,9 @@
 """Who is who: launch ranks, roles, and the role-scoped world that Lightning sees.
 
 Launch ranks 0..n-1 are trainers, the rest are rollouts; one that joins later gets the next number, which nobody had.
-Each process's *default* process group is its role's group (all trainers; each rollout alone, or those that generate
-together), because Lightning, torchmetrics and DeviceMesh use the default group in places that no override reaches:
-Lightning broadcasts on it before every micro-batch.
+Each process's *default* process group is its role's group (all trainers; each rollout alone), because Lightning,
+torchmetrics and DeviceMesh use the default group in places that no override reaches: Lightning broadcasts on it before
+every micro-batch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ class World:
     """Those that the run began with; 0 = colocated: trainers generate too."""
     local_rank: int = 0
     """Index of this process's device on its machine."""
-    rollout_context: int = 1
-    """Neighbouring rollouts that generate together: a group. Its first claims, decodes and sends; the others follow."""
 
     @property
     def joined(self) -> bool:
@@ -49,12 +47,12 @@ class World:
 
     @property
     def role_rank(self) -> int:
-        """Rank inside the role's own world: for rollouts that is their group."""
-        return self.rank if self.is_trainer else self.rank - self.group_of(self.rank).start
+        """Rank inside the role's own world: a rollout is a world of one."""
+        return self.rank if self.is_trainer else 0
 
     @property
     def role_size(self) -> int:
-        return self.trainers if self.is_trainer else len(self.group_of(self.rank))
+        return self.trainers if self.is_trainer else 1
 
     @property
     def size(self) -> int:
@@ -63,23 +61,6 @@ class World:
     @property
     def rollout_ranks(self) -> range:
         return range(self.trainers, self.size)
-
-    @property
-    def leaders(self) -> range:
-        """Rollouts that claim tasks: the first of every group."""
-        return range(self.trainers, self.size, self.rollout_context)
-
-    @property
-    def follows(self) -> bool:
-        """Whether another rank of this one's group claims for it."""
-        return not self.is_trainer and self.role_rank > 0
-
-    def group_of(self, rank: int) -> range:
-        """The ranks that generate together with `rank`, the first of which leads; one that joined does so alone."""
-        if rank not in self.rollout_ranks:
-            return range(rank, rank + 1)
-        first = rank - (rank - self.trainers) % self.rollout_context
-        return range(first, first + self.rollout_context)
 
 
 @dataclass(frozen=True)

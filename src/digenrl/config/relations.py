@@ -1,14 +1,16 @@
 """Rules that relate several keys. Each is a small function that yields messages; to add one, add it to `_RULES`.
+An extension adds those of its own keys: the `RULES` of its package.
 
 They are read twice: with the configuration as written, and when `auto` has become numbers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
+
+from digenrl.extension import offered
 
 Tree = Mapping[str, Any]
 
@@ -38,11 +40,17 @@ def most_rollouts(rollouts: Any) -> Any:
     return rollouts["max"] if isinstance(rollouts, Mapping) else rollouts
 
 
+def needs_whole_batch(advantage: Mapping[str, Any]) -> bool:
+    """Return whether the advantages of `algorithm.advantage` need every reward of the batch. Then no group can be
+    trained before the others are complete, and `schedule.gap` must be 0."""
+    return advantage.get("std") in ("batch", "max_group") or bool(advantage.get("renormalise"))
+
+
 def relation_problems(tree: Tree, broken: Collection[str] = ()) -> list[str]:
     """What is wrong between keys; rules that read a key of `broken` stay silent."""
     view = _View(tree, broken)
     problems: list[str] = []
-    for rule in _RULES:
+    for rule in chain(_RULES, *offered("RULES")):
         try:
             problems += rule(view)
         except _Needs:
@@ -93,36 +101,15 @@ def _updates(get: _View) -> Iterator[str]:
         )
 
 
-def _refill(get: _View) -> Iterator[str]:
-    if get("data.zero_variance_groups") != "refill":
-        return
-    places, more, updates = get("data.prompts_per_batch"), get("data.oversample"), get("algorithm.updates_per_batch")
-    if not more:
-        yield (
-            "data.zero_variance_groups = refill with data.oversample = 0: nothing may be sampled in place of a group "
-            f"that teaches nothing; set data.oversample={places} (the most groups), or data.zero_variance_groups=drop."
-        )
-    if updates > 1 and get("data.updates_split") == "groups":
-        yield (
-            f"data.zero_variance_groups = refill with algorithm.updates_per_batch = {updates}: a later update's "
-            "prompts would be sampled with weights that are gone; set algorithm.updates_per_batch=1, "
-            "data.updates_split=samples, or data.zero_variance_groups=drop with the same data.oversample."
-        )
-    stale = get("schedule.stale_fraction")
-    if get("schedule.async_steps") and math.ceil(stale * (places + more)) > places:
-        yield (
-            f"schedule.stale_fraction = {stale} of {places + more} groups, with data.zero_variance_groups = refill: "
-            f"what is sampled in place of others needs fresh weights; set schedule.stale_fraction="
-            f"{places * 100 // (places + more) / 100:g} or less, or a smaller data.oversample."
-        )
-
-
 def _batch_wide_statistics(get: _View) -> Iterator[str]:
-    std, gap = get("algorithm.advantage.std"), get("schedule.gap")
-    if gap and std in ("batch", "max_group"):
+    advantage, gap = get("algorithm.advantage"), get("schedule.gap")
+    if gap and needs_whole_batch(advantage):
+        renormalise = bool(advantage.get("renormalise"))
+        key, value, other = ("renormalise", "true", "false") if renormalise else ("std", advantage["std"], "group")
         yield (
-            f"algorithm.advantage.std = {std} needs every reward of the batch before the first gradient, but "
-            f"schedule.gap = {gap} trains groups as they complete; set schedule.gap=0 or algorithm.advantage.std=group."
+            f"algorithm.advantage.{key} = {value} needs every reward of the batch before the first gradient, but "
+            f"schedule.gap = {gap} trains groups as they complete; set schedule.gap=0 or "
+            f"algorithm.advantage.{key}={other}."
         )
 
 
@@ -173,43 +160,6 @@ def _replay(get: _View) -> Iterator[str]:
         yield f"allocation.rollouts = {rollouts} with replay: nothing is generated; set allocation.rollouts=0."
     if get("record.trajectories"):
         yield "record.trajectories = true with replay: what it trains is recorded already; leave it false."
-
-
-def _gradients(get: _View) -> Iterator[str]:
-    if get("schedule.gradients") != "generation":
-        return
-    wrong = "{} = {} with schedule.gradients = generation: {}; set {}, or schedule.gradients=replay.".format
-    for key, wanted, why in _LEAN:
-        if (value := get(key)) not in wanted:
-            words = "replay=null" if key == "replay" else f"{key}={str(wanted[0]).lower()}"
-            yield wrong(key, str(value).lower() if isinstance(value, bool) else value, why, words)
-    if get("model").get("lora") is None and (size := get("sampling.task_size")) not in (1, "auto"):
-        why = "without model.lora a backward pass sums over the samples of a batch, and each has its own weight"
-        yield wrong("sampling.task_size", size, why, "sampling.task_size=1")
-    algorithm = get("algorithm")
-    if "surrogate" not in algorithm:
-        why = "it trains no log-probs, whose gradients a sampler could take"
-        yield wrong("algorithm._target_", algorithm.get("_target_"), why, "algorithm=flow_grpo")
-    elif get("algorithm.kl_weight"):
-        why = "the KL's gradient has another weight, and a second backward pass costs what the replay does"
-        yield wrong("algorithm.kl_weight", get("algorithm.kl_weight"), why, "algorithm.kl_weight=0")
-
-
-_LEAN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    (
-        "allocation.rollouts",
-        (0,),
-        "a gradient is as large as all that is trained and does not travel, so who generates trains",
-    ),
-    ("algorithm.updates_per_batch", (1,), "after the first update the gradients are those of older weights"),
-    ("schedule.async_steps", (0,), "a stale sample's gradient is that of older weights"),
-    ("schedule.shares", ("equal",), "who generates a sample trains it, whatever the shares"),
-    ("parallel.sharding", ("ddp", "auto"), "gradients of sharded weights are reduced in every backward pass"),
-    ("parallel.context", (1,), "each rank generates alone"),
-    ("record.trajectories", (False,), "no latents are kept that a later run could train from"),
-    ("replay", (None,), "nothing is generated"),
-)
-"""Key, values that allow gradients to be taken while generating, and why others do not."""
 
 
 def _shares(get: _View) -> Iterator[str]:
@@ -272,28 +222,6 @@ def _context(get: _View) -> Iterator[str]:
             )
 
 
-def _rollout_context(get: _View) -> Iterator[str]:
-    together, rollouts = get("parallel.rollout_context"), get("allocation.rollouts")
-    if together == 1:
-        return
-    if isinstance(rollouts, int) and (rollouts % together or not rollouts):
-        yield (
-            f"parallel.rollout_context = {together}: must divide allocation.rollouts = {rollouts}; set "
-            f"allocation.rollouts={max(1, rollouts // together) * together}, or parallel.rollout_context=1."
-        )
-    if isinstance(rollouts, Mapping):
-        yield (
-            f"allocation.rollouts = {dict(rollouts)} with parallel.rollout_context = {together}: no rank joins a group "
-            "that generates together; set allocation.rollouts to a number, or parallel.rollout_context=1."
-        )
-    if get("launch") == "ray":
-        yield (
-            f"launch = ray with parallel.rollout_context = {together}: Ray gives each rollout a place of its own, and "
-            "those that generate together need one node; set launch=local, torchrun or SLURM, or "
-            "parallel.rollout_context=1."
-        )
-
-
 def _split_claims(get: _View) -> Iterator[str]:
     if get("schedule.claims") != "split" or get("allocation.rollouts") == 0:
         return
@@ -312,19 +240,6 @@ def _split_claims(get: _View) -> Iterator[str]:
             f"allocation.max_lost_rollouts = {lost} with schedule.claims = split: nobody takes over the part of a rank "
             "that died; set schedule.claims=shared, or allocation.max_lost_rollouts to 0 or auto (which is 0 then)."
         )
-
-
-def _publication(get: _View) -> Iterator[str]:
-    if get("network.publication") != "broadcast":
-        return
-    rollouts, launch = get("allocation.rollouts"), get("launch")
-    wrong = "network.publication = broadcast with {}: {}; set {}, or network.publication=stream.".format
-    if isinstance(rollouts, Mapping):
-        why = "a broadcast has the members that it began with, and others are to join"
-        yield wrong(f"allocation.rollouts = {dict(rollouts)}", why, "allocation.rollouts to a number")
-    if launch == "ray":
-        why = "Ray replaces a rollout that dies, and who joins is no member of a broadcast"
-        yield wrong("launch = ray", why, "launch=local")
 
 
 def _recomputation(get: _View) -> Iterator[str]:
@@ -357,12 +272,6 @@ def _rank_counts(get: _View) -> Iterator[str]:
             )
 
 
-def _ray_pools(get: _View) -> Iterator[str]:
-    pools = sorted(get("hardware.pools"))
-    for name in sorted(set(get("ray.resources")) - set(pools)):
-        yield f"ray.resources.{name}: is no pool of the hardware profile; its pools are {', '.join(pools)}."
-
-
 def _links(get: _View) -> Iterator[str]:
     pools, seen = sorted(get("hardware.pools")), dict[frozenset[str], str]()
     for name, entry in get("hardware.links").items():
@@ -381,23 +290,18 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _task_size,
     _updates_within,
     _updates,
-    _refill,
     _batch_wide_statistics,
     _same_noise,
     _scouts,
     _precision,
     _asynchrony,
     _replay,
-    _gradients,
     _shares,
     _sharding,
     _shard_group,
     _context,
-    _rollout_context,
     _split_claims,
-    _publication,
     _recomputation,
     _rank_counts,
-    _ray_pools,
     _links,
 )

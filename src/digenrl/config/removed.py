@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 REMOVED: dict[str, str] = {
+    "data.zero_variance_groups=refill": "no experiment used it; drop with the same data.oversample has its gradient",
     "model.compile=graphs": "torch.compile has a mode for CUDA graphs; set model.compile=true",
+    "parallel.rollout_context": "each rollout generates alone; set sampling.task_size=1 where memory is short",
+    "schedule.gradients": "trainers compute every trained step again, as replay did",
+    "schedule.handoff": "rollouts that leave and loans that end give their tasks away; else moving them gained nothing",
     "schedule.order": "fragments are trained in the order of their groups",
 }
 """Dotted key (a group of keys too), or `key=value`, -> what replaces it, or why it went."""
 
 FORGOTTEN: dict[str, tuple[Any, ...]] = {
+    "parallel.rollout_context": (1,),
+    "schedule.gradients": ("replay",),
+    "schedule.handoff": (False, True),
     "schedule.order": ("canonical", "arrival"),
 }
 """Removed key -> its values without which a stored run computes what it did: such a run goes on without the key."""

@@ -204,7 +204,7 @@ class Network(Closed):
     )
     whole_every: AtLeast1 = Field(description="every so-many-th version travels whole all the same; 1: each does")
     compress: bool | Auto = Field(
-        description="trajectories, weights and tasks handed over are packed without loss (zlib); auto: over thin lines"
+        description="trajectories, weights and suspended tasks are packed without loss (zlib); auto: over thin lines"
     )
     thin_mb_s: Positive = Field(
         description="MB/s; a line that carries less is thin: as hardware.links says, or as it was seen to carry"
@@ -225,10 +225,6 @@ class Parallel(Closed):
         description="neighbouring trainers that share the tokens of each trained forward (Ulysses), where a sample is "
         "too long for one GPU; divides the trainers of a node and the attention heads; Wan and HunyuanVideo (also "
         "1.5); 1: none"
-    )
-    rollout_context: AtLeast1 = Field(
-        description="neighbouring rollouts that share the tokens of each forward, and so generate one task together "
-        "(Ulysses); divides the rollouts, in groups on one node, and the attention heads; Wan and HunyuanVideo; 1: none"
     )
 
 
@@ -279,12 +275,10 @@ class Data(Closed):
     prompts_per_batch: int = Field(ge=1, le=65536, description="groups of an RL step, each of one prompt")
     group_size: int = Field(ge=2, le=4096, description="samples of a group")
     oversample: AtLeast0 = Field(
-        description="groups generated beyond prompts_per_batch; the first that teach something are trained. With "
-        "zero_variance_groups=refill the most that are, each in place of one that teaches nothing"
+        description="groups generated beyond prompts_per_batch; the first that teach something are trained"
     )
-    zero_variance_groups: Literal["keep", "drop", "refill"] = Field(
-        description="groups whose samples all score alike: they stay in the loss's denominator, or leave it and the "
-        "KL; refill: they leave it, and for each the next prompt is sampled, oversample prompts at most"
+    zero_variance_groups: Literal["keep", "drop"] = Field(
+        description="groups whose samples all score alike: they stay in the loss's denominator, or leave it and the KL"
     )
     updates_split: Literal["groups", "samples"] = Field(
         description="what several updates of a batch share out; groups: each trains some of the groups; samples: each "
@@ -321,16 +315,10 @@ class Schedule(Closed):
     )
     tsp: Tsp
     tag: bool = Field(description="waiting trainers may generate, where that is predicted to shorten the step")
-    handoff: bool = Field(description="a task may be suspended at a denoising step and finished on another rank")
     shares: Literal["equal", "measured"] | Annotated[list[Amount], Field(min_length=1)] = Field(
         description="each trainer's part of the training: its relative speed"
     )
     skip_zero: bool = Field(description="cells whose gradient is known to be zero (advantage 0, no KL) are not trained")
-    gradients: Literal["replay", "generation", "auto"] = Field(
-        description="replay: trainers compute every trained step again; generation: colocated ranks take log-prob "
-        "gradients while they generate, and weigh them afterwards (no KL, one update per batch); auto: the one that "
-        "takes fewer seconds by the cost model, of those that are possible"
-    )
     async_steps: int = Field(ge=0, le=1, description="1: some groups of a batch use weights one version old")
     stale_fraction: Share = Field(description="share of a batch's groups that do so; read with async_steps=1")
 
@@ -512,7 +500,7 @@ class Hardware(Closed):
     )
     efficiency: Efficiency | None = Field(ABSENT, description="of every pool")
     seconds: Seconds | None = Field(ABSENT, description="measured seconds per unit; they replace computed ones")
-    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny builds, by model class or updates")
+    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny batches, by updates")
 
 
 class Train(Closed):
@@ -633,16 +621,13 @@ RESUMABLE: tuple[str, ...] = (
     "network",
     "limits",
     "parallel.shard_group",
-    "parallel.rollout_context",
     "record",
     "schedule.gap",
     "schedule.claims",
     "schedule.tsp",
     "schedule.tag",
-    "schedule.handoff",
     "schedule.shares",
     "schedule.skip_zero",
-    "schedule.gradients",
     "sampling.task_size",
     "data.prompts",
     "data.heldout",

@@ -8,9 +8,8 @@ latent dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -56,8 +55,6 @@ class SampleState:
     """[b] fp32 each."""
     kept_means: tuple[Tensor, ...] = ()
     """[b, *L] fp32 each; empty unless means are kept."""
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
-    """[b, ...] of the trained steps passed so far, as `advance` takes them; they stay on the rank that took them."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,7 @@ class Samples:
     steps: Tensor
     """[S] int64 on CPU."""
     latents: Tensor
-    """[b, S, *L] storage dtype; [b, S, 0] for forward-process methods, which noise `final` themselves, and where
-    gradients were taken."""
+    """[b, S, *L] storage dtype; [b, S, 0] for forward-process methods, which noise `final` themselves."""
     next_latents: Tensor
     """Like `latents`."""
     log_probs: Tensor
@@ -77,8 +73,6 @@ class Samples:
     """[b, *L] storage dtype: the clean latent, to decode."""
     means: Tensor | None = None
     """[b, S, *L] fp32 if kept."""
-    gradients: dict[str, Tensor] | None = None
-    """If taken: trained parameter -> gradients [b, ...], and no latents but `final`."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +121,9 @@ def advance(
     kernel: Kernel,
     plan: StepPlan,
     keep_means: bool = False,
-    weight: Tensor | None = None,
 ) -> SampleState:
-    """One denoising step of all rows. condition: leading dimension 1 or b. sigmas [T+1]. Raises when already
-    finished.
-
-    weight: of a trained step's log-probs, one number; their gradients, times this, are added to the state's, and
-    latents are not kept (see `lean`). None: latents are kept.
-    """
+    """Make one denoising step of all rows. condition: leading dimension 1 or b. sigmas [T+1]. Raises when already
+    finished."""
     k, latents = state.next_step, state.latents
     if k >= sigmas.numel() - 1:
         raise ValueError(f"the trajectory has finished its {sigmas.numel() - 1} denoising steps: call finish()")
@@ -142,67 +131,26 @@ def advance(
     steps = torch.full((rows,), k, dtype=torch.int64, device=latents.device)
     sigma, next_sigma, guard = step_sigmas(sigmas.to(latents.device), steps)
     rows_of, key = expand_condition(condition, rows), state.key
+    velocity = policy.velocity(latents, sigma, rows_of)
     if k not in plan.sde:
-        following = ode_step(latents, policy.velocity(latents, sigma, rows_of), sigma, next_sigma, latents.dtype)
+        following = ode_step(latents, velocity, sigma, next_sigma, latents.dtype)
         return replace(state, latents=following, next_step=k + 1)
-
-    def stepped() -> Transition:
-        velocity = policy.velocity(latents, sigma, rows_of)
-        # Drawn by the processor while the GPU still computes the velocity.
-        noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:]).to(latents.device)
-        return kernel.transition(
-            latents,
-            velocity,
-            sigma,
-            next_sigma,
-            guard,
-            noise=noise,
-            storage_dtype=latents.dtype,
-            drawn=policy.drawn,
-        )
-
-    gradients = state.gradients
-    if k in plan.trained and weight is not None:
-        # Inside, because a backward pass may repeat parts of the forward.
-        with torch.enable_grad(), _apart(policy, rows) as parameters:
-            out = stepped()
-            gradients = _added(gradients, _log_prob(out), weight, parameters)
-    else:
-        out = stepped()
-    following = out.next_latents.detach()
+    # Drawn by the processor while the GPU still computes the velocity.
+    noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:]).to(latents.device)
+    out = kernel.transition(
+        latents, velocity, sigma, next_sigma, guard, noise=noise, storage_dtype=latents.dtype, drawn=policy.drawn
+    )
     if k not in plan.trained:
-        return replace(state, latents=following, next_step=k + 1)
-    kept, kept_next = (latents, following) if weight is None else (latents.new_empty(rows, 0),) * 2
+        return replace(state, latents=out.next_latents, next_step=k + 1)
     return replace(
         state,
-        latents=following,
+        latents=out.next_latents,
         next_step=k + 1,
-        kept_latents=(*state.kept_latents, kept),
-        kept_next_latents=(*state.kept_next_latents, kept_next),
-        kept_log_probs=(*state.kept_log_probs, _log_prob(out).detach()),
-        kept_means=(*state.kept_means, out.mean.detach()) if keep_means else (),
-        gradients=gradients,
+        kept_latents=(*state.kept_latents, latents),
+        kept_next_latents=(*state.kept_next_latents, out.next_latents),
+        kept_log_probs=(*state.kept_log_probs, _log_prob(out)),
+        kept_means=(*state.kept_means, out.mean) if keep_means else (),
     )
-
-
-def _apart(policy: Policy, rows: int) -> AbstractContextManager[Mapping[str, Tensor]]:
-    """What takes the gradients of `rows` samples: the trained parameters themselves where there is one."""
-    return policy.samples_apart(rows) if rows > 1 else nullcontext(policy.trained_parameters())
-
-
-def _added(
-    sums: Mapping[str, Tensor], log_prob: Tensor, weight: Tensor, parameters: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """`sums` and weight x gradients [b, ...] of `log_prob` [b], without parameters that it does not depend on. The
-    tensors of `sums` are used up."""
-    upstream = weight.to(log_prob).expand_as(log_prob)
-    found = torch.autograd.grad(log_prob, list(parameters.values()), upstream, allow_unused=True)
-    new = {
-        name: gradient[None] if len(log_prob) == 1 else gradient
-        for name, gradient in zip(parameters, found, strict=True)
-        if gradient is not None
-    }
-    return {name: sums[name].add_(gradient) if name in sums else gradient for name, gradient in new.items()}
 
 
 def finish(state: SampleState, plan: StepPlan) -> Samples:
@@ -224,7 +172,6 @@ def finish(state: SampleState, plan: StepPlan) -> Samples:
         log_probs=torch.stack(state.kept_log_probs, dim=1),
         final=final,
         means=torch.stack(state.kept_means, dim=1) if state.kept_means else None,
-        gradients=dict(state.gradients) or None,
     )
 
 

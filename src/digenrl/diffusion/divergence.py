@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from digenrl.models.policy import Policy
 
 KERNEL = FlowSDE()
-"""Of every algorithm's policy, also of one that is sampled by the ODE: the numbers compare."""
+"""Kernel under which every policy is compared, ODE samplers included, so that the numbers are comparable."""
 
 
 @torch.no_grad()

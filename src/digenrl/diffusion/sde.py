@@ -80,7 +80,8 @@ class Kernel(ABC):
         storage_dtype: torch.dtype = torch.float32,
         drawn: int | None = None,
     ) -> Transition:
-        """One step: `noise` [B, *L] given = sample, `next_latents` [B, *L] given = replay. Exactly one of them.
+        """Take one step: sample when `noise` [B, *L] is given, replay when `next_latents` [B, *L] is. Give one of the
+        two.
 
         latents, velocity [B, *L]; sigma, next_sigma [B]; sigma_guard [B] from `sigmas.step_sigmas`. The log-prob is
         differentiable with respect to `velocity` only: the next latent counts as data. `drawn`: of packed latents, so
@@ -123,7 +124,7 @@ class FlowSDE(Kernel):
     """
 
     noise_level: float = 0.7
-    """a. 0.7 is Flow-GRPO's default for SD3 and Wan2.1; 0.9 for 6-step FLUX; 1.2 for Qwen-Image windows."""
+    """Noise level a. Flow-GRPO uses 0.7 for SD3 and Wan2.1, 0.9 for 6-step FLUX, 1.2 for Qwen-Image windows."""
     max_scale: float | None = None
     """Upper bound of S = std*sqrt(h), applied before the mean; None = unbounded. LongCat uses 0.45 (ModelTC/GenRL
     wan_pipeline_with_logprob.py:81)."""

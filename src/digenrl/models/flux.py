@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.models.latents import pack, rescale, token_positions, unpack, unscale
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.prompt_store import Wording
 
@@ -23,6 +24,24 @@ ATTENTION = tuple(
 )
 SINGLE_ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v")
 FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+
+_QKV, _ADDED = ATTENTION[:3], ATTENTION[4:7]
+CHECKPOINT_NAMES: Names = {
+    r"transformer_blocks\.(\d+)\.": {
+        _QKV: "double_blocks.{}.img_attn.qkv",
+        _ADDED: "double_blocks.{}.txt_attn.qkv",
+        ("attn.to_out.0",): "double_blocks.{}.img_attn.proj",
+        ("attn.to_add_out",): "double_blocks.{}.txt_attn.proj",
+        ("ff.net.0.proj",): "double_blocks.{}.img_mlp.0",
+        ("ff.net.2",): "double_blocks.{}.img_mlp.2",
+        ("ff_context.net.0.proj",): "double_blocks.{}.txt_mlp.0",
+        ("ff_context.net.2",): "double_blocks.{}.txt_mlp.2",
+    },
+    r"single_transformer_blocks\.(\d+)\.": {
+        (*_QKV, "proj_mlp"): "single_blocks.{}.linear1",
+        ("proj_out",): "single_blocks.{}.linear2",
+    },
+}
 
 
 class FluxPolicy(DiffusersPolicy):
@@ -38,6 +57,7 @@ class FluxPolicy(DiffusersPolicy):
     attention = ATTENTION
     feed_forward = FEED_FORWARD
     single_attention = SINGLE_ATTENTION
+    checkpoint_names = CHECKPOINT_NAMES
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         guidance = None

@@ -1,4 +1,4 @@
-"""Latent geometry: strides and nearest valid sizes, the 2x2 packing of FLUX and Qwen-Image, per-channel scales."""
+"""Latent geometry: strides and nearest valid sizes, the 2x2 packing of FLUX, per-channel scales."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rescale(latents: Tensor, config: Any) -> Tensor:
 
 
 def unscale(latents: Tensor, config: Any) -> Tensor:
-    """FLUX.1, SD3.5 and Z-Image: latents of unit scale -> the autoencoder's own."""
+    """FLUX.1 and SD3.5: latents of unit scale -> the autoencoder's own."""
     return latents / config.scaling_factor + config.shift_factor
 
 
@@ -60,7 +60,7 @@ def normalise(latents: Tensor, config: Any) -> Tensor:
 
 
 def denormalise(latents: Tensor, config: Any) -> Tensor:
-    """Wan and Qwen-Image: latents [B, C, f, h, w] of unit scale -> the autoencoder's own, z * std + mean."""
+    """Wan: latents [B, C, f, h, w] of unit scale -> the autoencoder's own, z * std + mean."""
     mean, std = _channels(latents, config)
     return latents * std + mean
 

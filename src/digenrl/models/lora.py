@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -15,6 +15,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 ADAPTER = "default"
+Names = Mapping[str, Mapping[tuple[str, ...], str]]
+"""Pattern of a block's name in diffusers -> layers that a checkpoint holds as one -> the checkpoint's name for them, in
+which {} is the block's number. {}: the names are the same."""
 """diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
 
 
@@ -41,67 +44,14 @@ class AdaptedLinear(LoraLinear):
     into the second factor, and the sum into its product.
     """
 
-    apart: tuple[Tensor, Tensor] | None = None
-    """Copies [b, ...] of the factors that get the gradients of b samples, each its own; None: the factors get the
-    sum."""
-
     def forward(self, x: Tensor) -> Tensor:
         rows: Tensor = self.base_layer(x)
         if self._disable_adapters:
             return rows
         # Cast first: a rank that only generates holds what the cast gives.
-        second = self.factors[1].to(rows.dtype) * self.scaling[ADAPTER]
-        if self.apart is not None:
-            first = self.factors[0].to(rows.dtype)
-            out: Tensor = _Apart.apply(x, rows, first.detach(), second.detach(), self.scaling[ADAPTER], *self.apart)
-            return out
+        second = self.lora_B[ADAPTER].weight.to(rows.dtype) * self.scaling[ADAPTER]
         low: Tensor = self.lora_A[ADAPTER](x)
-        return _plus(rows, low, second)
-
-    @property
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """A [r, in] and B [out, r]."""
-        return cast(Tensor, self.lora_A[ADAPTER].weight), cast(Tensor, self.lora_B[ADAPTER].weight)
-
-
-def _plus(rows: Tensor, low: Tensor, second: Tensor) -> Tensor:
-    """rows [..., out] + low [..., r] times second [out, r]."""
-    return torch.addmm(rows.flatten(0, -2), low.flatten(0, -2), second.t()).view(rows.shape)
-
-
-class _Apart(torch.autograd.Function):
-    """An adapted layer as it computes otherwise, whose backward pass multiplies rows of different samples apart.
-
-    The rows are those of the samples in their order, once or (classifier-free guidance) twice. `second` is scaled, and
-    the gradient is that of B, which is not.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, rows: Tensor, first: Tensor, second: Tensor, scale: float, *apart: Tensor
-    ) -> Tensor:
-        ctx.scale, ctx.samples, ctx.dtype = scale, len(apart[0]), apart[0].dtype
-        if len(x) not in (ctx.samples, 2 * ctx.samples):
-            raise ValueError(
-                f"an adapted layer has {len(x)} rows for {ctx.samples} samples, so their gradients cannot be taken "
-                "apart; set sampling.task_size=1, or schedule.gradients=replay"
-            )
-        low = nn.functional.linear(x, first)
-        ctx.save_for_backward(x, low, first, second)
-        return _plus(rows, low, second)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (above,), (x, low, first, second) = upstream, ctx.saved_tensors
-        below = above @ second
-
-        def product(left: Tensor, right: Tensor) -> Tensor:
-            """[R, ..., out], [R, ..., in] -> [b, out, in]."""
-            of_samples = (t.reshape(-1, ctx.samples, t[0].numel() // t.shape[-1], t.shape[-1]) for t in (left, right))
-            a, b = (t.transpose(0, 1).flatten(1, 2) for t in of_samples)
-            return torch.bmm(a.mT, b).to(ctx.dtype)
-
-        return below @ first, above, None, None, None, product(below, x), product(above, low) * ctx.scale
+        return torch.addmm(rows.flatten(0, -2), low.flatten(0, -2), second.t()).view(rows.shape)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
+from digenrl.facts import Facts, of_module
 from digenrl.images import PromptImage
 from digenrl.models import deferred, latents, pretrained, tiny_builds
 from digenrl.models.lora import LoraSpec
@@ -142,7 +143,7 @@ class DiffusersPolicy(Policy):
                 f"model.gradient_checkpointing={gradient_checkpointing} needs to see the operators, which compiled "
                 "blocks do not show: set model.compile=false, or model.gradient_checkpointing to true, false or a share"
             )
-        self.path = str(tiny_builds.ensure(self.family)) if build == "tiny" else path
+        self.path = str(tiny_builds.ensure(self.facts())) if build == "tiny" else path
         self.check_checkpoint(self.path)
         compute = self._compute_dtype(dtype, build)
         load = deferred.empty if empty else pretrained.load_component
@@ -190,6 +191,12 @@ class DiffusersPolicy(Policy):
         self._decoded_together = max(1, decode_pixels // (height * width * frames))
 
     @classmethod
+    def facts(cls) -> Facts:
+        """Return the family's facts, from the file beside the module that brings the family."""
+        found = (of_module(base.__module__).get(cls.family) for base in cls.__mro__)
+        return next(filter(None, found), Facts(cls.family, cls.__name__, Path(inspect.getfile(cls))))
+
+    @classmethod
     def check(cls, settings: Mapping[str, Any]) -> None:
         """Refuse a model config that cannot be built, from small files alone, before any rank starts.
 
@@ -201,7 +208,7 @@ class DiffusersPolicy(Policy):
         if settings.get("build", "real") == "real":
             cls.check_checkpoint(str(settings["path"]))
         else:
-            tiny_builds.require(cls.family)
+            tiny_builds.require(cls.facts())
         network = cls.network_config(settings)
         channels = cls.channels * (4 if cls.packed else 1)
         if channels not in (network.get("in_channels"), network.get("out_channels")):
@@ -216,17 +223,17 @@ class DiffusersPolicy(Policy):
     def network_config(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The transformer's configuration, defaults included, for a model config (its YAML's keys)."""
         if settings.get("build", "real") == "tiny":
-            given = tiny_builds.BUILDERS[cls.family]["transformer"]
+            given = tiny_builds.part(cls.facts(), "transformer")
         else:
             given = pretrained.component_config(cls.transformer_class, str(settings["path"]), "transformer")
         parameters = inspect.signature(cls.transformer_class).parameters.values()
         return {each.name: each.default for each in parameters if each.default is not each.empty} | dict(given)
 
     @classmethod
-    def check_context(cls, settings: Mapping[str, Any], ranks: int, key: str) -> None:
-        """Also refuses numbers that do not divide the attention heads and the tokens, and compiled blocks. Raises
+    def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
+        """Refuse also numbers that do not divide the attention heads and the tokens, and compiled blocks; raises
         ValueError."""
-        super().check_context(settings, ranks, key)
+        super().check_context(settings, ranks)
         if ranks == 1:
             return
         heads = cls.network_config(settings)["num_attention_heads"]
@@ -235,13 +242,13 @@ class DiffusersPolicy(Policy):
         common = [n for n in range(1, heads + 1) if heads % n == 0 and tokens % n == 0]
         if ranks not in common:
             raise ValueError(
-                f"{key} = {ranks}: must divide the {heads} attention heads of {cls.family} and the {tokens} "
+                f"parallel.context = {ranks}: must divide the {heads} attention heads of {cls.family} and the {tokens} "
                 f"tokens of a sample of this size; allowed: {', '.join(map(str, common))}."
             )
         if settings.get("compile"):
             raise ValueError(
-                f"{key} = {ranks} with model.compile = {str(settings['compile']).lower()}: compiled blocks cannot be "
-                "divided; set one of them back."
+                f"parallel.context = {ranks} with model.compile = true: compiled blocks cannot be divided; set one of "
+                "them back."
             )
 
     # ---- what a family implements

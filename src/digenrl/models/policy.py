@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from digenrl.facts import families
 from digenrl.models import checkpointing
-from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide
+from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, Names, inject_lora, wide
 from digenrl.models.prompt_store import Condition, PromptStore, Wording
 from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt, move
@@ -56,6 +57,10 @@ class Policy(nn.Module, ABC):
     """The transformer's lists of blocks."""
     pipelines: ClassVar[tuple[str, ...]] = ()
     """Pipelines of diffusers (`_class_name` of model_index.json) whose checkpoints the family reads."""
+    lora_pipeline: ClassVar[str | None] = None
+    """Pipeline that reads and writes adapters, where it is not the first of `pipelines`."""
+    checkpoint_names: ClassVar[Names | None] = None
+    """Names of the network's layers in the model's own checkpoint; None: not known."""
     components: ClassVar[Mapping[str, str]] = {"transformer": ""}
     """Subfolder of a checkpoint in diffusers layout -> prefix of its tensors' names in `transformer`."""
     context_plan: ClassVar[dict[str, Any]] = {}
@@ -113,8 +118,6 @@ class Policy(nn.Module, ABC):
         )
         self.in_reference = False
         """Whether `velocity` is the base model's at present."""
-        self.before_velocity: Callable[[Tensor, Tensor, dict[str, Tensor]], None] | None = None
-        """Called with the arguments of each `velocity`: other ranks may have to compute it too."""
         self._embeddings: OrderedDict[Wording, Condition] = OrderedDict()
         self.store: PromptStore | None = None
         self._said: set[str] = set()
@@ -125,14 +128,13 @@ class Policy(nn.Module, ABC):
         be built; raises ValueError."""
 
     @classmethod
-    def check_context(cls, settings: Mapping[str, Any], ranks: int, key: str) -> None:
-        """Refuse a model config whose forwards `ranks` ranks, as `key` says, cannot compute together; raises
-        ValueError."""
+    def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
+        """Refuse a model config whose forwards `ranks` trainers cannot compute together; raises ValueError."""
         if ranks > 1 and not cls.context_plan:
+            able = ", ".join(family for family, facts in families().items() if facts.context)
             raise ValueError(
-                f"{key} = {ranks}: the tokens of {cls.family} are not divided among ranks, those of wan, "
-                f"hunyuan_video and hunyuan_video15 can be; set {key}=1 (trainers save memory with "
-                "parallel.sharding=fsdp, rollouts with sampling.task_size=1)."
+                f"parallel.context = {ranks}: the tokens of {cls.family} are not divided among trainers, those of "
+                f"{able} can be; set parallel.context=1 (parallel.sharding=fsdp saves memory too)."
             )
 
     @classmethod
@@ -215,8 +217,6 @@ class Policy(nn.Module, ABC):
         Both branches of classifier-free guidance share one forward of 2B rows, the unconditional rows first; both
         carry gradient unless `detach_unconditional`.
         """
-        if self.before_velocity is not None:
-            self.before_velocity(latents, sigmas, condition)
         latents = latents.to(self.dtype)
         sigmas = sigmas.to(wide(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
@@ -340,27 +340,6 @@ class Policy(nn.Module, ABC):
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """name in `transformer` -> parameter, in the transformer's own order; those that require a gradient."""
         return {name: value for name, value in self.transformer.named_parameters() if value.requires_grad}
-
-    @contextmanager
-    def samples_apart(self, samples: int) -> Iterator[dict[str, Tensor]]:
-        """Inside, forwards of `samples` samples give their gradients to what this yields in place of the trained
-        parameters: name -> [samples, ...], to each sample its own. Copies without memory.
-
-        Raises ValueError where all weights are trained: only adapters take gradients apart.
-        """
-        if self.lora is None:
-            raise ValueError("gradients are taken apart by adapters, and there is none: set sampling.task_size=1")
-        names = {id(parameter): name for name, parameter in self.trained_parameters().items()}
-        copies: dict[str, Tensor] = {}
-        for layer in self._adapted:
-            first, second = (f.detach().expand(samples, *f.shape).requires_grad_() for f in layer.factors)
-            layer.apart = first, second
-            copies |= {names[id(f)]: own for f, own in zip(layer.factors, layer.apart, strict=True)}
-        try:
-            yield copies
-        finally:
-            for layer in self._adapted:
-                layer.apart = None
 
     def load_trained_parameters(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` (names and shapes of `trained_parameters()`) into the policy; ValueError on any mismatch."""

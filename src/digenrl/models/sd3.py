@@ -9,7 +9,23 @@ from torch import Tensor
 
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
 from digenrl.models.latents import unscale
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
+
+CHECKPOINT_NAMES: Names = {
+    r"transformer_blocks\.(\d+)\.": {
+        ATTENTION[:3]: "joint_blocks.{}.x_block.attn.qkv",
+        ATTENTION[4:7]: "joint_blocks.{}.context_block.attn.qkv",
+        ("attn2.to_q", "attn2.to_k", "attn2.to_v"): "joint_blocks.{}.x_block.attn2.qkv",
+        ("attn.to_out.0",): "joint_blocks.{}.x_block.attn.proj",
+        ("attn.to_add_out",): "joint_blocks.{}.context_block.attn.proj",
+        ("attn2.to_out.0",): "joint_blocks.{}.x_block.attn2.proj",
+        ("ff.net.0.proj",): "joint_blocks.{}.x_block.mlp.fc1",
+        ("ff.net.2",): "joint_blocks.{}.x_block.mlp.fc2",
+        ("ff_context.net.0.proj",): "joint_blocks.{}.context_block.mlp.fc1",
+        ("ff_context.net.2",): "joint_blocks.{}.context_block.mlp.fc2",
+    }
+}
 
 
 class SD3Policy(DiffusersPolicy):
@@ -24,6 +40,7 @@ class SD3Policy(DiffusersPolicy):
     vae_class = AutoencoderKL
     attention = ATTENTION
     feed_forward = FEED_FORWARD
+    checkpoint_names = CHECKPOINT_NAMES
     unread = frozenset(
         {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"}
     )

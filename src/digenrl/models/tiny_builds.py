@@ -1,6 +1,8 @@
-"""Tiny builds: every family's real classes and latent geometry with small widths and depths, random weights, and
-tokenizers trained here on a few hundred captions and the models' prompt templates. Nothing is downloaded.
+"""Tiny builds: every family's real classes and latent geometry with small widths and depths, and random weights.
 
+Tokenizers are trained here on a few hundred captions and the models' prompt templates. Nothing is downloaded.
+
+What a family's build is made of is `tiny` in its facts file; tiny_parts.yaml has the parts that families share.
 A build is made on first use (`ensure`) and kept under a name that hashes everything it is made from, so that a changed
 recipe or library never reads an old build. It is byte-reproducible: same seed and libraries, same files.
 """
@@ -8,6 +10,7 @@ recipe or library never reads an old build. It is byte-reproducible: same seed a
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -20,22 +23,22 @@ import torch
 import yaml
 from torch import nn
 
+from digenrl.facts import ENDING, Facts, families
 from digenrl.models import tiny_tokenizers as tokenizers
 from digenrl.models.pretrained import hide_progress_bars
 
 TEXT_LENGTH = 64
 """Tokens that a tiny build's main encoder takes: 512 would cost six times the image's."""
-_PARTS_FILE = Path(__file__).with_suffix(".yaml")
-_ENCODERS_FILE = Path(__file__).with_name("tiny_encoders.yaml")
-BUILDERS: dict[str, dict[str, Any]] = yaml.safe_load(_PARTS_FILE.read_text())
-"""Family -> the parts that its tiny pipeline is built of."""
-ENCODERS: dict[str, dict[str, Any]] = yaml.safe_load(_ENCODERS_FILE.read_text())
-"""Text encoder in `BUILDERS` -> its tokenizer, class and configuration."""
+_SHARED_FILE = Path(__file__).with_name("tiny_parts.yaml")
+_SHARED: dict[str, dict[str, Any]] = yaml.safe_load(_SHARED_FILE.read_text())
+"""Name -> a part that the builds of several families have."""
 
 
 def cache_root(kind: str = "tiny") -> Path:
-    """Where builds are kept, or another `kind` of what can be made again: $DIGENRL_CACHE, else .cache/ of a source
-    checkout, else the user's cache directory."""
+    """Return the folder of builds, or of another `kind` of files that can be made again.
+
+    The folder is $DIGENRL_CACHE, else .cache/ of a source checkout, else the user's cache directory.
+    """
     if os.environ.get("DIGENRL_CACHE"):
         return Path(os.environ["DIGENRL_CACHE"]) / kind
     checkout = Path(__file__).resolve().parents[3]
@@ -44,20 +47,20 @@ def cache_root(kind: str = "tiny") -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "digenrl" / kind
 
 
-def ensure(family: str, seed: int = 0, root: Path | None = None) -> Path:
-    """Directory of the family's tiny build in diffusers layout, built now if it is not there.
+def ensure(facts: Facts | str, seed: int = 0, root: Path | None = None) -> Path:
+    """Return the directory of a family's tiny build in diffusers layout, made on first use.
 
     Safe to call from several ranks at once: a build appears by one rename, and the first one wins.
     """
-    require(family)
+    facts = require(facts)
     root = cache_root() if root is None else root
-    target = root / f"{family}-{seed}-{_digest()}"
+    target = root / f"{facts.family}-{seed}-{_digest(facts)}"
     if target.exists():
         return target
     root.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{family}-", dir=root))
+    scratch = Path(tempfile.mkdtemp(prefix=f".{facts.family}-", dir=root))
     try:
-        build(family, scratch, seed)
+        build(facts, scratch, seed)
         os.replace(scratch, target)
     except OSError:
         if not target.exists():
@@ -67,21 +70,35 @@ def ensure(family: str, seed: int = 0, root: Path | None = None) -> Path:
     return target
 
 
-def require(family: str) -> None:
-    """Raise ValueError for a family that has no tiny build."""
-    if family not in BUILDERS:
+def require(facts: Facts | str) -> Facts:
+    """Return the facts of a family, given themselves or by the family's name. Raise ValueError without a tiny build."""
+    found = families().get(facts) if isinstance(facts, str) else facts
+    if found is None or not found.tiny:
+        known = [family for family, facts in families().items() if facts.tiny]
         raise ValueError(
-            f"no tiny build of family '{family}'; known: {', '.join(BUILDERS)}. Describe one in {_PARTS_FILE.name}, or "
-            "set hardware.build=real."
+            f"no tiny build of family '{found.family if found else facts}'; known: {', '.join(known)}. Describe "
+            f"one under `tiny` in NAME{ENDING} beside the adapter NAME.py, or set hardware.build=real."
         )
+    return found
 
 
-def build(family: str, folder: Path, seed: int = 0) -> None:
+def part(facts: Facts, name: str) -> Any:
+    """Return the description of part `name` of the family's pipeline; what `like` names is filled in."""
+    described = facts.tiny[name]
+    if isinstance(described, str):
+        return _SHARED[described]
+    if isinstance(described, dict) and "like" in described:
+        return {key: value for key, value in (_SHARED[described["like"]] | described).items() if key != "like"}
+    return described
+
+
+def build(facts: Facts | str, folder: Path, seed: int = 0) -> None:
     """Make the family's pipeline with weights drawn from `seed` and save it into `folder`."""
+    facts = require(facts)
     hide_progress_bars()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipeline = _pipeline(family)
+        pipeline = _pipeline(facts)
         transformers = [part for name, part in pipeline.components.items() if name.startswith("transformer") and part]
         for parameter in (parameter for network in transformers for parameter in network.parameters()):
             # Some families initialise modulations and output layers to zero, which would hide every signal.
@@ -90,32 +107,35 @@ def build(family: str, folder: Path, seed: int = 0) -> None:
     pipeline.save_pretrained(folder)
 
 
-def _digest() -> str:
-    files = (Path(__file__), Path(tokenizers.__file__), tokenizers.DATA, _PARTS_FILE, _ENCODERS_FILE)
-    parts = [path.read_bytes() for path in files]
+def _digest(facts: Facts) -> str:
+    files = (Path(__file__), Path(tokenizers.__file__), tokenizers.DATA, _SHARED_FILE)
+    parts = [path.read_bytes() for path in files] + [json.dumps(facts.tiny).encode()]
     parts += [f"{name}=={version(name)}".encode() for name in ("diffusers", "transformers", "tokenizers", "torch")]
     return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
 
 
-def _pipeline(family: str) -> Any:
-    """The family's pipeline with its parts."""
+def _pipeline(facts: Facts) -> Any:
+    """Return the family's pipeline with its parts."""
     import diffusers
 
-    made = getattr(diffusers, BUILDERS[family]["pipeline"])
+    made = getattr(diffusers, facts.tiny["pipeline"])
     own = sys.modules[made.__module__]  # knows parts that nobody else has
     parts: dict[str, Any] = {}
-    for name, part in BUILDERS[family].items():
+    for name in facts.tiny:
+        if name == "pipeline":
+            continue
+        spec = part(facts, name)
         if name.startswith("text_encoder"):
-            parts[name.replace("text_encoder", "tokenizer")], parts[name] = _encoder(part)
+            parts[name.replace("text_encoder", "tokenizer")], parts[name] = _encoder(spec)
         elif name == "image_encoder":
-            parts["image_processor"], parts[name] = _encoder(part)
+            parts["image_processor"], parts[name] = _encoder(spec)
         elif name == "processor":
-            parts[name] = _processor(part, parts["tokenizer"])
-        elif isinstance(part, dict):
-            kind = getattr(diffusers, part["class"], None) or getattr(own, part["class"])
-            parts[name] = kind(**{key: part[key] for key in part if key != "class"})
-        elif name != "pipeline":
-            parts[name] = part
+            parts[name] = _processor(spec, parts["tokenizer"])
+        elif isinstance(spec, dict):
+            kind = getattr(diffusers, spec["class"], None) or getattr(own, spec["class"])
+            parts[name] = kind(**{key: spec[key] for key in spec if key not in ("class", "published")})
+        else:
+            parts[name] = spec
     return made(**parts)
 
 
@@ -126,16 +146,16 @@ def _processor(pixels: dict[str, int], tokenizer: Any) -> Any:
     return transformers.Qwen2VLProcessor(images, tokenizer, transformers.Qwen2VLVideoProcessor())
 
 
-def _encoder(name: str) -> tuple[Any, Any]:
-    """(tokenizer or image processor, encoder) of an entry of tiny_encoders.yaml."""
+def _encoder(spec: dict[str, Any]) -> tuple[Any, Any]:
+    """Return (tokenizer or image processor, encoder) of a part."""
     import transformers
 
-    spec = ENCODERS[name]
     if "processor" in spec:
         processor = transformers.CLIPImageProcessor(**spec["processor"])
         vision = getattr(transformers, spec["class"])
         return processor, vision(vision.config_class(**spec["config"]))
-    tokenizer = getattr(tokenizers, spec["tokenizer"])()
+    templates = [[spec["template"]]] if "template" in spec else []
+    tokenizer = getattr(tokenizers, spec["tokenizer"])(*templates)
 
     def resolved(value: Any) -> Any:
         if isinstance(value, dict):

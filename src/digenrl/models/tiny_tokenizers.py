@@ -4,13 +4,11 @@ Vocabularies are learned in plain Python because the trainers of the `tokenizers
 ties in hash order: two runs give two vocabularies, and a build must be byte-reproducible.
 
 The corpus repeats the models' prompt templates often enough that a template's words become single tokens, as they are
-in the real vocabularies; so the templates have the real lengths (Qwen-Image 34 tokens, its edits 64, HunyuanVideo 95,
-1.5 108).
+in the real vocabularies; so the templates have the real lengths, which the adapters' `check_encoders` ask for.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections import Counter
@@ -28,18 +26,11 @@ MERGES = 600
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def _templates() -> list[str]:
-    from diffusers import QwenImagePipeline
-    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
-
-    return [QwenImagePipeline(*[None] * 5).prompt_template_encode, DEFAULT_PROMPT_TEMPLATE["template"]]
-
-
 def corpus(templates: list[str] | None = None) -> list[str]:
-    """Captions, and the templates (by default Qwen-Image's and HunyuanVideo's) `TEMPLATE_REPEATS` times."""
+    """Return captions, and the templates (by default those of the data) `TEMPLATE_REPEATS` times."""
     colours, shapes = _DATA["colours"], _DATA["shapes"]
     captions = [f"a {a} {s} on a {b} background" for a, s, b in itertools.product(colours, shapes, colours)]
-    return captions + _DATA["sentences"] + (templates or _templates()) * TEMPLATE_REPEATS
+    return captions + _DATA["sentences"] + (templates or _DATA["templates"]) * TEMPLATE_REPEATS
 
 
 def clip() -> Any:
@@ -79,21 +70,6 @@ def qwen(templates: list[str] | None = None) -> Any:
     vocabulary, merges = _train_byte_level(special, templates)
     vocabulary |= {token: len(vocabulary) + index for index, token in enumerate(special)}
     return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special[1:], model_max_length=2048)
-
-
-def qwen_edit() -> Any:
-    """The same, to which the words of Qwen-Image-Edit's template are single tokens."""
-    from diffusers import QwenImageEditPlusPipeline
-
-    return qwen([QwenImageEditPlusPipeline(*[None] * 6).prompt_template_encode])
-
-
-def qwen_video() -> Any:
-    """The same, to which the words of HunyuanVideo 1.5's template are single tokens, with Qwen's chat template."""
-    from diffusers import HunyuanVideo15Pipeline
-
-    parameters = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
-    return qwen3([f"<|im_start|>system\n{parameters['system_message'].default}<|im_end|>\n<|im_start|>user\n"])
 
 
 def gemma() -> Any:

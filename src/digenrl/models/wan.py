@@ -20,8 +20,23 @@ from digenrl.models import pretrained
 from digenrl.models.exchange import attend_together
 from digenrl.models.experts import PARTS, Experts
 from digenrl.models.latents import denormalise, normalise
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.prompt_store import Wording
+
+CHECKPOINT_NAMES: Names = {
+    r"blocks\.(\d+)\.": {
+        **{
+            (f"attn{number}.{ours}",): f"blocks.{{}}.{part}.{theirs}"
+            for number, part in ((1, "self_attn"), (2, "cross_attn"))
+            for ours, theirs in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+        },
+        ("attn2.add_k_proj",): "blocks.{}.cross_attn.k_img",
+        ("attn2.add_v_proj",): "blocks.{}.cross_attn.v_img",
+        ("ffn.net.0.proj",): "blocks.{}.ffn.0",
+        ("ffn.net.2",): "blocks.{}.ffn.2",
+    }
+}
 
 
 class _SelfAttention(WanAttnProcessor):
@@ -63,6 +78,7 @@ class WanPolicy(DiffusersPolicy):
     temporal_stride = 4
     attention = tuple(f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0"))
     feed_forward = ("ffn.net.0.proj", "ffn.net.2")
+    checkpoint_names = CHECKPOINT_NAMES
     context_plan: ClassVar[dict[str, Any]] = {
         "rope": {part: ContextParallelInput(split_dim=1, expected_dims=4, split_output=True) for part in (0, 1)},
         "blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},

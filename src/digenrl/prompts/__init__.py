@@ -1,10 +1,10 @@
-"""Prompt files: where they are and what a valid one looks like. Standard library only (no torch).
+"""Prompt files: their places and their format. Standard library only (no torch).
 
 `.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, ...metadata}` a line, with images
 as paths relative to the file: `image` (or `images`, a list), `last_image`, `target_image`. Blank lines are skipped; a
 byte order mark and CRLF are accepted. Text is kept as written: no Unicode normalisation. A file is checked line by line
-and stays on disk: in memory are the places of its lines.
-The files beside this module are the project's own sets; `python -m digenrl.prompts.generate` writes them again.
+and stays on disk: in memory are the places of its lines. The files beside this module are the project's own sets;
+`python -m digenrl.extensions.tasks.generate_prompts` writes them again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PromptFileError(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt as its file gives it."""
+    """A prompt as a line of a prompt file gives it."""
 
     text: str
     line: int
@@ -61,7 +61,7 @@ class Records(Sequence[Record]):
         self._path = path
         self._lines, self._offsets, self._digests = array("q"), array("q"), array("Q")
         self._kept: dict[int, Record] = {}
-        """Those with images, which another content of their files must not change."""
+        """Records with images, by uid. Other contents of the image files must not change a record."""
 
     def add(self, record: Record, offset: int, raw: bytes) -> None:
         """One more: the line `raw`, which begins at byte `offset`."""

@@ -1,4 +1,4 @@
-"""Which code this is: ranks of one run must run the same."""
+"""Version of the running code. All ranks of a run must have the same."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class DecisionLog:
         """Take one event or decision."""
         if row.get("event") == "saw_rank":
             rank = row["args"][0]
-            if rank in self._seen and _speeds(self._seen[rank]) != _speeds(row):
+            if rank in self._seen and _speed(self._seen[rank]) != _speed(row):
                 self._take(self._seen[rank])
             self._seen[rank] = row
             return
@@ -73,7 +73,7 @@ class DecisionLog:
         self._file.close()
 
 
-def _speeds(row: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Seconds of a task and of a step, of a rank that was seen (`Work.values`); None for one that is lost."""
+def _speed(row: Mapping[str, Any]) -> Any:
+    """Return the seconds of a task of a rank that was seen (`Work.values`); None for one that is lost."""
     work = row["args"][1]
-    return None if work is None else work[1:3]
+    return None if work is None else work[1]

@@ -66,8 +66,8 @@ class LineFile:
 
 
 def kept_steps(sizes: Mapping[int, int], limit: float) -> set[int]:
-    """Which steps of a file stay when it is thinned to at most half of `limit`: the first (an eighth of `limit`), the
-    newest (a quarter), and of those between every second, fourth, eighth ... so that they fit into another eighth.
+    """Return the steps that stay when a file is thinned to at most half of `limit`. The first steps get an eighth of
+    `limit`, the newest a quarter. Between them every second, fourth or eighth step ... stays, in another eighth.
 
     Strides are powers of two, so that the steps which several ranks keep are the same but for the coarser stride.
 

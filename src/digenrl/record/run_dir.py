@@ -56,8 +56,8 @@ PROMPT_STORE = "prompt_store"
 """Kind of the event that tells how many `texts` a run needs and how many of them this rank has `encoded`; rank 0 always
 writes it, the others where they have encoded."""
 TRAJECTORIES = "trajectories"
-"""Directory of what trainers consumed; kind of the events that tell, as `cause`, how much that will be, and that the
-record has ended early."""
+"""Directory of the messages on which trainers trained. Events of this kind tell their size, or an early end, as
+`cause`."""
 LEFT_OUT = "left_out"
 """Kind of the event that tells how many routine events of a kind (`of`) were not written, and their `samples`."""
 ROUTINE = ("publish", "lend", "dropped", "missing", "shares", "warning", "checkpoint")
@@ -72,7 +72,7 @@ _events_limit: float = math.inf
 
 
 def limit_events(size: float) -> None:
-    """From `size` bytes of events.jsonl on, this process counts routine events in place of writing them."""
+    """Count routine events in place of writing them once events.jsonl has `size` bytes."""
     global _events_limit
     _events_limit = size
 
@@ -231,7 +231,7 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2)
     """Write `value` beside `path` and rename it over, so that no reader ever sees half a file.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: the file cannot be written; no part of the file stays.
     """
     with replaced(Path(path)) as temporary:
         text = json.dumps(json_safe(value), indent=indent, ensure_ascii=False)
@@ -242,7 +242,7 @@ def write_trace(path: str | os.PathLike[str], events: Iterable[Mapping[str, Any]
     """Write Chrome trace events as one JSON object, one event a line, without holding them in memory.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: the file cannot be written; no part of the file stays.
     """
     with replaced(Path(path)) as temporary, temporary.open("w", encoding="utf-8", errors="replace") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')

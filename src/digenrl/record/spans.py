@@ -28,7 +28,7 @@ STAGES = (
 """Every stage that a span may name."""
 
 WAIT_CAUSES = ("first_fragment", "weights", "tail", "reward", "straggler", "startup", "evaluation")
-"""Why a rank waited. A `wait` span carries one of them as `cause`."""
+"""Values of a `wait` span's `cause`: why a rank waited."""
 
 ROLES = ("launcher", "rollout", "trainer")
 """Every role that a span of a record may name; its place is the process number in `trace.json`."""
@@ -39,7 +39,7 @@ _FIELDS = {"rank": int, "role": str, "stage": str, "start": float, "end": float,
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of one rank's time."""
+    """A stretch of a rank's time."""
 
     rank: int
     """Launch rank."""

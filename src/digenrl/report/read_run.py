@@ -25,7 +25,7 @@ from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
 _LONGEST = 1 << 20
 """Bytes of a line that is read."""
 _LARGEST = 1e300
-"""Of a number: sums and axes of larger ones overflow."""
+"""Largest number that is read: sums and axes of larger numbers overflow."""
 
 _Second = Annotated[float, Field(ge=0, le=2.5e11)]  # until the year 9892, which a calendar can show
 _Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -72,7 +72,7 @@ class Refused:
 
     count: int = 0
     first: str = ""
-    """Number of the first such line, and what is wrong with it."""
+    """Number and fault of the first malformed line."""
 
     def add(self, line: int, why: str) -> None:
         self.count += 1
@@ -197,7 +197,7 @@ class Run:
     events: tuple[Row, ...]
     """In the order of the file."""
     spans: Iterable[Span]
-    """Of all ranks, in no order; may be iterated over again and again. A long run's record lacks steps."""
+    """Spans of all ranks, in no order, for any number of iterations. The record of a long run lacks steps."""
     seconds: Mapping[tuple[str, int], Mapping[str, float]]
     """(role, rank) -> stage, or "wait <cause>" -> seconds; of the steps that the record lacks too."""
     step_ends: Mapping[int, float]

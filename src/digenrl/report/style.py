@@ -35,7 +35,7 @@ CAUSE_COLOURS = {
     "startup": "#EFE3C8",
     "evaluation": "#E08FB0",
 }
-"""Bubbles: warm hues, one per cause, so that lost time stands out."""
+"""Colours of bubbles: a warm hue for each cause, so that lost time stands out."""
 
 
 def paper_style() -> AbstractContextManager[None]:

@@ -26,8 +26,8 @@ from digenrl.record.run_dir import (
 )
 from digenrl.report.read_run import Run, is_number
 
-GROUPS = ("trained", "zero_variance", "surplus", "missing_reward", "unopened")
-"""What becomes of a group: it is trained, or why it is not; unopened: nobody had to generate it."""
+GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
+"""Fates of a group: it is trained, or why it is not."""
 
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:

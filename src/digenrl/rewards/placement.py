@@ -23,7 +23,7 @@ def place_scorer(
         placement, start_s, call_s: see `RewardSuite`. `process` and `http` need the YAML node resp. `urls`.
 
     Raises:
-        ValueError: unknown placement, or one that this scorer cannot have.
+        ValueError: the placement is unknown, or impossible for this scorer.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"Placement `{placement}` of reward `{name}` is unknown; known: {', '.join(PLACEMENTS)}.")

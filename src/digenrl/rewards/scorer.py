@@ -60,8 +60,8 @@ class AsyncScorer:
             self._thread.start()
 
     def submit(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> Future[Scores]:
-        """A future of what `RewardSuite.score` returns or raises. Waits for a free place among the waiting tasks as
-        long as that takes: a scorer that hangs is for the one who watches the rank's progress.
+        """Return a future of what `RewardSuite.score` returns or raises. Wait without limit for a free place in the
+        queue: the rank's watchdog deals with a scorer that hangs.
 
         Args:
             media: [B, ...] in [0, 1]; copied to the CPU, so the caller may reuse its memory.
@@ -140,7 +140,7 @@ class AsyncScorer:
             return
         try:
             results = self._score_cached(batch)
-        except Exception as error:
+        except BaseException as error:
             # The caller of `result()` is who can act on it; this thread must live on for the other tasks.
             for task in batch:
                 task.future.set_exception(error)

@@ -119,8 +119,6 @@ class RolloutEngine:
         seed: the run's seed.
         keep_means: ship the rollout's transition means (GRPO-Guard, Flow-DPPO).
         keep_final: ship the clean latents (forward-process methods).
-        weigh: of an algorithm, whose log-prob gradients are then taken while generating
-            (`algorithms.grpo.GRPO.log_prob_weights`); None: its transitions are replayed.
     """
 
     def __init__(
@@ -133,12 +131,11 @@ class RolloutEngine:
         seed: int,
         keep_means: bool = False,
         keep_final: bool = False,
-        weigh: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.policy = policy.eval()
         self._rewards, self._kernel, self._selection = rewards, kernel, selection
         self.sampling, self.seed = sampling, seed
-        self._keep_means, self._keep_final, self._weigh = keep_means, keep_final, weigh
+        self._keep_means, self._keep_final = keep_means, keep_final
         self._grid = policy.sigma_grid(sampling.steps)
         self._scorer = AsyncScorer(rewards)
 
@@ -166,20 +163,9 @@ class RolloutEngine:
     def advance(self, generation: Generation) -> Generation:
         """Take one denoising step of all rows."""
         before = generation.state
-        plan, step = self._plan(generation.task, generation.prompt), before.next_step
-        weight = None
-        if self._weigh is not None and step in plan.trained:
-            weight = self._weigh(self._grid, torch.tensor([step]))
-        state = denoise.advance(
-            self.policy,
-            self.policy.encode([generation.prompt]),
-            before,
-            self._grid,
-            self._kernel,
-            plan,
-            self._keep_means,
-            weight,
-        )
+        condition = self.policy.encode([generation.prompt])
+        plan = self._plan(generation.task, generation.prompt)
+        state = denoise.advance(self.policy, condition, before, self._grid, self._kernel, plan, self._keep_means)
         return replace(generation, state=state)
 
     @torch.no_grad()

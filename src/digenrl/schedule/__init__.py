@@ -10,7 +10,7 @@ from digenrl.schedule.order import (
     stale_groups,
     update_of,
 )
-from digenrl.schedule.spec import ScheduleSpec, Task, groups_of_step, slices_of_group, steps_per_forward, usual_groups
+from digenrl.schedule.spec import ScheduleSpec, Task, groups_of_step, slices_of_group, steps_per_forward
 from digenrl.schedule.timesteps import Block, Placement, micro_batches_per_update, place
 
 __all__ = [
@@ -31,5 +31,4 @@ __all__ = [
     "stale_groups",
     "steps_per_forward",
     "update_of",
-    "usual_groups",
 ]

@@ -1,7 +1,7 @@
 """Claims: who runs which task. One state machine, driven by the runtime, by emulated ranks and by the simulator.
 
     unclaimed -> owned -> received                  the usual life of a task
-    owned -> owned by another rank                  hand-over; the attempt id stays
+    owned -> owned by another rank                  a suspended task moves; the attempt id stays
     owned -> returned -> owned, attempt + 1         its owner was lost
 
 Invariants:
@@ -42,7 +42,7 @@ class Claim:
     """Position in the queue (not the task's index within its RL step)."""
     rank: int
     attempt: int
-    """0 for the first owner; a hand-over keeps it, a loss adds one."""
+    """0 for the first owner; a loss adds one, a suspended task that moves keeps it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Owner:
     """NOBODY for a task that came back."""
     attempt: int
     giver: int
-    """The rank that handed the task over, until the receiver confirms; else NOBODY."""
+    """The rank that gave the suspended task away, until the receiver confirms; else NOBODY."""
     step: int
     index: int
     group: int
@@ -82,15 +82,11 @@ class ClaimStore(Protocol):
     def forget_queue(self, version: int) -> None:
         """Remove the rest of what is kept of a queue."""
 
-    def offered(self, version: int) -> tuple[Sequence[int], range]:
-        """Positions that have come back so far, in rising order, and those of the reserve that are open; some of both
-        may have a new owner."""
+    def returned(self, version: int) -> Sequence[int]:
+        """Return the positions that have come back so far, in rising order; some may have a new owner."""
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
         """Note positions that came back. One process alone does so."""
-
-    def set_opened(self, version: int, positions: range) -> None:
-        """Note which positions of the reserve are open. One process alone does so."""
 
     def newest_version(self) -> int:
         """The newest published version."""
@@ -109,7 +105,6 @@ class MemoryClaims:
     _counts: dict[str, int] = field(default_factory=dict)
     _owners: dict[tuple[int, int], Owner] = field(default_factory=dict)
     _returned: dict[int, set[int]] = field(default_factory=dict)
-    _opened: dict[int, range] = field(default_factory=dict)
 
     def count(self, name: str, amount: int = 0) -> int:
         total = self._counts.get(name, 0) + amount
@@ -132,17 +127,12 @@ class MemoryClaims:
     def forget_queue(self, version: int) -> None:
         self._counts.pop(f"claim/v{version}", None)
         self._returned.pop(version, None)
-        self._opened.pop(version, None)
 
-    def offered(self, version: int) -> tuple[Sequence[int], range]:
-        back = sorted(self._returned[version]) if version in self._returned else ()
-        return back, self._opened.get(version, range(0))
+    def returned(self, version: int) -> Sequence[int]:
+        return sorted(self._returned[version]) if version in self._returned else ()
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
         self._returned.setdefault(version, set()).update(positions)
-
-    def set_opened(self, version: int, positions: range) -> None:
-        self._opened[version] = positions
 
     def newest_version(self) -> int:
         return self.version
@@ -159,19 +149,17 @@ class Claims:
 
     # ---- generating ranks
 
-    def take(self, version: int, tasks: Sequence[Task], part: range, reserve: int = 0) -> Claim | None:
-        """The next task of a queue: one that came back or was opened, else the counter's next; None when none is left.
+    def take(self, version: int, tasks: Sequence[Task], part: range) -> Claim | None:
+        """Return the next task of a queue: one that came back, else the counter's next; None when none is left.
 
         Args:
             tasks: the version's whole queue.
             part: positions that the counter runs over (all of them, or this rank's own part of a divided queue).
-            reserve: tasks at the queue's end that the counter never reaches: they wait until they are opened.
         """
-        counted = len(tasks) - reserve
-        for position, owner in self._waiting(version, counted):
+        for position, owner in self._waiting(version, len(tasks)):
             if self._store.change(version, position, owner, Owner.of(self._rank, owner.attempt, tasks[position])):
                 return Claim(position, self._rank, owner.attempt)
-        name = queue_name(version, part, counted)
+        name = queue_name(version, part, len(tasks))
         while self._store.count(name) < len(part):
             number = self._store.count(name, 1) - 1
             if number >= len(part):
@@ -182,7 +170,7 @@ class Claims:
         return None
 
     def left(self, version: int, tasks: int, part: range) -> int:
-        """Tasks of the queue that nobody runs and nobody has finished; `tasks` without the reserve."""
+        """Count the tasks of the queue that nobody runs and nobody has finished."""
         claimed = self._store.count(queue_name(version, part, tasks))
         return max(0, len(part) - claimed) + self.returned(version, tasks)
 
@@ -200,7 +188,7 @@ class Claims:
         return not lost or not self._store.change(version, claim.position, given, owner)
 
     def confirm(self, version: int, position: int, attempt: int) -> Claim | None:
-        """The claim of a task that was handed to this rank; None when it has been given to somebody else since."""
+        """Return the claim of a task that was given to this rank; None when somebody else has it since."""
         owner = self._store.owner(version, position)
         if owner is None or (owner.rank, owner.attempt) != (self._rank, attempt):
             return None
@@ -221,12 +209,6 @@ class Claims:
         owner = self._store.owner(version, claim.position)
         return owner is not None and (owner.rank, owner.attempt) == (claim.rank, claim.attempt)
 
-    def open(self, version: int, tasks: Sequence[Task], positions: range) -> None:
-        """Offer the tasks at `positions` of the reserve, its first ones; one trainer alone does so."""
-        for position in positions:
-            self._store.change(version, position, None, Owner.of(NOBODY, 0, tasks[position]))
-        self._store.set_opened(version, positions)
-
     def received(self, version: int, position: int) -> None:
         """Note that one more trainer holds a task's result; once a trainer and task."""
         self._store.count(_received(version, position), 1)
@@ -236,13 +218,13 @@ class Claims:
         return self._store.count(_received(version, position)) >= trainers
 
     def returned(self, version: int, tasks: int) -> int:
-        """How many tasks of a queue came back, or were opened, and wait for an owner; `tasks` as of `left`."""
-        return sum(1 for _ in self._waiting(version, tasks)) if any(self._store.offered(version)) else 0
+        """Count the tasks of a queue that came back and wait for an owner."""
+        return sum(1 for _ in self._waiting(version, tasks))
 
     def forget(self, version: int) -> None:
         """Remove what is kept of the queue that can no longer matter once `version` is published."""
         old = version - _FORGET_AFTER
-        for position in self._known(old):
+        for position in range(self._known(old)):
             self._store.forget(old, position)
         self._store.forget_queue(version - _FORGET_QUEUE_AFTER)
 
@@ -254,14 +236,13 @@ class Claims:
         names: list[str] = []
         newest = self._store.newest_version()
         for version in (newest - 1, newest):
-            returned, opened = self._store.offered(version)
-            offered, back = {*returned, *opened}, []
-            for position in self._known(version):
+            returned, back = self._store.returned(version), []
+            for position in range(self._known(version)):
                 owner = self._store.owner(version, position)
                 if owner is not None and owner.rank == rank and owner.giver != NOBODY:
                     free = replace(owner, rank=NOBODY, giver=NOBODY)
                     owner = free if self._store.change(version, position, owner, free) else None
-                if owner is not None and owner.rank == NOBODY and position not in offered:
+                if owner is not None and owner.rank == NOBODY and position not in returned:
                     back.append(position)
                     names.append(_name(owner))
             if back:
@@ -280,7 +261,7 @@ class Claims:
         for version in (newest - 1, newest):
             back = [
                 position
-                for position in self._known(version)
+                for position in range(self._known(version))
                 if self._take_back(version, position, rank, cause, trainers, names)
             ]
             if back:
@@ -310,18 +291,16 @@ class Claims:
                 return True
 
     def _waiting(self, version: int, tasks: int) -> Iterator[tuple[int, Owner]]:
-        """(position, owner entry) of the tasks that came back or were opened, and have no owner."""
-        returned, opened = self._store.offered(version)
-        if not returned and not opened:
-            return
-        for position in (*(position for position in returned if position < tasks), *opened):
-            owner = self._store.owner(version, position)
+        """Yield (position, owner entry) of the tasks that came back and have no owner. Ranks that asked for the last
+        task at one moment took the counter past the queue's end."""
+        for position in self._store.returned(version):
+            owner = self._store.owner(version, position) if position < tasks else None
             if owner is not None and owner.rank == NOBODY:
                 yield position, owner
 
-    def _known(self, version: int) -> list[int]:
-        """Positions of the queue that may have an owner."""
-        return sorted({*range(self._store.count(f"claim/v{version}")), *self._store.offered(version)[1]})
+    def _known(self, version: int) -> int:
+        """Count the positions of the queue that may have an owner."""
+        return self._store.count(f"claim/v{version}")
 
 
 def queue_name(version: int, part: range, tasks: int) -> str:

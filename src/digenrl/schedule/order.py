@@ -1,9 +1,8 @@
 """GAP: the order of tasks (group-first), and fragments of complete groups.
 
 Tasks are queued *by the version that generates them*: queue(v) = the fresh groups of step v, then the stale groups of
-step v+1 (one-step asynchrony), last those of step v that are generated only where others teach nothing. A free rank
-that holds version v claims the next number of queue(v); when the queue is empty it waits for version v+1. With
-async_steps=0 queue(v) is simply step v.
+step v+1 (one-step asynchrony). A free rank that holds version v claims the next number of queue(v); when the queue is
+empty it waits for version v+1. With async_steps=0 queue(v) is simply step v.
 
 Invariants: I7 one trajectory, one version; I8 one group, one version, fixed by (step, group) alone;
 I9 a consumed version is never older than the trainer's minus one.
@@ -45,7 +44,7 @@ def queue(spec: ScheduleSpec, version: int, last_step: int) -> tuple[Task, ...]:
     tasks = [task for group in fresh for task in group_tasks(spec, version, group)]
     if version + 1 <= last_step:
         tasks += [t for g in range(stale_groups(spec, version + 1)) for t in group_tasks(spec, version + 1, g)]
-    return tuple(sorted(tasks, key=lambda task: spec.in_reserve(task.group)))
+    return tuple(tasks)
 
 
 def resumed_queue(spec: ScheduleSpec, step: int) -> tuple[Task, ...]:

@@ -1,4 +1,4 @@
-"""The policy: what to claim, leave, lend, hand over and pass on (I13).
+"""The policy: what to claim, what to leave, when to lend, and who goes on with a suspended task (I13).
 
 Nobody rules the others. Each rank feeds a policy of its own what it sees (events), asks it (decisions), and acts. A
 decision is a function of the events before it and of its arguments. The simulator feeds one policy what all ranks see,
@@ -12,8 +12,6 @@ decision again.
     decisions   takes          a free rank claims the next task, or leaves it to a rank that ends it earlier
                 next_move      a trainer trains a ready fragment, lends a hand, or waits
                 lend           how many rounds of tasks an idle trainer generates (TAG)
-                hand_over      who finishes the task that a rank runs
-                pass_on        who runs the task that waits for a busy rank
                 loan_receiver  who finishes the task of a trainer whose fragment is ready
                 first_free     which rollout rank will be free first
                 successor      who goes on with the task of a rank that leaves
@@ -25,7 +23,7 @@ Invariants:
   Proof: the accepted finishing times are the n smallest of the union of {free_i + j s_i}. At
   t = (n+m-1)/sum(1/s_i) the union holds sum floor(t/s_i) > n-1 of them, so n fit;
   I6: nothing is lent while a fragment is ready, nor with weights that are not the published ones;
-  a task moves only to a rank that ends it strictly earlier, so it never moves back and forth.
+  a loan moves only to a rank that ends it strictly earlier.
 
 Pure: standard library only.
 """
@@ -40,7 +38,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from digenrl.schedule.order import queue
-from digenrl.schedule.ranks import Roles, Work, declines, hands_over, unit_seconds
+from digenrl.schedule.ranks import Roles, Work, declines
 from digenrl.schedule.search import Decision, LendingMonitor, LendingState, after_older, search
 from digenrl.schedule.spec import ScheduleSpec, Task
 from digenrl.schedule.timesteps import cells_of
@@ -103,7 +101,6 @@ class SchedulePolicy:
     ) -> None:
         self.spec, self.roles, self.record = spec, roles, record
         self._plan = plan
-        self._handoff = spec.handoff and not roles.colocated  # colocated ranks keep their tasks
         self._ranks: dict[int, Work] = {}
         self._costs: dict[tuple[str, int], float] = {}
         """(stage, rank) -> running mean of its seconds."""
@@ -116,8 +113,8 @@ class SchedulePolicy:
         """Ranks that generate by trade: those of the beginning, and those that joined and are there."""
         self._timed: set[int] = set()
         """Generating ranks whose speed has been seen."""
-        self._fastest = (math.inf, math.inf)
-        """Least seconds of a task, and of a denoising step, that any rank has had."""
+        self._fastest = math.inf
+        """Least seconds of a task that any rank has had."""
 
     # ---- events
 
@@ -143,8 +140,7 @@ class SchedulePolicy:
                     self._guessed.add(("generate", rank))
             if work.task_seconds and rank in self._generators:
                 self._timed.add(rank)
-            task, step = self._fastest
-            self._fastest = min(task, work.task_seconds or math.inf), min(step, work.step_seconds or math.inf)
+            self._fastest = min(self._fastest, work.task_seconds or math.inf)
 
     @_noted("event")
     def expected(self, stage: str, rank: int, seconds: float) -> None:
@@ -187,12 +183,12 @@ class SchedulePolicy:
 
     @_noted("decision")
     def takes(self, rank: int, version: int, left: int, now: float) -> bool:
-        """Whether free `rank` claims the next task of the version's queue. If not, ranks that hold `version`, or come
-        to it, end all `left` tasks before this rank ended one.
+        """Return whether free `rank` claims the next task of the version's queue. If not, ranks that hold `version`,
+        or come to it, end all `left` tasks before this rank ended one.
 
-        With hand-off a task may be taken over at any step, so the question is about steps. A rank without a measured
-        speed counts as one that never ends, so nobody waits for it. Colocated ranks leave tasks to others only where
-        all is generated before anything is trained: else nobody knows when the others are free.
+        A rank without a measured speed counts as one that never ends, so nobody waits for it. Colocated ranks leave
+        tasks to others only where all is generated before anything is trained: else nobody knows when the others are
+        free.
         """
         if left == 0 or self.roles.split:
             return left > 0
@@ -200,77 +196,46 @@ class SchedulePolicy:
             return True
         if self.many_left(rank, left):
             return True
-        handoff = self._handoff
-        units = left * self.spec.denoise_steps if handoff else left
-        own = unit_seconds(self._ranks[rank], handoff)
-        seconds, busy = {rank: own}, {}
+        seconds, busy = {rank: self._task_seconds(rank)}, {}
         for other in self._generators:
             work = self._ranks.get(other)
             if other != rank and work is not None and work.version <= version:
-                seconds[other] = unit_seconds(work, handoff)
+                seconds[other] = self._task_seconds(other)
                 if work.busy:
                     busy[other] = work.until
-        return not declines(rank, now, seconds, busy, units)
+        return not declines(rank, now, seconds, busy, left)
 
     def many_left(self, rank: int, left: int) -> bool:
-        """Whether so many tasks are left that free `rank` takes one, whatever the others do now: each of them ends at
-        most 1 + own / fastest tasks before this rank ends one. It has to have seen how fast the others are."""
-        known, handoff = self._ranks.get(rank), self._handoff
-        own = unit_seconds(known, handoff) if known is not None else math.inf
+        """Return whether so many tasks are left that free `rank` takes one, whatever the others do now: each of them
+        ends at most 1 + own / fastest tasks before this rank ends one. The speed of every other rank has to be known.
+        """
+        own = self._task_seconds(rank)
         if own == math.inf:
             return True
-        generators = len(self._generators)
-        units = left * self.spec.denoise_steps if handoff else left
-        return self._generators <= self._timed and units > generators * (1 + own / self._fastest[handoff])
+        return self._generators <= self._timed and left > len(self._generators) * (1 + own / self._fastest)
 
-    @_noted("decision")
-    def hand_over(
-        self, rank: int, task_step: int, steps_left: int, tasks_left: int, refused: Sequence[int]
-    ) -> int | None:
-        """An idle rank that ends the task of `rank` earlier, or None. Only tasks of the step in progress travel: their
-        version is held until they are trained. And only when no task is left to claim.
-
-        Args:
-            task_step: RL step of the task.
-            steps_left: denoising steps that it still needs.
-            tasks_left: unclaimed tasks of the version's queue.
-            refused: idle ranks that somebody else was faster to give a task to.
-        """
-        held = self._ranks[rank].version
-        return None if task_step != held or tasks_left else self._idle_rank(rank, held, steps_left, 0, refused)
-
-    @_noted("decision")
-    def pass_on(self, rank: int, version: int, steps_left: int, waits: int, refused: Sequence[int]) -> int | None:
-        """An idle rank that ends the task that waits for busy `rank` earlier, or None.
-
-        Args:
-            version: weights that began the task.
-            steps_left: denoising steps that it still needs.
-            waits: steps that `rank` does before.
-        """
-        return self._idle_rank(rank, version, steps_left, waits, refused)
-
-    def _idle_rank(self, rank: int, version: int, steps: int, waits: int, refused: Sequence[int]) -> int | None:
-        """The fastest idle rank with `version` that would end `steps` denoising steps before this one, which has
-        `waits` to do first. The move is taken to cost one of this rank's steps, so the other must save more."""
-        own = self._ranks[rank].step_seconds
-        idle = [
-            (work.step_seconds, other)
-            for other, work in self._ranks.items()
-            if work.idle and work.step_seconds and work.version == version and other != rank and other not in refused
-        ]
-        seconds, other = min(idle, default=(math.inf, -1))
-        return other if hands_over(steps + waits, own, steps * seconds + own) else None
+    def _task_seconds(self, rank: int) -> float:
+        """Return the measured seconds of a task on `rank`; inf where nothing was measured."""
+        work = self._ranks.get(rank)
+        return (work.task_seconds if work is not None else 0.0) or math.inf
 
     @_noted("decision")
     def loan_receiver(self, rank: int, task_step: int, step: int, ready: bool, now: float) -> int | None:
-        """Who finishes the task that trainer `rank` generates, as soon as a fragment is `ready`: the rollout rank that
-        is free first, and as all trainers that lend see the fragment at one moment, the next one for the next of them.
-        A loan of the next step's tasks runs to its end (see `hand_over`)."""
-        if not ready or task_step != step:
+        """Return who finishes the task that trainer `rank` generates, once a fragment is `ready`; None: the trainer.
+
+        That is the rollout rank that is free first, where it ends the task sooner. All trainers that lend see the
+        fragment at one moment, so the next of them asks the next rollout rank. A loan of the next step's tasks runs to
+        its end: only the version of the step in progress is held until its tasks are trained.
+        """
+        own = self._ranks[rank]
+        if not ready or task_step != step or not own.task_seconds:
             return None
-        lenders = sum(work.busy for other, work in self._ranks.items() if other < rank)
-        return self._first_free(now, lenders)
+        receiver = self._first_free(now, sum(work.busy for other, work in self._ranks.items() if other < rank))
+        if receiver is None:
+            return None
+        left, other = own.free_in(now), self._ranks[receiver]
+        there = other.free_in(now) + other.waiting + left / own.task_seconds * self._costs["generate", receiver]
+        return receiver if there < left else None
 
     @_noted("decision")
     def first_free(self, now: float) -> int | None:
@@ -279,8 +244,8 @@ class SchedulePolicy:
 
     @_noted("decision")
     def successor(self, rank: int, version: int, task_step: int, now: float) -> int | None:
-        """Who goes on with a task that `rank`, which leaves, began with `version`: the rollout rank with these weights
-        that is free first; None where there is none, and for a task of a later step (see `hand_over`)."""
+        """Return who goes on with a task that `rank`, which leaves, began with `version`: the rollout rank with these
+        weights that is free first. None where there is none, and for a task of a later step (see `loan_receiver`)."""
         others = [
             (work.free_in(now) + work.waiting, other)
             for other, work in self._ranks.items()
@@ -295,10 +260,6 @@ class SchedulePolicy:
         return order[place % len(order)] if order else None
 
     # ---- trainers
-
-    def work_of(self, rank: int) -> Work:
-        """What `rank` was last seen to do."""
-        return self._ranks[rank]
 
     def may_lend(self, updates_done: int) -> bool:
         """Whether a trainer may generate: its weights are the published version, or it keeps a copy of that (I6)."""
@@ -427,10 +388,7 @@ class SchedulePolicy:
         lenders: int,
     ) -> LendingState:
         """What the search sees: ranks of known speed that generate, and `lenders` trainers that may begin to."""
-        plans = [
-            [task for task in self._plan(version) if not self.spec.in_reserve(task.group)]
-            for version in (step - 1, step)
-        ]
+        plans = [self._plan(version) for version in (step - 1, step)]
         older, own = (_tail(plan, count) for plan, count in zip(plans, left, strict=True))
         working = {**rollouts, **lending}
         free = {other: work.free_in(now) for other, work in working.items()}
@@ -447,7 +405,6 @@ class SchedulePolicy:
         behind, ready_at = after_older(times[:count], seconds[:count], ready, _by_fragment(older, groups, step))
         tasks = _by_fragment(own, groups, step)
         lend = self._costs.get(("generate", rank), max(seconds))
-        interruptible = self._handoff and not self.roles.lockstep
         cell = self._costs["train", rank]
         return LendingState(
             rollout_free=(*behind, *times[count:]),
@@ -463,7 +420,6 @@ class SchedulePolicy:
             lenders=lenders,
             lenders_later=self.roles.trainers,
             switch_seconds=self._costs.get(("switch", rank), 0.0),
-            step_seconds=lend / self.spec.denoise_steps if interruptible else None,
             tasks_later=sum(task.step > step for task in own),
             later_taken=sum(task.step > step for task in plans[1][: len(plans[1]) - len(own)]),
         )

@@ -19,18 +19,14 @@ class Work:
     """Weights that it holds; -1 = none yet."""
     task_seconds: float = 0.0
     """Measured seconds of one whole task; 0 = not measured yet."""
-    step_seconds: float = 0.0
-    """Measured seconds of one denoising step; 0 = not measured yet."""
     step: int = -1
     """RL step of the task that it runs."""
     group: int = -1
     """Group of the task that it runs; -1 = none."""
     until: float = 0.0
     """When that task should be done, seconds on the run's clock."""
-    idle: int = 0
-    """Above 0: it waits for a task, for the idle-th time."""
     waiting: float = 0.0
-    """Seconds of the tasks that were handed to it and that it has not begun."""
+    """Seconds of the suspended tasks that were given to this rank and that it has not begun."""
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -59,8 +55,6 @@ class Roles:
     """Every queue is divided equally beforehand instead of claimed."""
     keeps_copy: bool = False
     """Trainers keep a copy of the published weights, and may lend after the first update of a batch."""
-    rollout_context: int = 1
-    """Neighbouring rollouts that generate together, of which the first claims."""
 
     @property
     def colocated(self) -> bool:
@@ -70,14 +64,7 @@ class Roles:
     @property
     def generators(self) -> range:
         """Ranks that claim tasks by trade."""
-        if self.colocated:
-            return range(self.trainers)
-        return range(self.trainers, self.trainers + self.rollouts, self.rollout_context)
-
-
-def unit_seconds(work: Work, handoff: bool) -> float:
-    """Seconds of what a rank may end on its own: a denoising step where tasks can be handed over, else a task."""
-    return (work.step_seconds if handoff else work.task_seconds) or math.inf
+        return range(self.trainers) if self.colocated else range(self.trainers, self.trainers + self.rollouts)
 
 
 def finished_before(free: float, seconds: float, rank: int, time: float, other: int) -> int:
@@ -114,9 +101,3 @@ def declines(
             if others >= tasks_left:
                 return True
     return tasks_left <= 0
-
-
-def hands_over(own_steps: int, own_step_seconds: float, other_seconds: float) -> bool:
-    """Whether a rank that needs `own_steps` denoising steps until a task is done gives it to one that would be done
-    after `other_seconds`: only to one that ends strictly earlier."""
-    return other_seconds < own_steps * own_step_seconds

@@ -52,8 +52,6 @@ class LendingState:
     """Trainers that can lend at the idle points to come; 0 = the same."""
     switch_seconds: float = 0.0
     """Cost of one switch between training and generation; a loan pays two."""
-    step_seconds: float | None = None
-    """With hand-off: one denoising step, after which a loan can be interrupted. None = a loan runs to its end."""
     tasks_later: int = 0
     """Unclaimed tasks of the next step that the version at hand generates (one-step asynchrony). They shorten that
     step, not this one, so that they are worth a loan only where it costs nothing. A loan of them runs to its end."""
@@ -199,11 +197,8 @@ class _Search:
         return max(self.state.fragment_ready[point.fragment], self._done_by[own - 1])
 
     def fits(self, rounds: int) -> bool:
-        """Whether a loan of `rounds` now ends before the next fragment is ready. A loan of this step's tasks that can
-        be interrupted need not end."""
+        """Return whether a loan of `rounds` now ends before the next fragment is ready."""
         state, wait = self.state, self.ready(_Point(0, 0.0, 0, 0, ()))
-        if state.step_seconds is not None and state.tasks_left:
-            return wait >= 2 * state.switch_seconds + 2 * state.step_seconds
         return rounds * state.lend_seconds + 2 * state.switch_seconds <= wait
 
     def spare(self, end: float) -> float:
@@ -228,10 +223,6 @@ class _Search:
         if available <= (rounds - 1) * lenders:
             return None
         count, end = rounds * lenders, begin + rounds * state.lend_seconds
-        if state.step_seconds is not None:
-            stop = max(begin, self.ready(point)) + state.step_seconds
-            if stop < end:  # interrupted at the boundary after the fragment's completion; suspended steps are not lost
-                count, end = int((stop - begin) / state.lend_seconds * lenders), stop
         count = min(count, available)
         loans = (*point.loans, (first, count)) if count else point.loans
         return _Point(point.fragment, end + state.switch_seconds, point.lent + count, point.inside, loans)

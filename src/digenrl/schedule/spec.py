@@ -30,11 +30,6 @@ def groups_of_step(data: Mapping[str, Any]) -> int:
     return int(data["prompts_per_batch"]) + int(data.get("oversample", 0))
 
 
-def usual_groups(data: Mapping[str, Any]) -> int:
-    """Groups that an RL step generates where every group teaches something; arguments as of `groups_of_step`."""
-    return int(data["prompts_per_batch"]) if data.get("zero_variance_groups") == "refill" else groups_of_step(data)
-
-
 def slices_of_group(updates_split: str, updates: int) -> int:
     """Portions of a group, of `data.updates_split` and `algorithm.updates_per_batch`."""
     return updates if updates_split == "samples" else 1
@@ -70,24 +65,18 @@ class ScheduleSpec:
     """Spread the steps of one task over trainer ranks."""
     tag: bool = False
     """Idle trainers may claim rollout tasks when the search predicts a gain."""
-    handoff: bool = False
-    """A task may be suspended at a denoising-step boundary and finished elsewhere."""
     shares: tuple[float, ...] = ()
     """Relative speed of each trainer rank; () = equal."""
     measured_shares: bool = False
     """`shares` are only the first ones: they follow the trainers' measured speed from step to step."""
     oversample: int = 0
     """Groups of `prompts` that are generated beyond what is trained: the first that teach something are."""
-    zero_variance_groups: Literal["keep", "drop", "refill"] = "keep"
-    """Groups whose samples all score alike: they count in the loss's denominator, or leave it; refill: they leave it,
-    and each opens one of the `oversample` groups, which are generated only then."""
+    zero_variance_groups: Literal["keep", "drop"] = "keep"
+    """Fate of groups whose samples all score alike: they count in the loss's denominator, or leave it."""
     context: int = 1
     """Neighbouring trainers that share the tokens of each trained forward, and so train the same cells together."""
     skip_zero: bool = True
     """Cells whose gradient is known to be zero are not trained."""
-    gradients: Literal["replay", "generation"] = "replay"
-    """Where trained steps get their gradients: trainers compute them again; or each rank takes those of the samples
-    that it generates, and trains these samples, whatever the placement."""
     async_steps: int = 0
     """0 = on-policy, 1 = the first groups of the next batch may be one version old."""
     stale_fraction: float = 0.5
@@ -108,10 +97,6 @@ class ScheduleSpec:
         values["shares"] = tuple(float(share) for share in shares)
         values["prompts"] = groups_of_step(config["data"])
         values["tsp_batch"] = steps_per_forward(values["tsp_batch"], trained_steps)
-        if values["gradients"] == "generation":  # one step after the other, where they are generated
-            values |= {"tsp_batch": 1, "tsp_shard": False}
-        else:  # auto, too, until a run is settled
-            values["gradients"] = "replay"
         return cls(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
 
     def overrides(self) -> list[str]:
@@ -138,17 +123,6 @@ class ScheduleSpec:
                 f"{self.tasks_per_group} tasks of a group, data.group_size = {self.group_size} over sampling.task_size "
                 f"= {self.task_size}."
             )
-        if self.refills and (whole > 1 or self.async_steps * math.ceil(self.stale_fraction * self.prompts) > trained):
-            raise ValueError(
-                f"data.zero_variance_groups = refill: needs algorithm.updates_per_batch = 1 (it is {updates}) or "
-                f"data.updates_split = samples, and schedule.stale_fraction = {self.stale_fraction} of {self.prompts} "
-                f"groups within the first {trained}."
-            )
-
-    @property
-    def replays(self) -> bool:
-        """Whether trained steps are computed again, after they were generated."""
-        return self.gradients == "replay"
 
     @property
     def tasks_per_group(self) -> int:
@@ -196,15 +170,6 @@ class ScheduleSpec:
         return self.oversample > 0 or self.zero_variance_groups != "keep"
 
     @property
-    def refills(self) -> bool:
-        """Whether groups beyond the places are generated only in place of others."""
-        return self.zero_variance_groups == "refill"
-
-    def in_reserve(self, group: int) -> bool:
-        """Whether `group` is generated only when groups before it teach nothing."""
-        return self.refills and group >= self.places
-
-    @property
     def fragment_groups(self) -> int:
         """Groups of a (full) fragment; a fragment never crosses an update boundary."""
         return min(self.gap, self.groups_per_update) if self.gap else self.groups_per_update
@@ -230,13 +195,11 @@ _KEYS = {
     "tsp_batch": "schedule.tsp.batch",
     "tsp_shard": "schedule.tsp.shard",
     "tag": "schedule.tag",
-    "handoff": "schedule.handoff",
     "shares": "schedule.shares",
     "oversample": "data.oversample",
     "zero_variance_groups": "data.zero_variance_groups",
     "context": "parallel.context",
     "skip_zero": "schedule.skip_zero",
-    "gradients": "schedule.gradients",
     "async_steps": "schedule.async_steps",
     "stale_fraction": "schedule.stale_fraction",
 }

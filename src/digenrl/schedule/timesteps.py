@@ -111,10 +111,7 @@ def _split(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
 
 
 def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
-    """Micro-batches of one optimizer update on every trainer rank: Lightning's accumulate_grad_batches. Where gradients
-    have been taken already, one for each fragment."""
-    if not spec.replays:
-        return len(fragments(spec, 0))
+    """Count the micro-batches of one optimizer update on every trainer rank: Lightning's accumulate_grad_batches."""
     return sum(len(place(spec, trainers, fragment)[0]) for fragment in fragments(spec, 0))
 
 

@@ -1,10 +1,9 @@
-"""Context parallelism: neighbouring ranks share the tokens of a forward. The model knows nothing of it.
+"""Context parallelism: neighbouring trainers share the tokens of a trained forward. The model knows nothing of it.
 
 Each rank of a group computes its part of the tokens, and the attention of its part of the heads (Ulysses,
 arXiv:2309.14509), by diffusers' hooks and the family's `context_plan`. Noise, latents and log-probs stay whole on every
-rank. Trainers all compute the same loss: the gradient of a rank is what its tokens give, and the sum over the group is
-the gradient of one rank alone. Of rollouts one leads, and tells the others what they compute together
-(`digenrl.strategy.following`).
+rank, and all of them compute the same loss. The gradient of a rank is what its tokens give, and the sum over the group
+is the gradient of one rank alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from digenrl.strategy.shard import bounded
 
 
 class Context:
-    """The context group of this rank. A collective of all ranks of its role's world to make.
+    """The context group of this trainer. Making it is a collective of all trainers.
 
     Args:
         ranks: of a group.

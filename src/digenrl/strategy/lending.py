@@ -18,7 +18,7 @@ from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, Task, fragments
 from digenrl.schedule.order import later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN
-from digenrl.strategy.consent import Consent
+from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.worker import Interrupt, TaskRunner
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import Link
@@ -65,10 +65,10 @@ class Lending:
         control: Control,
         link: Link,
         spans: SpanLog,
-        consent: Consent,
+        stop_vote: StopVote,
     ) -> None:
         self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
-        self._hooks, self._control, self._link, self._spans, self._consent = hooks, control, link, spans, consent
+        self._hooks, self._control, self._link, self._spans, self._stop_vote = hooks, control, link, spans, stop_vote
         self._stage = "lend" if world.rollouts else "generate"
         chooses = spec.tag or not world.rollouts
         self._together = runner.policy.roles.lockstep and chooses
@@ -88,7 +88,7 @@ class Lending:
             return fragment
         while True:
             first = self._wait(board, update, pending) if self._world.rank == 0 else None
-            self._consent.begin(self._hooks.receive)
+            self._stop_vote.begin(self._hooks.receive)
             choice = self._hooks.agree(-1 if first is None else pending.index(first))
             if choice >= 0:
                 self._wait_for_cells(board, pending[choice])
@@ -148,26 +148,25 @@ class Lending:
             while not board.is_complete(needed):
                 self._hooks.receive(_POLL_S)
                 self._control.check()
-                self._consent.check()
+                self._stop_vote.check()
 
     def _pause(self) -> None:
         self._hooks.receive(_POLL_S)
         self._runner.settle()
         self._control.check()
-        self._consent.check()
+        self._stop_vote.check()
 
     # ---- generating
 
     def _lend(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> None:
-        """Generate one task here; with hand-off it is given to a rollout rank as soon as a fragment is ready."""
+        """Generate one task here; as soon as a fragment is ready, a rollout rank goes on with it."""
         task = self._runner.claim(board.step)
         if task is None:
             return
-        handoff = self._spec.handoff and self._world.rollouts > 0
 
         def interrupt(task: Task, steps_left: int) -> int | None:
-            self._consent.between_steps()
-            if not handoff:
+            self._stop_vote.between_steps()
+            if not self._world.rollouts:
                 return None
             while self._hooks.receive(0.0):
                 pass
@@ -182,7 +181,7 @@ class Lending:
         """One task on every trainer rank; where none is left, one that is thrown away keeps the collectives in step."""
 
         def interrupt(task: Task, steps_left: int) -> None:
-            self._consent.begin()
+            self._stop_vote.begin()
 
         task = self._runner.claim(step)
         if task is None:
@@ -222,16 +221,15 @@ class Lending:
         before, present = self._hooks.versions()
         if self._world.rank != 0 or before is None:
             return
-        waiting = self._runner.claims.returned(version - 1, self._runner.counted(version - 1))
+        waiting = self._runner.claims.returned(version - 1, len(self._hooks.plan_tasks(version - 1)))
         if waiting > self._recalled:
             self._runner.see()
             receiver = self._policy.first_free(self._spans.now())
-            rollouts = self._control.survivors(self._world.leaders)
+            rollouts = self._control.survivors(self._world.rollout_ranks)
             if not rollouts:  # who joins next gets the present version, and then this one
                 return
             if receiver is None:
                 receiver = rollouts[0]
-            routes = dict.fromkeys(self._world.group_of(receiver), ())
             for number, tensors in ((version - 1, before), (version, present)):
-                publish(number, tensors, self._link, routes, agree=lambda digest: None)
+                publish(number, tensors, self._link, {receiver: ()}, agree=lambda digest: None)
         self._recalled = waiting

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import torch
-
 from digenrl.cluster.world import World
 from digenrl.record.run_dir import append_event
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.policy import SchedulePolicy
-from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, UNOPENED, ZERO_VARIANCE
+from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE
 from digenrl.schedule.staleness import Ledger, check_staleness
 from digenrl.schedule.timesteps import cells_of
 from digenrl.transport.cells import Part, StepBoard
@@ -62,9 +60,8 @@ class StepLedger:
         for version in board.versions(fragment):
             self._staleness = max(self._staleness, check_staleness(version, board.step, self._spec.async_steps))
         groups = self._spec.groups_of(fragment)
-        generated = torch.tensor([board.left_out.get(group) != UNOPENED for group in groups])
         for name, scores in board.rewards.items():
-            self._missing[name] += int(board.of_fragment(scores, fragment)[generated].isnan().sum())
+            self._missing[name] += int(board.of_fragment(scores, fragment).isnan().sum())
         self._useful += int(board.useful(fragment).sum())
         span = ExitStack()
         span.enter_context(self._spans.span("train", step=board.step, group=groups[0], groups=len(groups)))
@@ -84,8 +81,6 @@ class StepLedger:
                 self.ledger.train(board.step, group, parts)
                 continue
             self._left_out[reason] += portion == group  # once for all its portions
-            if reason == UNOPENED and (board.step, group) not in self.ledger.open:  # a record may hold it
-                continue
             samples = self.ledger.drop(board.step, group, reason, parts)
             if reason == MISSING_REWARD:
                 self._event("dropped", {"reason": reason, "step": board.step, "group": group, "samples": samples})
@@ -115,8 +110,7 @@ class StepLedger:
         message = self._policy.step_ended(self._world.rank, now)
         if message is not None:
             self._event("tag_off", {"message": message})
-        generated = self._spec.prompts - self._left_out[UNOPENED]
-        samples, seconds = generated * self._spec.group_size, now - self._began
+        samples, seconds = self._spec.prompts * self._spec.group_size, now - self._began
         self.facts = {
             "samples": samples,
             "step_s": seconds,
@@ -125,10 +119,7 @@ class StepLedger:
             "cells_trained": self._useful * self._spec.trained_steps,
             "cells_skipped": (samples - self._useful) * self._spec.trained_steps,
             "groups_trained": self._spec.prompts - self._left_out.total(),
-            **{
-                f"groups_{reason}": self._left_out[reason]
-                for reason in (MISSING_REWARD, ZERO_VARIANCE, SURPLUS, UNOPENED)
-            },
+            **{f"groups_{reason}": self._left_out[reason] for reason in (MISSING_REWARD, ZERO_VARIANCE, SURPLUS)},
             **{f"missing/{name}": count for name, count in self._missing.items()},
         }
         for (stage, cause), spent in self._spans.take_seconds().items():

@@ -1,9 +1,9 @@
 """A rank that generates: claim a task, run it through the engine, ship the result to the trainers that own its cells.
 
-    control store --claims, notes of the others--> SchedulePolicy --take, hand over, pass on--> TaskRunner
+    control store --claims, notes of the others--> SchedulePolicy --take, lend, who goes on--> TaskRunner
     TaskRunner: denoise -> decode -> score (in the scorer's thread) --cells, rewards--> trainers
     trainers --weights--> RolloutWorker: adopted between two tasks      (it waits for them when its queue is empty)
-    a rank that is slower or busy --suspended task--> RolloutWorker     (hand-off: before its own next claim)
+    a rank that leaves, a trainer whose loan ends --suspended task--> RolloutWorker   (before its own next claim)
 
 The same `TaskRunner` serves rollout ranks, colocated ranks and trainers that lend a hand (TAG): a sample does not
 depend on who made it.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -29,12 +29,12 @@ from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
-from digenrl.strategy.evaluating import Examiner, number_of_evaluated
-from digenrl.transport.cells import Placement, pack, shipped_positions
-from digenrl.transport.handoff import Suspended, pack_state
+from digenrl.strategy.evaluating import EvaluationWorker
+from digenrl.transport.cells import Placement, owned_positions, pack
 from digenrl.transport.link import Link
+from digenrl.transport.suspended import Suspended, pack_state
 from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, publish
-from digenrl.transport.wire import Kind, Message
+from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import Prompt, Trajectory
 
 Interrupt = Callable[[Task, int], int | None]
@@ -81,9 +81,9 @@ class TaskRunner:
         """Measured seconds of one denoising step on this rank; 0 before the first."""
         self._task_seconds = task_seconds
         self._unshipped: deque[Future[None]] = deque()
-        self._withdrawn = world.follows
+        self._withdrawn = False
         self.waiting_steps: Callable[[], int] = lambda: 0
-        """Denoising steps of the tasks that were handed to this rank and that it has not begun."""
+        """Denoising steps of the suspended tasks that were given to this rank and that it has not begun."""
         self._tell(Work())
 
     # ---- claims
@@ -100,14 +100,14 @@ class TaskRunner:
         announce(self._control, self._world.rank, None)
 
     def successor(self, task: Task, version: int) -> int | None:
-        """The rollout that goes on with a task of this rank, which leaves; None: it begins anew, somewhere."""
+        """Return the rollout that goes on with a task of this rank, which leaves; None: the task begins anew."""
         self.see()
         return self.policy.successor(self._world.rank, version, task.step, self._spans.now())
 
     def left(self, version: int) -> int:
         """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody has finished. Sharded
         trainers generate together until all their parts are empty."""
-        tasks, roles = self.counted(version), self.policy.roles
+        tasks, roles = len(self._plan(version)), self.policy.roles
         if not (roles.split and roles.lockstep):
             return self.claims.left(version, tasks, self._part(tasks))
         parts = (queue_part(tasks, number, len(roles.generators)) for number in range(len(roles.generators)))
@@ -121,39 +121,28 @@ class TaskRunner:
         return self.policy.takes(self._world.rank, version, left, self._spans.now())
 
     def claim(self, version: int) -> Task | None:
-        """The next task of the version's queue; None when all are claimed."""
-        tasks, counted = self._plan(version), self.counted(version)
-        claim = self.claims.take(version, tasks, self._part(counted), reserve=len(tasks) - counted)
+        """Claim the next task of the version's queue; None when all are claimed."""
+        tasks = self._plan(version)
+        claim = self.claims.take(version, tasks, self._part(len(tasks)))
         if claim is None:
             return None
         task = tasks[claim.position]
         self._held[task.step, task.index] = claim
         return task
 
-    def counted(self, version: int) -> int:
-        """Tasks of the version's queue before those in reserve."""
-        return sum(not self._spec.in_reserve(task.group) for task in self._plan(version))
-
-    def open(self, step: int, groups: int) -> None:
-        """Let the first `groups` groups of RL step `step` be claimed: those in reserve belong to its own version."""
-        first = self.counted(step)
-        stop = first + (groups - self._spec.places) * self._spec.tasks_per_group
-        self.claims.open(step, self._plan(step), range(first, stop))
-
     def _part(self, tasks: int) -> range:
         """Positions of the queue that this rank may claim."""
         roles = self.policy.roles
         if not roles.split:
             return range(tasks)
-        own = (self._world.rank - roles.generators.start) // roles.generators.step
-        return queue_part(tasks, own, len(roles.generators))
+        return queue_part(tasks, self._world.rank - roles.generators.start, len(roles.generators))
 
-    def announce(self, version: int, task: Task | None = None, share: float = 0.0, idle: int = 0) -> None:
-        """Tell the others what this rank does now: the last `share` of `task`, or nothing; `idle` as in `Work`."""
+    def announce(self, version: int, task: Task | None = None, share: float = 0.0) -> None:
+        """Tell the others what this rank does now: the last `share` of `task`, or nothing."""
         step, group = (task.step, task.group) if task is not None else (-1, -1)
         until = self._spans.now() + share * self._task_seconds
         waiting = self.waiting_steps() * self._step_seconds
-        self._tell(Work(version, self._task_seconds, self._step_seconds, step, group, until, idle, waiting))
+        self._tell(Work(version, self._task_seconds, step, group, until, waiting))
 
     def _tell(self, work: Work) -> None:
         if not self._withdrawn:
@@ -175,19 +164,13 @@ class TaskRunner:
             state = suspended.state(self._engine.policy.device)
             self._finish(Generation(task, self._prompt(task), state), "generate", interrupt)
 
-    def pass_on(self, suspended: Suspended, receiver: int) -> bool:
-        """Hand a task that waits for this rank on to `receiver`; False when that is lost (the task stays) or the task
-        has been given to somebody else since."""
-        if not self.claims.give(suspended.task.version, suspended.claim, receiver):
-            return False
-        self._link.send(receiver, suspended.message)
-        return True
-
-    def reserve(self, receiver: int) -> bool:
-        """Whether this rank is the first to give idle `receiver` a task in its present wait."""
-        key, wait = f"take/{receiver}", self.policy.work_of(receiver).idle
-        before = self._control.get(key) or ""
-        return wait > int(before or -1) and self._control.compare_set(key, before, str(wait))
+    def forward(self, suspended: Suspended) -> None:
+        """Give a task that waits for this rank, which leaves, to its successor. Without one, and where the successor is
+        lost, the task goes back when this rank has left."""
+        version = suspended.task.version
+        receiver = self.successor(suspended.task, version)
+        if receiver is not None and self.claims.give(version, suspended.claim, receiver):
+            self._link.send(receiver, suspended.message)
 
     def run_discarded(self, task: Task, interrupt: Interrupt) -> None:
         """Make a task's forwards and throw the result away: sharded ranks move together."""
@@ -240,7 +223,7 @@ class TaskRunner:
     def _denoise(
         self, generation: Generation, began: float, interrupt: Interrupt | None
     ) -> tuple[Generation, int | None]:
-        """The remaining steps, or those up to a hand-off and the rank that goes on."""
+        """Make the remaining steps, or those until the task is suspended; return also the rank that goes on then."""
         task, first = generation.task, generation.state.next_step
         while left := self._engine.steps_left(generation):
             done = generation.state.next_step - first
@@ -265,8 +248,7 @@ class TaskRunner:
             place, lockstep = partial(self._place, step=task.step), self.policy.roles.lockstep
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
-                    own = self._world.rank
-                    positions = shipped_positions(self._spec, place, own, rank, task.group, part, lockstep)
+                    positions = owned_positions(self._spec, place, rank, task.group, part, lockstep)
                     self._link.send(rank, pack(trajectory, positions, claim, seconds))
             if (trouble := self._engine.reward_trouble()) is not None:
                 self._control.request_stop(trouble)  # the step in progress is finished and saved before the run stops
@@ -282,9 +264,8 @@ class _Leaving(Exception):
 class RolloutWorker:
     """The life of a rollout rank: adopt a version, empty its queue, take part in its evaluation, wait for the next one.
 
-    With hand-off, a rank that waits says so, and a slower rank may give it the rest of a task, a busy one the tasks
-    that wait for it: trainers end their loans at one moment, and may give several to one rank. A rank that shall leave
-    gives all of its tasks away, at the next denoising step.
+    Suspended tasks come from trainers that end a loan, and from rollouts that leave. A rank that shall leave gives all
+    of its tasks away, at the next denoising step.
 
     Args:
         leave: set when this rank shall leave.
@@ -299,14 +280,13 @@ class RolloutWorker:
         link: Link,
         spans: SpanLog,
         leave: threading.Event,
-        examiner: Examiner,
+        evaluation_worker: EvaluationWorker,
     ) -> None:
-        self._examiner = examiner
-        self._runner, self._policy, self._world, self._leave = runner, runner.policy, world, leave
+        self._evaluation_worker = evaluation_worker
+        self._runner, self._world, self._leave = runner, world, leave
         self._rank = world.rank
         self._parameters = model.trained_parameters()
         self._control, self._link, self._spans = control, link, spans
-        self._handoff = runner.policy.spec.handoff
         self._arrivals = Arrivals(self._parameters)
         self._weights: deque[Version] = deque()
         self._suspended: deque[Suspended] = deque()
@@ -316,16 +296,10 @@ class RolloutWorker:
         """(rank that joined, the least version that it wants)."""
         self._source: int | None = None
         """Who was asked for weights, where this rank joined."""
-        self._waits = 0
         self._version = -1
         self._idle_since: float | None = None
         self._idle = ExitStack()
         """The stage of the wait in progress."""
-
-    @property
-    def version_in_use(self) -> int:
-        """Of the weights in use, those of an evaluation counted in (`number_of_evaluated`); -1 = none yet."""
-        return number_of_evaluated(self._version) if self._examiner.away else self._version
 
     def run(self) -> None:
         """Work until a trainer says that the run is done, or until this rank shall leave."""
@@ -343,13 +317,11 @@ class RolloutWorker:
         return None
 
     def _hand_in(self) -> None:
-        """Leave: finished tasks are sent, those that wait here are passed on."""
+        """Leave: send what is finished, and give away the suspended tasks that wait here."""
         self._runner.withdraw()
         self._receive(0.0)
         for suspended in self._suspended:
-            receiver = self._runner.successor(suspended.task, suspended.task.version)
-            if receiver is not None:
-                self._runner.pass_on(suspended, receiver)
+            self._runner.forward(suspended)
         self._runner.settle(wait=True)
 
     def _recalled(self) -> bool:
@@ -374,7 +346,7 @@ class RolloutWorker:
 
     def _evaluate_once(self) -> bool:
         """Make a piece of the evaluation of the version in use; False when there is none for this rank."""
-        number = self._examiner.take(self._version)
+        number = self._evaluation_worker.take(self._version)
         if number is None:
             return False
         self._end_wait("tail")
@@ -382,7 +354,9 @@ class RolloutWorker:
             self._runner.settle(wait=True)
         try:
             with self._spans.span("eval", step=self._version, piece=number):
-                self._link.send(0, self._examiner.make(self._version, number, self._between_steps_of_evaluation))
+                self._link.send(
+                    0, self._evaluation_worker.make(self._version, number, self._between_steps_of_evaluation)
+                )
         except _Leaving:
             pass
         return True
@@ -401,19 +375,15 @@ class RolloutWorker:
         self._version = weights.number
         with self._spans.span("adopt", version=self._version, digest=weights.digest):
             adopt(self._parameters, weights)
-            self._arrivals.in_use(weights)
-        self._examiner.adopted(self._version)
+        self._evaluation_worker.adopted(self._version)
         self._runner.announce(self._version)
         self._serve()
 
     def _wait(self) -> None:
-        """A moment without work; with hand-off, this rank says that it is idle, and how fast it is."""
+        """Spend a moment without work."""
         if self._idle_since is None:
             self._idle_since = self._spans.now()
             self._idle.enter_context(self._spans.stage("wait startup" if self._version < 0 else "wait weights"))
-            if self._handoff:
-                self._waits += 1
-                self._runner.announce(self._version, idle=self._waits)
         if self._version < 0 and self._world.joined:
             self._ask()
         self._runner.settle()
@@ -430,15 +400,15 @@ class RolloutWorker:
         """Sort arriving messages; wait up to `timeout` seconds for the first."""
         while (message := self._link.receive(timeout)) is not None:
             timeout = 0.0
-            if message.kind is Kind.WEIGHTS:
+            if message.kind is MessageKind.WEIGHTS:
                 version = self._arrivals.add(message)
                 if version is not None and version.number < 0:
-                    self._examiner.hold(version)
+                    self._evaluation_worker.hold(version)
                 elif version is not None and (message.meta["sender"] == 0 or self._wanted(version)):
                     self._weights.append(version)
-            elif message.kind is Kind.STATE:
+            elif message.kind is MessageKind.STATE:
                 self._suspended.append(Suspended.of(message, self._rank))
-            elif message.kind is Kind.ASK:
+            elif message.kind is MessageKind.ASK:
                 self._asked.append((int(message.meta["rank"]), int(message.meta["version"])))
         if self._asked:
             self._serve()
@@ -459,11 +429,11 @@ class RolloutWorker:
         )
         near = [rank for rank, host in zip(holders, hosts, strict=True) if host == own]
         self._source = next(iter((*near, *holders)), 0)
-        self._link.send(self._source, Message(Kind.ASK, {"rank": self._rank, "version": int(newest)}, {}))
+        self._link.send(self._source, Message(MessageKind.ASK, {"rank": self._rank, "version": int(newest)}, {}))
 
     def _serve(self) -> None:
         """Send the version in use to those that wait for it; not while a piece of an evaluation has others in use."""
-        if self._examiner.away:
+        if self._evaluation_worker.away:
             return
         served = [(rank, version) for rank, version in self._asked if version <= self._version]
         for rank, _ in served:
@@ -485,31 +455,10 @@ class RolloutWorker:
         return version.number > max([self._version, *(weights.number for weights in self._weights)])
 
     def _between_steps(self, task: Task, steps_left: int) -> int | None:
-        """Who should finish `task`, after the tasks that wait behind it have been passed on."""
+        """Return who finishes `task` where this rank leaves; None: it goes on."""
         if self._leave.is_set():
             self._runner.withdraw()
             receiver = self._runner.successor(task, self._version)
             return NOBODY if receiver is None else receiver
         self._receive(0.0)
-        if not self._handoff:
-            return None
-        tasks_left = self._runner.left(self._version)
-        if self._suspended or not tasks_left:
-            self._runner.see()
-        while self._suspended:
-            waiting = self._suspended[-1]
-            steps = self._policy.spec.denoise_steps - waiting.next_step
-            receiver = self._first_to_give(
-                partial(self._policy.pass_on, self._rank, waiting.task.version, steps, steps_left)
-            )
-            if receiver is None or not self._runner.pass_on(waiting, receiver):
-                break
-            self._suspended.pop()
-        return self._first_to_give(partial(self._policy.hand_over, self._rank, task.step, steps_left, tasks_left))
-
-    def _first_to_give(self, choose: Callable[[Sequence[int]], int | None]) -> int | None:
-        """The policy's choice among idle ranks that nobody else has given a task to."""
-        refused: list[int] = []
-        while (receiver := choose(refused)) is not None and not self._runner.reserve(receiver):
-            refused.append(receiver)
-        return receiver
+        return None

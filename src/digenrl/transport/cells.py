@@ -19,10 +19,10 @@ from torch import Tensor
 
 from digenrl.schedule import Block, Placement, ScheduleSpec, fragments, group_version, update_of
 from digenrl.schedule.claims import Claim
-from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE, decided, left_out, opened, update_groups
+from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE, decided, left_out, update_groups
 from digenrl.schedule.staleness import StalenessError
 from digenrl.schedule.timesteps import without
-from digenrl.transport.wire import Kind, Message, WireError
+from digenrl.transport.wire import Message, MessageKind, WireError
 from digenrl.types import CellBlock, TrainBatch, Trajectory
 
 _FIELDS = ("step", "index", "group", "uid", "first_sample", "version")
@@ -33,16 +33,6 @@ Useful = Callable[[Mapping[str, Tensor]], Tensor]
 """Rewards of the logical batch, [P, G] each -> [P, G] bool: samples whose cells can have a gradient."""
 Teaches = Callable[[Mapping[str, Tensor]], Tensor]
 """The same -> [P] bool: groups whose samples do not all score alike."""
-
-
-def shipped_positions(
-    spec: ScheduleSpec, place: Place, maker: int, rank: int, group: int, part: int, lockstep: bool = False
-) -> tuple[int, ...]:
-    """Positions among a task's trained steps that `maker` sends to trainer `rank`. Who has taken the gradients of a
-    task trains it."""
-    if spec.replays:
-        return owned_positions(spec, place, rank, group, part, lockstep)
-    return tuple(range(spec.trained_steps)) if rank == maker else ()
 
 
 def owned_positions(
@@ -90,8 +80,7 @@ def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds
             tensors["final"] = trajectory.final
         if trajectory.means is not None:
             tensors["means"] = at_positions(trajectory.means)
-        tensors |= {f"gradient/{name}": value for name, value in (trajectory.gradients or {}).items()}
-    return Message(Kind.CELLS, meta, tensors)
+    return Message(MessageKind.CELLS, meta, tensors)
 
 
 def joined(messages: Sequence[Message]) -> Message:
@@ -125,10 +114,6 @@ class Part:
         """The cells at `steps` (positions among the trained steps), which must have been shipped to this rank."""
         index = torch.tensor([self.positions.index(position) for position in steps])
         t = self._tensors
-        condition, gradients = (
-            {k.removeprefix(prefix): v for k, v in t.items() if k.startswith(prefix)}
-            for prefix in ("condition/", "gradient/")
-        )
         return CellBlock(
             step=self.meta["step"],
             group=self.meta["group"],
@@ -140,11 +125,10 @@ class Part:
             latents=t["latents"][:, index],
             next_latents=t["next_latents"][:, index],
             log_probs=t["log_probs"][:, index],
-            condition=condition,
+            condition={name.removeprefix("condition/"): t[name] for name in t if name.startswith("condition/")},
             final=t.get("final"),
             means=t["means"][:, index] if "means" in t else None,
             base_means=t["base_means"][:, index] if "base_means" in t else None,
-            gradients=gradients or None,
         )
 
 
@@ -218,11 +202,6 @@ class StepBoard:
                         self.left_out[known] = reason
         return True
 
-    @property
-    def opened(self) -> int:
-        """How many leading groups are generated, as far as is known."""
-        return opened(self._spec, self._faults)
-
     def _fault(self, group: int) -> str | None:
         if any(not torch.isfinite(self.rewards[name][group]).all() for name in self._weights):
             return MISSING_REWARD
@@ -234,7 +213,7 @@ class StepBoard:
 
     def concerns(self, fragment: tuple[int, ...]) -> bool:
         """Whether this rank takes part in training the fragment."""
-        return self._lockstep or not self._spec.replays or any(self._place(fragment)[self._rank])
+        return self._lockstep or any(self._place(fragment)[self._rank])
 
     def useful(self, fragment: tuple[int, ...]) -> Tensor:
         """[portions of the complete fragment, samples of a portion] bool: samples that are trained."""
@@ -257,10 +236,6 @@ class StepBoard:
         for portion, group, useful in zip(fragment, spec.groups_of(fragment), self.useful(fragment), strict=True):
             tasks = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
             keep |= {(group, part): rows for part, rows in tasks}
-        if not spec.replays:
-            mine = ((part, keep[key]) for key, part in sorted(self._parts.items()) if part.positions and key in keep)
-            own = [part.block(part.positions).narrowed(rows) for part, rows in mine if rows.any()]
-            return [self._batch(fragment, own)]
         placement = without(self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any()))
         widths = [0] * len(placement[0])
         if self._lockstep:
@@ -280,7 +255,7 @@ class StepBoard:
         """What the gradient of a complete update is multiplied by: groups that leave the loss's denominator are known
         only when all have been trained."""
         trained = sum(group not in self.left_out for group in update_groups(self._spec, update))
-        return self._spec.places / trained if trained and self._spec.zero_variance_groups != "keep" else 1.0
+        return self._spec.places / trained if trained and self._spec.zero_variance_groups == "drop" else 1.0
 
     def made_under(self, fragment: tuple[int, ...]) -> list[tuple[int, Claim]]:
         """(version, claim) of every task that makes the fragment complete here."""
@@ -315,8 +290,7 @@ class StepBoard:
         return self._parts[block.group, block.part].block(block.steps)
 
     def _padding(self, fragment: tuple[int, ...]) -> CellBlock:
-        """The smallest block that this rank holds of a fragment, or of another where nobody generated that, at weight
-        zero."""
-        held = sorted(self._parts, key=lambda key: (self._spec.portion_of(*key) not in fragment, key))
+        """Return the smallest block that this rank holds of a fragment, at weight zero."""
+        held = sorted(key for key in self._parts if self._spec.portion_of(*key) in fragment)
         part = next(self._parts[key] for key in held if self._parts[key].positions)
         return replace(part.block(part.positions[:1]), weight=0.0)

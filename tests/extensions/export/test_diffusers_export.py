@@ -147,8 +147,9 @@ def test_card_shows_numbers_pictures_and_how_to_load(tmp_path):
     assert "![before_after](before_after.png)" in text
 
 
-def test_card_of_a_pipeline_that_loads_no_adapters_shows_what_its_network_loads(tmp_path):
-    policy = make("hunyuan_video15")
+@pytest.mark.parametrize("family", [name for name, policy in FAMILIES.items() if policy.lora_pipeline])
+def test_card_of_a_pipeline_that_loads_no_adapters_shows_what_its_network_loads(family, tmp_path):
+    policy = make(family)
     randomise_lora(policy)
     (file,) = diffusers_export.export_policy(policy, tmp_path)
     model = {"path": "hub/model", "build": "real", "lora": {"rank": 4, "alpha": 8}}

@@ -6,11 +6,14 @@ import zlib
 
 import pytest
 import torch
-from diffusers import FluxPipeline, LTX2Pipeline, QwenImagePipeline, WanPipeline
+from diffusers import FluxPipeline, WanPipeline
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers as convert_sd3
 from torch import Tensor
 
+from digenrl.extensions.export.diffusers_export import lora_pipeline
 from digenrl.extensions.export.lora_layouts import in_layout
+from digenrl.models import flux, sd3, wan
+from tests.models.tiny_policies import FAMILIES
 
 RANK, ALPHA, WIDTH = 2, 6.0, 3072
 """diffusers' converter knows FLUX.1 at its real width alone."""
@@ -24,17 +27,14 @@ def layer(name: str, out: int, into: int) -> dict[str, Tensor]:
     }
 
 
-def adapter(network: str) -> dict[str, Tensor]:
+def adapter(family: str) -> dict[str, Tensor]:
     attention = ("to_q", "to_k", "to_v", "to_out.0")
     added = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     names: list[tuple[str, int, int]]
-    if network == "WanTransformer3DModel":
+    if family == "wan":
         names = [(f"blocks.{i}.attn{k}.{n}", 8, 8) for i in (0, 1) for k in (1, 2) for n in attention]
         names += [(f"blocks.{i}.attn2.{n}", 8, 8) for i in (0, 1) for n in ("add_k_proj", "add_v_proj")]
         names += [(f"blocks.{i}.ffn.net.{n}", 8, 8) for i in (0, 1) for n in ("0.proj", "2")]
-    elif network == "QwenImageTransformer2DModel":
-        names = [(f"transformer_blocks.1.attn.{n}", 8, 8) for n in (*attention, *added)]
-        names += [(f"transformer_blocks.1.{m}.net.{n}", 8, 8) for m in ("img_mlp", "txt_mlp") for n in ("0.proj", "2")]
     else:
         names = [(f"transformer_blocks.1.attn.{n}", WIDTH, 8) for n in (*attention, *added)]
         names += [(f"transformer_blocks.1.{m}.net.{n}", 8, 8) for m in ("ff", "ff_context") for n in ("0.proj", "2")]
@@ -52,35 +52,36 @@ def updates(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if value.any()}
 
 
-PIPELINES = {
-    "FluxTransformer2DModel": FluxPipeline,
-    "QwenImageTransformer2DModel": QwenImagePipeline,
-    "WanTransformer3DModel": WanPipeline,
-}
+CONVERTED = {"flux": (FluxPipeline, flux.CHECKPOINT_NAMES), "wan": (WanPipeline, wan.CHECKPOINT_NAMES)}
 
 
-@pytest.mark.parametrize("network", PIPELINES)
-def test_diffusers_reads_the_same_update_of_every_layer(network: str) -> None:
-    layers = adapter(network)
-    written = in_layout(layers, ALPHA, network, "kohya")
-    read = {key.removeprefix("transformer."): v for key, v in PIPELINES[network].lora_state_dict(dict(written)).items()}
+@pytest.mark.parametrize("family", CONVERTED)
+def test_diffusers_reads_the_same_update_of_every_layer(family: str) -> None:
+    pipeline, known = CONVERTED[family]
+    layers = adapter(family)
+    written = in_layout(layers, ALPHA, known, "kohya")
+    read = {key.removeprefix("transformer."): v for key, v in pipeline.lora_state_dict(dict(written)).items()}
     found, ours = updates(read, 1.0), updates(layers, ALPHA / RANK)
     assert found.keys() == ours.keys()
     assert all(torch.allclose(found[name], value, atol=1e-4) for name, value in ours.items())
-    dotted = in_layout(layers, ALPHA, network, "comfyui")
+    dotted = in_layout(layers, ALPHA, known, "comfyui")
     names = {key.removeprefix("diffusion_model.").replace(".", "_"): key for key in dotted}
     assert all(torch.equal(dotted[names[key[10:].replace(".", "_")]], value) for key, value in written.items())
     assert len(dotted) == len(written)
 
 
-def test_ltx2_has_its_own_names() -> None:
+@pytest.mark.parametrize("family", [name for name, policy in FAMILIES.items() if policy.checkpoint_names == {}])
+def test_diffusers_reads_the_names_of_checkpoints_that_have_its_own(family: str) -> None:
     """diffusers renames no layer of a block that is adapted."""
-    parts = [f"{part}.{name}" for part in ("attn1", "audio_to_video_attn") for name in ("to_q", "to_out.0")]
-    names = [f"transformer_blocks.1.{part}" for part in (*parts, "ff.net.0.proj", "ff.net.2")]
-    layers = {key: value for name in names for key, value in layer(name, 8, 8).items()}
-    written = in_layout(layers, ALPHA, "LTX2VideoTransformer3DModel", "comfyui")
-    read = LTX2Pipeline.lora_state_dict({key: value for key, value in written.items() if "lora" in key})
-    assert {key.split(".lora")[0] for key in read} == {f"transformer.{name}" for name in names}
+    policy = FAMILIES[family]
+    layers = {
+        key: value
+        for part in (*policy.attention, *policy.feed_forward)
+        for key, value in layer(f"{policy.block_lists[0]}.1.{part}", 8, 8).items()
+    }
+    written = in_layout(layers, ALPHA, policy.checkpoint_names, "comfyui")
+    read = lora_pipeline(policy).lora_state_dict({key: value for key, value in written.items() if "lora" in key})
+    assert {key.split(".lora")[0] for key in read} == {f"transformer.{key.split('.lora')[0]}" for key in layers}
 
 
 class Base(dict[str, Tensor]):
@@ -100,7 +101,7 @@ def test_stable_diffusion_3_adds_it_to_the_weights_that_diffusers_converts() -> 
     parts += ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
     layers = {key: value for part in parts for key, value in layer(f"transformer_blocks.0.{part}", 8, 8).items()}
     layers |= layer("transformer_blocks.1.attn.add_k_proj", 8, 8)  # the others of the last block's text are unread
-    written = in_layout(layers, ALPHA, "SD3Transformer2DModel", "comfyui")
+    written = in_layout(layers, ALPHA, sd3.CHECKPOINT_NAMES, "comfyui")
     base = Base()
     for name, down in written.items():
         if name.endswith(".lora_down.weight"):
@@ -114,7 +115,7 @@ def test_stable_diffusion_3_adds_it_to_the_weights_that_diffusers_converts() -> 
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="names of ZImageTransformer2DModel in other tools are not known"):
-        in_layout({}, ALPHA, "ZImageTransformer2DModel", "comfyui")
+    with pytest.raises(ValueError, match="names of this family's layers in other tools are not known"):
+        in_layout({}, ALPHA, None, "comfyui")
     with pytest.raises(ValueError, match="layer x_embedder"):
-        in_layout(layer("x_embedder", 8, 8), ALPHA, "FluxTransformer2DModel", "kohya")
+        in_layout(layer("x_embedder", 8, 8), ALPHA, flux.CHECKPOINT_NAMES, "kohya")

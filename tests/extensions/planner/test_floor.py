@@ -41,9 +41,7 @@ def test_no_simulated_step_is_shorter_than_its_floor(
     for trainers, sharding, size, gap, lending in choices:
         if trainers == gpus and (lending or async_steps):
             continue
-        base = costing.candidate(
-            trainers, gpus - trainers, sharding=sharding, task_size=size, gap=gap, tag=lending, handoff=lending
-        )
+        base = costing.candidate(trainers, gpus - trainers, sharding=sharding, task_size=size, gap=gap, tag=lending)
         candidate = base.but(shares=len(pools) > 1, async_steps=async_steps)
         if trainers == 1 and sharding != "ddp":
             continue

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.count_facts import without_attention
 from benchmarks.live_bytes import count_bytes
 from digenrl.extensions.planner.memory import rollout_memory, trainer_memory
-from digenrl.extensions.planner.workload import Workload, facts
+from digenrl.extensions.planner.workload import Workload
+from digenrl.facts import counted
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import Recompute, parse_recompute
@@ -204,4 +205,4 @@ def test_lora_and_full_memory_differ_as_they_should() -> None:
 def test_facts_are_counted_for_every_real_model_config(repository: Path) -> None:
     embedded = {"digits", "scenes", "scenes_edit", "mixture"}
     names = {path.stem for path in (repository / "configs/model").glob("*.yaml")} - embedded
-    assert names <= set(facts()["models"])
+    assert names <= set(counted())

@@ -15,17 +15,19 @@ from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 from digenrl.extensions.planner import planner
+from digenrl.extensions.planner.advice import planned_split
 from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.cli import plan as plan_command
 from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
-from digenrl.extensions.planner.planner import Plan, PlanError, fitted, lean_run, make_plan, task_sizes
+from digenrl.extensions.planner.planner import PlanError, fitted, make_plan, task_sizes
+from digenrl.extensions.planner.reading import candidate_of, costing_of
 from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Line, Pool, assign
-from digenrl.preflight import allocated, candidate_of, costing_of, planned_split
 from digenrl.recompute import Recompute
+from digenrl.settle import allocated
 
 pytestmark = pytest.mark.heavy
 
@@ -42,24 +44,9 @@ def costing() -> Costing:
     return Costing(FLUX, Hardware((FAST, SLOW)))
 
 
-def test_what_is_not_computed_twice_is_planned_beside_the_rest() -> None:
-    """Colocated replicas, a backward pass in place of training, and room for what waits and for a step's own."""
-    large = replace(FLUX, height=1024, width=1024, updates=1, lean=True)
-    costing = Costing(large, Hardware((replace(FAST, memory_gib=141),)))
-    lean = lean_run(Plan(costing, costing.bound(), (), 0))
-    assert lean is not None
-    assert {"schedule.gradients=generation", "schedule.tsp.batch=1"} < set(overrides(lean))
-    (memory,) = lean.costing.memory(lean.candidate).values()
-    task = lean.candidate.spec.task_size
-    assert memory.samples == 4 * large.trained_parameters * (large.samples // 4 + 2 * task)
-    assert lean.bound_s <= lean.step_s < 0.8 * costing.bound().seconds  # three passes with replay, two without
-    other = Costing(replace(large, lean=False), costing.hardware)
-    assert lean_run(Plan(other, other.bound(), (), 0)) is None
-
-
 def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
     line = Line(0.0125, 0.02, told=True, packed=True)
-    work = replace(FLUX, lean=True, updates=1)
+    work = replace(FLUX, updates=1)
     plan = make_plan(
         Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): line})), asynchronous=False
     )
@@ -67,37 +54,6 @@ def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
         trainers = {pool for pool, role in plan.costing.placed(outcome.candidate) if role == "trainer"}
         assert len(trainers) == 1
         assert outcome.candidate.rollouts
-    assert lean_run(plan) is None
-
-
-def test_samples_together_where_launches_bound_and_gradients_are_taken_apart() -> None:
-    """Small pictures: adapters take the gradients of several samples in one backward pass; all weights cannot."""
-    costing = Costing(replace(FLUX, updates=1, lean=True), Hardware((replace(FAST, memory_gib=141),)))
-    lean = lean_run(Plan(costing, costing.bound(), (), 0))
-    assert lean is not None
-    assert lean.candidate.spec.task_size > 1
-    one = evaluate(lean.costing, lean.candidate.but(task_size=1), lean.costing.bound())
-    assert lean.step_s < 0.95 * one.step_s
-    assert task_sizes(replace(lean.costing, work=replace(lean.costing.work, lora_rank=None))) == [1]
-
-
-@pytest.mark.parametrize(
-    ("words", "chosen"),
-    [
-        (("algorithm.kl_weight=0", "algorithm.updates_per_batch=1"), "generation"),
-        (("algorithm.kl_weight=0.01", "algorithm.updates_per_batch=1"), "replay"),
-        (("algorithm.kl_weight=0", "algorithm.updates_per_batch=2"), "replay"),
-    ],
-)
-def test_gradients_are_taken_where_that_is_possible_and_faster(words: tuple[str, ...], chosen: str) -> None:
-    small = ("data.prompts_per_batch=2", "data.group_size=8")
-    given = ("experiment=flux1_flowgrpo", "hardware=single_gpu", "schedule=colocated", "schedule.gap=0", *small, *words)
-    composed = allocated(configuration.load([*given, "schedule.gradients=auto"]))
-    assert composed.config.schedule.gradients == chosen
-    assert any("schedule.gradients=generation" in note for note in composed.notes) == (chosen == "generation")
-    same = allocated(configuration.load([*given, f"schedule.gradients={chosen}"]))
-    assert same.config.sampling == composed.config.sampling
-    assert same.config.schedule == composed.config.schedule
 
 
 SMALL = ("experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8")
@@ -202,13 +158,13 @@ def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool
     gpus, unequal, bound_s = costing.hardware.gpus, len(pools) > 1, costing.bound()
     firsts = [pool.name for pool in pools] if unequal else [None]
     sweep = []
-    for first, trainers, size, gap, handoff, tag in itertools.product(
-        firsts, range(1, gpus + 1), task_sizes(costing), (0, 1, 2), (False, True), (False, True)
+    for first, trainers, size, gap, tag in itertools.product(
+        firsts, range(1, gpus + 1), task_sizes(costing), (0, 1, 2), (False, True)
     ):
         if trainers == gpus and (tag or first != firsts[0]):
             continue
         base = costing.candidate(
-            trainers, gpus - trainers, first=first, task_size=size, gap=gap, handoff=handoff, tag=tag, shares=unequal
+            trainers, gpus - trainers, first=first, task_size=size, gap=gap, tag=tag, shares=unequal
         )
         if (candidate := fitted(costing, base)) is not None:
             sweep.append(evaluate(costing, candidate, bound_s))
@@ -265,44 +221,13 @@ def test_what_does_not_fit_says_why() -> None:
 def test_trainers_share_the_tokens_of_what_fits_in_no_other_way() -> None:
     """All weights of Wan 14B at 480 x 832 x 81."""
     node, work = Hardware((replace(FAST, count=8),)), Workload("wan21_14b", 480, 832, 81, 20, 10, 8, 8, 1, True, None)
-    alone = replace(work, model="qwen_image")
+    alone = replace(work, model="flux1_dev")
     best = make_plan(Costing(work, node), steps=4).outcomes[0]
     assert best.candidate.spec.context > 1
     assert f"parallel.context={best.candidate.spec.context}" in overrides(best)
     assert not Costing(work, node).misfits(best.candidate)
     assert Costing(work, node).misfits(best.candidate.but(context=1))
     assert Costing(alone, node).contexts(best.candidate) == []
-
-
-def test_rollouts_that_generate_together_are_one_rank_of_several_gpus() -> None:
-    """Hunyuan at 480 x 832 x 81: a step takes a Nth and what they send each other, a larger task fits."""
-    work, node = replace(HUNYUAN, width=832, frames=81, lora_rank=32), replace(FAST, count=16)
-    costing = Costing(work, Hardware((node,)))
-    together = costing.candidate(8, 8, rollout_context=4)
-    alone, cluster = costing.cluster(together.but(rollout_context=1)), costing.cluster(together)
-    assert [rank.gpus for rank in cluster.ranks] == [1] * 8 + [4, 4]
-    assert [together.seat(rank) for rank in range(16)] == [*range(8), *[8] * 4, *[9] * 4]
-    ratio = alone.rollouts[0].step_seconds / cluster.rollouts[0].step_seconds
-    assert 3.5 < ratio < 4.0
-    assert alone.rollouts[0].decode_seconds == cluster.rollouts[0].decode_seconds
-    large = together.but(task_size=24)
-    needs = [costing.memory(large.but(rollout_context=n))["fast", "rollout"].gib for n in (1, 4)]
-    assert needs[1] < 0.5 * needs[0]
-    assert costing.rollout_contexts(together) == [2, 4, 8]
-    assert costing.rollout_contexts(together.but(trainers=7)) == []  # over two nodes
-    with pytest.raises(ValueError, match="ranks 7 to 8 would be on two nodes"):
-        costing.placed(costing.candidate(7, 8, rollout_context=2))
-    outcome = evaluate(costing, together, costing.bound(), exact=True, steps=3)
-    assert 0 < sum(outcome.bubble.values()) < 1
-    assert "parallel.rollout_context=4" in overrides(outcome)
-
-
-@pytest.mark.slow
-def test_a_plan_keeps_to_groups_of_rollouts_that_are_given() -> None:
-    """Also where the balance asks for a number of rollouts that is no multiple."""
-    costing = Costing(replace(HUNYUAN, lora_rank=32), Hardware((replace(FAST, count=8),)))
-    (best, *_) = make_plan(costing, 2, {"rollout_context": 4}, asynchronous=False).outcomes
-    assert (best.candidate.trainers, best.candidate.rollouts, best.candidate.rollout_context) == (4, 4, 4)
 
 
 class EveryThird:
@@ -320,7 +245,7 @@ def test_a_users_own_step_selection_is_planned() -> None:
 
 
 def test_a_model_without_sizes_is_named() -> None:
-    with pytest.raises(ValueError, match=r"model=digits has no counted sizes .*known: aura_flow, .*count_facts"):
+    with pytest.raises(ValueError, match=r"model=digits has no counted sizes .*known: .*count_facts"):
         costing_of(configuration.load([]))
 
 
@@ -525,8 +450,8 @@ def test_what_is_much_slower_undisturbed_does_not_win_by_bearing_disturbances(co
 
 
 @pytest.mark.slow
-def test_more_gpus_than_tasks_share_the_tokens_of_one() -> None:
+def test_more_gpus_than_tasks_share_the_tokens_of_one_in_training() -> None:
     words = ["experiment=wan21_flowgrpo", "hardware=testbed_c", "hardware.pools.c.count=256"]
     best = make_plan(costing_of(configuration.load(words, "plan"))).outcomes[0]
-    assert best.candidate.spec.context == best.candidate.rollout_context == 2
+    assert best.candidate.spec.context == 2
     assert best.efficiency > 0.92

@@ -33,7 +33,6 @@ def specs(draw: st.DrawFn, async_steps: int | None = None) -> ScheduleSpec:
         tsp_batch=draw(st.integers(1, 3)),
         tsp_shard=draw(st.booleans()),
         tag=draw(st.booleans()),
-        handoff=draw(st.booleans()),
         async_steps=draw(st.integers(0, 1)) if async_steps is None else async_steps,
         stale_fraction=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
     )
@@ -142,7 +141,7 @@ def test_each_mechanism_shortens_the_step() -> None:
     gap = step(gap=1)
     tsp = step(gap=1, tsp_shard=True)
     tag = step(gap=1, tsp_shard=True, tag=True)
-    full = step(gap=1, tsp_shard=True, tag=True, handoff=True, async_steps=1)
+    full = step(gap=1, tsp_shard=True, tag=True, async_steps=1)
     bound = (32 * 6 + 32 * 6) / 8
     assert sync == pytest.approx(96.0)  # half of the ranks waits at any time
     assert sync > gap >= tsp >= tag

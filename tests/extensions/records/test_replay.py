@@ -37,7 +37,7 @@ def done(train: Train) -> Train:
 
 
 def test_a_replay_gives_every_version_again_bit_by_bit(running: Any) -> None:
-    """Recorded with everything on: asynchrony, hand-off, lending."""
+    """Recorded with everything on: asynchrony, lending."""
     first = done(running(*SMALL, *RECORD, "schedule=full", "max_rl_steps=3", fork=True))
     assert "MiB an RL step" in first.stderr + first.stdout
     again = done(running(f"replay={first.run_dir}", tiny=(), fork=True))

@@ -65,7 +65,7 @@ def test_the_best_and_the_worst_noises_are_generated_as_without_scouts() -> None
     assert scores.max() - scores.min() > 0
 
 
-def test_a_task_handed_over_keeps_what_its_scouts_chose() -> None:
+def test_a_suspended_task_keeps_what_its_scouts_chose() -> None:
     first, second = (engine(candidates=CANDIDATES, scout_steps=SCOUT_STEPS) for _ in range(2))
     begun = first.advance(first.begin(TASK, PROMPT))
     while second.steps_left(begun):
@@ -98,5 +98,5 @@ def test_off_is_one_candidate() -> None:
 )
 def test_the_samples_are_the_same_in_every_schedule(tmp_path: Path, words: tuple[str, ...]) -> None:
     together = completed(run_cluster(tmp_path / "0", 1, 0, configured(*words)))
-    apart = ("schedule=gap_tsp_tag", "schedule.handoff=true")
+    apart = ("schedule=gap_tsp_tag",)
     assert_same_cells(completed(run_cluster(tmp_path / "1", 1, 2, configured(*words, *apart))), together, steps=(0,))

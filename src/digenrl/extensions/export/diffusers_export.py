@@ -11,26 +11,13 @@ import torch
 from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from digenrl.extensions.export.lora_layouts import in_layout
 from digenrl.models.lora import ADAPTER
 from digenrl.models.policy import Policy
 
 LORA_FILE, FIRST = "pytorch_lora_weights.safetensors", ".lora_A.weight"
-PIPELINES = {
-    "WanTransformer3DModel": "WanPipeline",
-    "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
-    "HunyuanVideo15Transformer3DModel": "HunyuanVideoPipeline",  # whose own pipeline loads no adapters yet
-    "LTX2VideoTransformer3DModel": "LTX2Pipeline",
-    "FluxTransformer2DModel": "FluxPipeline",
-    "QwenImageTransformer2DModel": "QwenImagePipeline",
-    "SD3Transformer2DModel": "StableDiffusion3Pipeline",
-    "ZImageTransformer2DModel": "ZImagePipeline",
-    "AuraFlowTransformer2DModel": "AuraFlowPipeline",
-    "Flux2Transformer2DModel": "Flux2KleinPipeline",
-}
-"""Transformer class -> the pipeline that writes the file, and whose `load_lora_weights` reads it, where it has one."""
 
 
 class ExportError(RuntimeError):
@@ -47,15 +34,13 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     if policy.lora is None:
         return _export_transformers(policy, folder)
-    import diffusers
-
     transformer: Any = policy.transformer
     files = []
-    for subfolder, network, layers in _adapters(policy):
+    for subfolder, layers in _adapters(policy):
         metadata = transformer.peft_config[ADAPTER].to_dict()
         metadata["target_modules"] = sorted(name.removesuffix(FIRST) for name in layers if name.endswith(FIRST))
         file = folder / lora_file(subfolder)
-        getattr(diffusers, PIPELINES[type(network).__name__]).save_lora_weights(
+        lora_pipeline(policy).save_lora_weights(
             folder,
             transformer_lora_layers=layers,
             transformer_lora_adapter_metadata=metadata,
@@ -66,13 +51,23 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
     return files
 
 
-def _adapters(policy: Policy) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
-    """(subfolder, network, its adapter's tensors) of every component."""
+def lora_pipeline(policy: Policy | type[Policy]) -> Any:
+    """Return the class of diffusers that reads and writes the family's adapters."""
+    import diffusers
+
+    name = policy.lora_pipeline or next(iter(policy.pipelines), None)
+    if name is None:
+        raise ExportError(f"no pipeline of diffusers reads adapters of {policy.family}: use merge=true")
+    return getattr(diffusers, name)
+
+
+def _adapters(policy: Policy) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield (subfolder, its adapter's tensors) of every component."""
     transformer: Any = policy.transformer
     layers = get_peft_model_state_dict(transformer)
     for subfolder, prefix in policy.components.items():
         own = {name.removeprefix(prefix): value for name, value in layers.items() if name.startswith(prefix)}
-        yield subfolder, part(policy, prefix), {name: value.detach().cpu().contiguous() for name, value in own.items()}
+        yield subfolder, {name: value.detach().cpu().contiguous() for name, value in own.items()}
 
 
 def part(policy: Policy, prefix: str) -> Any:
@@ -93,9 +88,9 @@ def export_layout(policy: Policy, folder: Path, layout: str) -> list[Path]:
     if policy.lora is None:
         raise ExportError(f"format={layout} is for adapters, and this run trained all weights: use format=diffusers")
     files = []
-    for subfolder, network, layers in _adapters(policy):
+    for subfolder, layers in _adapters(policy):
         try:
-            renamed = in_layout(layers, policy.lora.alpha, type(network).__name__, layout)
+            renamed = in_layout(layers, policy.lora.alpha, policy.checkpoint_names, layout)
         except ValueError as error:
             raise ExportError(f"format={layout}: {error}") from error
         file = folder / f"lora_{layout}{subfolder.removeprefix('transformer')}.safetensors"

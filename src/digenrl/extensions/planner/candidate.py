@@ -7,7 +7,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -25,7 +24,7 @@ from digenrl.extensions.planner.memory import (
     trainer_memory,
 )
 from digenrl.extensions.planner.virtual_cluster import Cluster, Rank
-from digenrl.extensions.planner.workload import HEADS, Drawn, Workload
+from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Pool, assign, nodes, shard_group
 from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
@@ -52,17 +51,11 @@ class Candidate:
     """schedule.claims=split."""
     shard_group: int | None = None
     """Trainers of an hsdp group; None = those of a node."""
-    rollout_context: int = 1
-    """Neighbouring rollouts that share the tokens of every forward, and so run one task together."""
 
     def but(self, **changes: Any) -> Candidate:
         """A copy with other values, of its own fields or of its schedule's."""
         own = {name: changes.pop(name) for name in list(changes) if name in _OWN}
         return replace(self, **own, spec=replace(self.spec, **changes) if changes else self.spec)
-
-    def seat(self, rank: int) -> int:
-        """Which rank of its cluster a launch rank belongs to: there rollouts that generate together are one."""
-        return rank if rank < self.trainers else self.trainers + (rank - self.trainers) // self.rollout_context
 
     @property
     def name(self) -> str:
@@ -71,9 +64,9 @@ class Candidate:
         if self.rollouts == 0:
             return "colocated_split" if self.static_claims else "colocated"
         if spec.async_steps:
-            return "full" if spec.tag and spec.handoff else "async"
+            return "full" if spec.tag else "async"
         words = [word for word, on in (("gap", spec.gap), ("tsp", spec.tsp_shard), ("tag", spec.tag)) if on]
-        return "_".join([*words, *(["handoff"] if spec.handoff else [])]) or "sync"
+        return "_".join(words) or "sync"
 
 
 _OWN = frozenset(Candidate.__dataclass_fields__)
@@ -116,15 +109,15 @@ class Costing:
 
     def placed(self, candidate: Candidate) -> tuple[tuple[str, str], ...]:
         """(pool, role) of every rank; raises ValueError as `assign` does."""
-        return self._seats(candidate.trainers, candidate.rollouts, candidate.first, candidate.rollout_context)
+        return self._seats(candidate.trainers, candidate.rollouts, candidate.first)
 
     @_once
-    def _seats(self, trainers: int, rollouts: int, first: str | None, together: int) -> tuple[tuple[str, str], ...]:
+    def _seats(self, trainers: int, rollouts: int, first: str | None) -> tuple[tuple[str, str], ...]:
         hardware = self.hardware
         if first is not None:
             pools = sorted(hardware.pools, key=lambda pool: pool.name != first)
             hardware = replace(hardware, pools=tuple(replace(pool, role="auto") for pool in pools))
-        return assign(hardware, trainers, rollouts, together)
+        return assign(hardware, trainers, rollouts)
 
     @_once
     def _kinds(self, *split: Any) -> dict[tuple[str, str], int]:
@@ -133,7 +126,7 @@ class Costing:
 
     def kinds(self, candidate: Candidate) -> dict[tuple[str, str], int]:
         """(pool, role) -> ranks, in the order of the ranks."""
-        return self._kinds(candidate.trainers, candidate.rollouts, candidate.first, candidate.rollout_context)
+        return self._kinds(candidate.trainers, candidate.rollouts, candidate.first)
 
     def shards(self, candidate: Candidate) -> int:
         """Ranks that share one copy of the weights."""
@@ -147,22 +140,10 @@ class Costing:
 
     def contexts(self, candidate: Candidate) -> list[int]:
         """Values of `parallel.context` above 1 that its trainers, their nodes and the model allow."""
-        return [] if candidate.shares else self._sharing(candidate.trainers)
-
-    def rollout_contexts(self, candidate: Candidate) -> list[int]:
-        """Values of `parallel.rollout_context` above 1 that its rollouts, their nodes and the model allow."""
-        allowed = []
-        for together in self._sharing(candidate.rollouts) if candidate.rollouts else []:
-            with suppress(ValueError):
-                self.placed(candidate.but(rollout_context=together))
-                allowed.append(together)
-        return allowed
-
-    def _sharing(self, ranks: int) -> list[int]:
-        """Numbers above 1 that divide `ranks`, the GPUs of every node, the tokens and the attention heads."""
         per_node = (pool.per_node for pool in self.hardware.pools)
-        common = math.gcd(ranks, self.work.tokens, HEADS.get(self.work.model, 1), *per_node)
-        return [n for n in range(2, common + 1) if common % n == 0]
+        heads = self.work.facts.heads(self.work.model)
+        common = math.gcd(candidate.trainers, self.work.tokens, heads, *per_node)
+        return [n for n in range(2, common + 1) if common % n == 0 and not candidate.shares]
 
     def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:
         """What the blocks of a trainer on `pool` keep: the candidate's choice, or the fastest that fits (if none does,
@@ -219,18 +200,8 @@ class Costing:
             makes,
             spec.tag,
             candidate.encoders,
-            self._held(candidate, pool),
             spec.context,
         )
-
-    def _held(self, candidate: Candidate, pool: Pool) -> int:
-        """Samples whose gradients are on a rank of `pool`: its part of the batch by speed, a task more where ranks take
-        what comes, and those of a step of a task that are not added yet."""
-        if candidate.spec.replays:
-            return 0
-        total = sum(count * self.hardware.pool(name).tflops for (name, _), count in self.kinds(candidate).items())
-        own = math.ceil(self.work.samples * pool.tflops / total - 1e-9)
-        return own + candidate.spec.task_size * (1 + (candidate.trainers > 1 and not candidate.static_claims))
 
     @_once
     def _trainer_memory(
@@ -243,13 +214,12 @@ class Costing:
         generates: bool,
         lends: bool,
         encoders: bool,
-        held: int,
         context: int,
     ) -> Memory:
         """Bytes of a trainer whose network keeps `recompute` of `blocks` blocks of a micro-batch at once."""
         copy = lends and self.work.lora_rank is not None and self.work.updates > 1
         rows = task_size, tsp_batch * blocks
-        return trainer_memory(self.work, shards, *rows, recompute, generates, copy, encoders, held, context)
+        return trainer_memory(self.work, shards, *rows, recompute, generates, copy, encoders, context)
 
     def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
         """(pool, role) -> bytes of a rank."""
@@ -260,13 +230,12 @@ class Costing:
                 kept = self.recompute(candidate, pool)
                 table[name, role] = self._trainer_memory(kept, *self._batches(candidate, pool))
             else:
-                size, together = candidate.spec.task_size, candidate.rollout_context
-                table[name, role] = self._rollout_memory(size, candidate.encoders, together)
+                table[name, role] = self._rollout_memory(candidate.spec.task_size, candidate.encoders)
         return table
 
     @_once
-    def _rollout_memory(self, task_size: int, encoders: bool, together: int) -> Memory:
-        return rollout_memory(self.work, task_size, encoders, together)
+    def _rollout_memory(self, task_size: int, encoders: bool) -> Memory:
+        return rollout_memory(self.work, task_size, encoders)
 
     def misfits(self, candidate: Candidate) -> list[str]:
         """Why the candidate does not fit into memory, one sentence per pool and role; empty when it does."""
@@ -365,8 +334,7 @@ class Costing:
         likes = {}
         for name, role in kinds:
             pool, cell, exposed = pools[name], 0.0, 0.0
-            gpus = 1 if role == "trainer" else candidate.rollout_context
-            step = costs.step_seconds(pool, b, gpus)
+            step = costs.step_seconds(pool, b)
             if role == "trainer":
                 cell, exposed = self.pool_cell_seconds(pool, candidate), self.exposed_seconds(pool, candidate)
                 step = max(step, costs.gather_seconds(self._gathering(pool, candidate), shards))
@@ -381,18 +349,16 @@ class Costing:
                 cell,
                 exposed,
                 costs.adopt_seconds(),
-                gpus,
             )
             if role == "rollout" and (line := self.hardware.line(home, name)) is not None:
                 fetch, send = costs.fetch_seconds(line, others[name]), costs.send_seconds(line, b)
                 likes[name, role] = replace(likes[name, role], fetch_seconds=fetch, send_seconds=send)
         everyone = list(pools.values())
         near = sum(count for name, count in others.items() if self.hardware.line(home, name) is None)
-        seats = placed[: candidate.trainers] + placed[candidate.trainers :: candidate.rollout_context]
-        steps = self._together([likes[seat].step_seconds for seat in seats], candidate.trainers, shards)
+        steps = self._together([likes[place].step_seconds for place in placed], candidate.trainers, shards)
         ranks = tuple(
-            replace(likes[seat], rank=number, step_seconds=step)
-            for number, (seat, step) in enumerate(zip(seats, steps, strict=True))
+            replace(likes[place], rank=number, step_seconds=step)
+            for number, (place, step) in enumerate(zip(placed, steps, strict=True))
         )
         return Cluster(
             ranks,
@@ -476,21 +442,20 @@ class Costing:
         as they are free; trainers have equally many each, and wait for the slowest."""
         costs, room = self.costs, self.work.evaluated or drawn.samples
 
-        def forwards(pool: Pool, samples: int, together: int) -> float:
+        def forwards(pool: Pool, samples: int) -> float:
             at_once = max(1, min(samples, room))
-            return samples * costs.step_seconds(pool, at_once, together) / at_once
+            return samples * costs.step_seconds(pool, at_once) / at_once
 
-        def prompt(pool: Pool, together: int = 1) -> float:
-            seconds = drawn.steps * forwards(pool, drawn.samples, together)
-            seconds += 2 * self.work.steps * forwards(pool, drawn.compared, together)
+        def prompt(pool: Pool) -> float:
+            seconds = drawn.steps * forwards(pool, drawn.samples)
+            seconds += 2 * self.work.steps * forwards(pool, drawn.compared)
             seconds += drawn.samples * (costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1))
             return seconds + costs.encode_seconds(pool)
 
         if not (self.work.rollouts_evaluate and candidate.rollouts):
             return math.ceil(drawn.prompts / candidate.trainers) * max(prompt(pool) for pool in self.hardware.pools)
-        together = candidate.rollout_context
-        names = [name for name, _ in self.placed(candidate)[candidate.trainers :: together]]
-        seconds = [prompt(self.hardware.pool(name), together) for name in names]
+        names = [name for name, _ in self.placed(candidate)[candidate.trainers :]]
+        seconds = [prompt(self.hardware.pool(name)) for name in names]
         ends = [0.0] * len(names)
         for _ in range(drawn.prompts):
             soonest = min(range(len(names)), key=lambda rank: ends[rank])

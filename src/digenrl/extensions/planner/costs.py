@@ -8,7 +8,8 @@ what is left of it is paid per micro-batch. Measured seconds of a profile replac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from digenrl.extensions.planner.memory import offloaded_bytes, sent_bytes, text_encoder_bytes, vae_bytes, version_bytes
 from digenrl.extensions.planner.workload import Workload
@@ -33,6 +34,13 @@ CONNECTION_GB_S = 1.2
 """Of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on two processor cores)."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
+
+
+def as_sent(line: Line, network: Any) -> Line:
+    """Return the line with what the `network` settings of a run make of messages there."""
+    thin = line.gb_s * 1e3 < network.thin_mb_s
+    told, packed = (thin if asked == "auto" else bool(asked) for asked in (network.delta, network.compress))
+    return replace(line, told=told and network.whole_every > 1, packed=packed)
 
 
 @dataclass(frozen=True)
@@ -73,18 +81,16 @@ class Costs:
         bytes_moved = self._engine.passes * self.work.block_bytes * float(self.work.sizes["attention_blocks"])
         return forwards * bytes_moved / (pool.hbm_tb_s * 1e12)
 
-    def step_seconds(self, pool: Pool, task_size: int, context: int = 1) -> float:
-        """One denoising step of a task by `context` GPUs together, weights on each. Never less than reading them from
-        memory once."""
+    def step_seconds(self, pool: Pool, task_size: int) -> float:
+        """Return the seconds of one denoising step of a task: never less than reading the weights from memory once."""
         work, rows = self.work, task_size * self.work.passes
-        together = self._exchange_seconds(pool, task_size, 1.0, context) + self._tell_seconds(task_size, context)
         measured = self._measured("generate", pool)
         if measured is not None:
-            return measured * task_size / work.steps / context + together
+            return measured * task_size / work.steps
         weights = 2 * work.sizes["parameters"] / (pool.hbm_tb_s * 1e12)
         seconds = self._compute(pool, rows * work.forward_flops(), rows * work.attention_flops())
-        seconds = (seconds + self._traffic(pool, rows)) / context
-        return max(seconds, weights, self._floor(pool, work.launches)) + together
+        seconds += self._traffic(pool, rows)
+        return max(seconds, weights, self._floor(pool, work.launches))
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
         """Conditioning of one prompt; `cached=False` adds copies of encoders that wait on the CPU, and back. Reading it
@@ -116,7 +122,7 @@ class Costs:
 
     def cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int = 1) -> float:
         """One trained step of a task, inside a block of K = `tsp_batch` steps: forward, backward, reference forward, by
-        `context` GPUs together. Where nothing is replayed, the backward pass alone: the forward was the sampler's.
+        `context` GPUs together.
 
         What blocks throw away is computed again, and written and read once more. Choosing among operators takes the
         processor `SELECTION_SECONDS` per block and forward, which the GPU works beside; so are copies to the host.
@@ -127,9 +133,8 @@ class Costs:
         exchange = 2 + int(work.reference) + recompute.inputs + selected  # again with gradients, and where repeated
         exchanged = self._exchange_seconds(pool, task_size, exchange, context)
         if measured is not None:
-            known = 0.0 if work.replays else self.step_seconds(pool, task_size)
-            return max(0.0, measured * task_size - known) / context + exchanged
-        forwards = int(work.replays) + int(work.reference)
+            return measured * task_size / context + exchanged
+        forwards = 1 + int(work.reference)
         shares = [(mode, share) for mode, share in recompute.shares.items() if share and mode != OFFLOAD]
         repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
         moved = sum(share * work.repeated_bytes(mode) for mode, share in shares)
@@ -153,12 +158,6 @@ class Costs:
         work, passes = self.work, 4 * forwards * float(self.work.sizes["attention_blocks"])
         volume = task_size * work.passes * work.block_bytes * (context - 1) / context**2
         return passes * (volume / self.bandwidth([pool], context) + COLLECTIVE_SECONDS)
-
-    def _tell_seconds(self, task_size: int, context: int) -> float:
-        """Latents (fp32) and text (taken to be as wide as the network) of a forward, from the first GPU's host memory
-        to that of each of the others."""
-        text = 2 * self.work.passes * float(self.work.sizes["hidden"] * self.work.sizes["text_tokens"])
-        return (context - 1) * (4 * task_size * self.work.latent_elements + text) / (CONNECTION_GB_S * 1e9)
 
     def bandwidth(self, pools: list[Pool], ranks: int) -> float:
         """Bytes per second of a ring over `ranks` GPUs of one place: the node's links inside one, the slowest network

@@ -30,7 +30,8 @@ def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
     everyone = making + lending
     overlapped = (spec.tasks + _rate(lending) * training) / _rate(everyone)
     fresh = spec.tasks - stale_groups(spec, 1) * spec.tasks_per_group  # not begun before the last version is there
-    alone = (fresh / _rate(everyone) if spec.handoff else _makespan(fresh, everyone)) + last
+    split = spec.tag and not cluster.lockstep  # a loan that ends leaves the rest of its task to a rollout
+    alone = (fresh / _rate(everyone) if split else _makespan(fresh, everyone)) + last
     return max(overlapped, alone, training + (0.0 if spec.async_steps else min(everyone)))
 
 

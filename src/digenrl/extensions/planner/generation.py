@@ -18,8 +18,8 @@ from digenrl.schedule.ranks import Work
 
 
 @dataclass(frozen=True)
-class Handed:
-    """A task that was handed to a rank."""
+class Suspended:
+    """A task that was given to a rank."""
 
     task: Task
     claim: Claim
@@ -48,12 +48,12 @@ class Worker:
     finish_time: float = 0.0
     token: int = 0
     """Events of an older token are void."""
-    waiting: deque[Handed] = field(default_factory=deque)
-    """Tasks that were handed to this rank while it was busy."""
+    wanted: int = -1
+    """Token of the loan that a ready fragment waits for."""
+    waiting: deque[Suspended] = field(default_factory=deque)
+    """Tasks that were given to this rank while it was busy."""
     idle_since: float | None = None
     idle_cause: str = "startup"
-    waits: int = 0
-    """How often it has begun to wait for a task."""
     dead: bool = False
     encoded: set[tuple[int, int]] = field(default_factory=set)
 
@@ -73,7 +73,6 @@ class Generation:
         factor: rank -> factor on its next duration (jitter, stragglers).
         post: (time, kind, payload) -> None, the run's event queue.
         span: (rank, stage, start, end, step, args) -> None.
-        wanted: whether a fragment is ready for the trainer that generates.
     """
 
     def __init__(
@@ -85,10 +84,9 @@ class Generation:
         factor: Callable[[int], float],
         post: Callable[..., None],
         span: Callable[..., None],
-        wanted: Callable[[Worker], bool],
     ) -> None:
         self.spec, self.cluster, self.policy, self._plan = spec, cluster, policy, plan
-        self._factor, self._post, self._span, self._wanted = factor, post, span, wanted
+        self._factor, self._post, self._span = factor, post, span
         self.store = MemoryClaims()
         self.workers = [Worker(rank, Claims(self.store, rank.rank)) for rank in cluster.ranks]
         self.colocated = not cluster.rollouts
@@ -98,7 +96,6 @@ class Generation:
         self.generators = [w for w in members if self.colocated or w.rank.role == "rollout"]
         self.made: list[tuple[int, int, int, int]] = []
         """(step, task, rank, version) of every finished task."""
-        self.moves = 0
         for worker in members:
             rank = worker.rank
             alone = 0.0 if worker in self.generators else rank.encode_seconds  # a loan encodes its prompt again
@@ -111,13 +108,12 @@ class Generation:
     def _announce(self, worker: Worker) -> None:
         """Tell the policy what `worker` does now."""
         rank, task = worker.rank, worker.task
-        idle = worker.waits if self.spec.handoff and worker.idle_since is not None else 0
-        seconds = rank.task_seconds(self.spec.denoise_steps), rank.step_seconds
-        waiting = sum(handed.remaining for handed in worker.waiting) * rank.step_seconds
+        seconds = rank.task_seconds(self.spec.denoise_steps)
+        waiting = sum(suspended.remaining for suspended in worker.waiting) * rank.step_seconds
         if task is None:
-            work = Work(worker.held, *seconds, idle=idle, waiting=waiting)
+            work = Work(worker.held, seconds, waiting=waiting)
         else:
-            work = Work(worker.held, *seconds, task.step, task.group, worker.free_at, idle, waiting)
+            work = Work(worker.held, seconds, task.step, task.group, worker.free_at, waiting)
         self.policy.saw_rank(rank.rank, work)
 
     def part(self, worker: Worker, tasks: int) -> range:
@@ -134,13 +130,13 @@ class Generation:
     # ---- claims
 
     def offer(self, worker: Worker, versions: Sequence[int], now: float) -> str | None:
-        """Let a free worker take a task that was handed to it, or claim from the first of `versions` that has work.
+        """Let a free worker take a task that was given to it, or claim from the first of `versions` that has work.
         None when it did, else why not."""
         if worker.waiting:
-            handed = worker.waiting.popleft()
-            claim = worker.claims.confirm(handed.task.version, handed.claim.position, handed.claim.attempt)
+            given = worker.waiting.popleft()
+            claim = worker.claims.confirm(given.task.version, given.claim.position, given.claim.attempt)
             if claim is not None:
-                self._start(worker, handed.task, claim, handed.remaining, now, handed.seconds)
+                self._start(worker, given.task, claim, given.remaining, now, given.seconds)
                 return None
         cause = "weights"
         for version in versions:
@@ -166,7 +162,6 @@ class Generation:
             self._span(rank.rank, "adopt", now, begin, task.step, {"version": task.version})
             worker.held = task.version
         if remaining < self.spec.denoise_steps:
-            self.moves += 1
             self._span(rank.rank, "send", begin, begin + moved, task.step, {"task": task.index})
             begin += moved
         if (task.step, task.group) not in worker.encoded:
@@ -179,76 +174,48 @@ class Generation:
         worker.free_at = begin + remaining * worker.step_time + worker.finish_time
         worker.token += 1
         self._announce(worker)
-        together = self.cluster.lockstep and rank.role == "trainer"  # one of them cannot leave the others' forwards
-        if self.spec.handoff and remaining > 1 and not together:
-            self._post(begin + worker.step_time, "boundary", (rank.rank, worker.token))
-        else:
-            self._post(worker.free_at, "finish", (rank.rank, worker.token))
+        self._post(worker.free_at, "finish", (rank.rank, worker.token))
 
-    # ---- between two denoising steps
+    # ---- the end of a loan
 
-    def boundary(self, worker: Worker, step: int, now: float) -> Worker | None:
-        """A denoising step of `worker` ended. Who finishes its task, if it is handed over.
+    def want(self, worker: Worker, now: float) -> None:
+        """Ask the policy after the denoising step in progress, as a fragment is ready for the trainer that lends."""
+        if self.cluster.lockstep or not worker.busy or worker.wanted == worker.token:  # or none can leave the others
+            return
+        worker.wanted = worker.token
+        steps = max(1, math.ceil((now - worker.began) / worker.step_time - 1e-9))
+        self._boundary(worker, steps)
+
+    def _boundary(self, worker: Worker, steps: int) -> None:
+        """Ask again after `steps` denoising steps of the task, unless the task ends then."""
+        if steps < worker.remaining:
+            self._post(worker.began + steps * worker.step_time, "boundary", (worker.rank.rank, worker.token, steps))
+
+    def suspend(self, worker: Worker, steps: int, step: int, now: float) -> Worker | None:
+        """Stop the loan of `worker` after `steps` denoising steps, where the policy names who goes on; return that one.
 
         Args:
             step: RL step that the trainers are in.
         """
-        assert worker.task is not None
-        worker.remaining -= 1
-        rank, task = worker.rank.rank, worker.task
-        receiver: int | None = None
-        if worker.rank.role == "trainer":
-            receiver = self.policy.loan_receiver(rank, task.step, step, self._wanted(worker), now)
-        else:
-            self._pass_on(worker, now)
-            left = self.left(worker.held, worker)
-            receiver = self.policy.hand_over(rank, task.step, worker.remaining, left, ())
-        if receiver is None or not self._give(worker, receiver):
-            kind = "boundary" if worker.remaining > 1 else "finish"
-            time = now + worker.step_time if worker.remaining > 1 else worker.free_at
-            self._post(time, kind, (rank, worker.token))
+        task, claim, rank = worker.task, worker.claim, worker.rank.rank
+        assert task is not None
+        assert claim is not None
+        receiver = self.policy.loan_receiver(rank, task.step, step, True, now)
+        if receiver is None or not worker.claims.give(task.version, claim, receiver):
+            self._boundary(worker, steps + 1)
             return None
-        return self.workers[receiver]
-
-    def _pass_on(self, worker: Worker, now: float) -> None:
-        """Hand the tasks that wait for busy `worker` on to idle ranks that would end them earlier."""
-        while worker.waiting:
-            last = worker.waiting[-1]
-            version, waits = last.task.version, worker.remaining
-            receiver = self.policy.pass_on(worker.rank.rank, version, last.remaining, waits, ())
-            if receiver is None:
-                return
-            worker.waiting.pop()
-            if worker.claims.give(version, last.claim, receiver):
-                other = self.workers[receiver]
-                seconds = self._way(worker, other)
-                other.waiting.append(Handed(last.task, self._moved(last.claim, receiver), last.remaining, seconds))
-                self.offer(other, (), now)
-
-    def _give(self, worker: Worker, receiver: int) -> bool:
-        """Make `receiver` the owner of what `worker` runs."""
-        assert worker.task is not None
-        assert worker.claim is not None
-        if not worker.claims.give(worker.task.version, worker.claim, receiver):
-            return False
+        worker.remaining -= steps
         other = self.workers[receiver]
-        claim, seconds = self._moved(worker.claim, receiver), self._way(worker, other)
-        other.waiting.append(Handed(worker.task, claim, worker.remaining, seconds))
-        return True
+        given = Claim(claim.position, receiver, claim.attempt)
+        other.waiting.append(Suspended(task, given, worker.remaining, self._way(worker, other)))
+        self.record(worker, now)
+        self._release(worker)
+        return other
 
     def _way(self, giver: Worker, receiver: Worker) -> float:
         """Seconds of a suspended task on its way; over a line between places as long as a finished one."""
         one, other = giver.rank, receiver.rank
         return self.cluster.move_seconds + (one.pool != other.pool) * max(one.send_seconds, other.send_seconds)
-
-    @staticmethod
-    def _moved(claim: Claim, receiver: int) -> Claim:
-        return Claim(claim.position, receiver, claim.attempt)
-
-    def suspend(self, worker: Worker, now: float) -> None:
-        """`worker` stops, its task having been given to another rank."""
-        self.record(worker, now)
-        self._release(worker)
 
     def finish(self, worker: Worker, now: float) -> Task:
         """The task of `worker` is done; its samples are on their way."""
@@ -305,9 +272,7 @@ class Generation:
         """`worker` has nothing to do, for `cause`."""
         if worker.idle_since is None:
             worker.idle_since, worker.idle_cause = now, cause
-            worker.waits += 1
             self.idlers[worker.rank.rank] = worker
-            self._announce(worker)
         elif worker.idle_cause != cause:
             self._waited(worker, now)
             worker.idle_since, worker.idle_cause = now, cause

@@ -1,6 +1,6 @@
 """Seconds that `make gpu` has measured on GPUs (configs/hardware/measured/NAME.yaml), as the `seconds` of a profile.
 
-A file has, by model (a key of facts.json) and stage, rows of {seconds, samples, engine, tokens, passes, ...}. A
+A file has, by model (an option of configs/model) and stage, rows of {seconds, samples, engine, tokens, passes, ...}. A
 workload takes the rows of its own model, tokens, guidance and training, and of them the fastest per unit; what nobody
 has measured stays computed. `hardware.seconds` of a profile goes before all of it.
 """

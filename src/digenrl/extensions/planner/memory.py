@@ -1,5 +1,5 @@
 """Bytes on one GPU, by role, and on its host. Weights, gradients and optimizer are exact; activations follow counts of
-facts.json.
+the facts of the family.
 
 What is to fit takes at most `USABLE` of the memory there is: the rest is for what nobody counts.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from digenrl.extensions.planner.workload import ENCODERS, Workload, facts
+from digenrl.extensions.planner.workload import Workload
 from digenrl.recompute import ALL, MODES, OFFLOAD, Recompute
 
 GIB = 2**30
@@ -48,8 +48,6 @@ class Memory:
     gathered: int = 0
     """Full parameters of the blocks in use (sharded trainers), or a bf16 cast."""
     activations: int = 0
-    samples: int = 0
-    """Gradients in fp32 that wait for their samples' advantages (`schedule.gradients=generation`)."""
     workspace: int = 0
     """What generating or evaluating needs beyond the activations of training (a forward without gradients, encoders in
     use, VAE decode), and the reserve."""
@@ -93,12 +91,12 @@ def whole_bytes(work: Workload, rows: int, context: int) -> int:
 
 def text_encoder_bytes(work: Workload) -> int:
     """Text encoders in bf16; none where prompts are stored, for they have left memory."""
-    return 0 if work.stored_prompts else 2 * ENCODERS[work.model][0]
+    return 0 if work.stored_prompts else 2 * int(work.sizes["encoders"]["parameters"])
 
 
 def vae_bytes(work: Workload) -> int:
     """The VAE in fp32."""
-    return 4 * int(facts()["vae"][ENCODERS[work.model][2]]["parameters"])
+    return 4 * int(work.sizes["decode"]["parameters"])
 
 
 def encoder_bytes(work: Workload) -> int:
@@ -138,29 +136,26 @@ def sent_bytes(work: Workload, other_nodes: int) -> int:
     return other_nodes * version_bytes(work)
 
 
-def generating_bytes(work: Workload, rows: int, encoders: bool, context: int = 1) -> int:
+def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     """The most that encoding, a forward of `rows` samples without gradients, or decoding takes for a moment.
 
     Args:
         encoders: text encoders stay on the GPU, and are counted elsewhere.
-        context: ranks that share the tokens of the forward, each of which makes those before the first block whole.
     """
-    encoding, forwards = 0 if encoders else text_encoder_bytes(work), rows * work.passes
-    forward = int(work.forward_bytes(forwards, context)) + whole_bytes(work, forwards, context) // 2
-    return int(FRAGMENTATION * max(forward, decode_bytes(work), encoding))
+    encoding = 0 if encoders else text_encoder_bytes(work)
+    return int(FRAGMENTATION * max(int(work.forward_bytes(rows * work.passes)), decode_bytes(work), encoding))
 
 
-def rollout_memory(work: Workload, task_size: int, encoders: bool = False, context: int = 1) -> Memory:
+def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Memory:
     """A rollout rank: unsharded weights in 16 bit (`Policy.only_generate`), forward, decode, reward models.
 
     Args:
         encoders: text encoders and VAE stay on the GPU (`model.offload_encoders=false`).
-        context: rollouts that generate together; this one decodes and scores for all.
     """
     parameters = int(work.sizes["parameters"])
     full = work.lora_rank is None
     evaluated = work.evaluated if work.rollouts_evaluate else 0
-    moment = generating_bytes(work, max(task_size, evaluated), encoders, context)
+    moment = generating_bytes(work, max(task_size, evaluated), encoders)
     return Memory(
         frozen=0 if full else 2 * parameters,
         trained=2 * work.trained_parameters,
@@ -178,7 +173,6 @@ def trainer_memory(
     generates: bool,
     keeps_copy: bool,
     encoders: bool = False,
-    held: int = 0,
     context: int = 1,
 ) -> Memory:
     """A trainer rank that shares its weights with `shards` - 1 others (1 = replicated).
@@ -188,7 +182,6 @@ def trainer_memory(
         generates: it also generates (colocated, or lending), so it needs room to encode and decode.
         keeps_copy: it keeps the published trained weights between updates, for lending.
         encoders: text encoders and VAE stay on the GPU of whoever generates.
-        held: samples whose gradients are here.
         context: ranks that share the tokens of a trained forward. Each generates and evaluates alone.
     """
     parameters, trained = int(work.sizes["parameters"]), work.trained_parameters
@@ -214,6 +207,5 @@ def trainer_memory(
         rewards=scorer_bytes(work, heldout=work.evaluated > 0) if makes else 0,
         gathered=gathered,
         activations=kept,
-        samples=4 * trained * held,
         workspace=int(max(0.05 * kept + moment, aside) + RESERVED) + encoder_bytes(work) * stays,
     )

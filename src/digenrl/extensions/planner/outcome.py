@@ -169,7 +169,7 @@ class Outcome:
         yield "publication, transfers, CPU scorers", cluster
         alone = ranks(
             lambda rank: {
-                "step_seconds": costs.step_seconds(pools[rank.pool], size) / rank.gpus,
+                "step_seconds": costs.step_seconds(pools[rank.pool], size),
                 "exposed_seconds": 0.0,
             }
         )
@@ -187,7 +187,7 @@ class Outcome:
 
         def batched(rank: Rank) -> dict[str, float]:
             cell = best("train", rank) / spec.context if rank.role == "trainer" else 0.0
-            return {"cell_seconds": cell, "step_seconds": best("generate", rank) / work.steps / rank.gpus}
+            return {"cell_seconds": cell, "step_seconds": best("generate", rank) / work.steps}
 
         cluster = replace(cluster, ranks=ranks(batched))
         yield "batch sizes, launches", cluster

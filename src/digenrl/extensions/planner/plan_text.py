@@ -25,7 +25,6 @@ def overrides(outcome: Outcome) -> list[str]:
         f"allocation.rollouts={candidate.rollouts}",
         f"parallel.sharding={candidate.sharding}",
         f"parallel.context={candidate.spec.context}",
-        f"parallel.rollout_context={candidate.rollout_context}",
         f"sampling.task_size={candidate.spec.task_size}",
         f"model.gradient_checkpointing={_recompute_word(candidate.recompute)}",
         f"model.offload_encoders={str(not candidate.encoders).lower()}",
@@ -243,9 +242,7 @@ def _also(candidate: Candidate) -> str:
         "encoders stay on the GPU": candidate.encoders,
         f"stale {candidate.spec.stale_fraction:g}": candidate.spec.async_steps > 0,
         "lends": candidate.spec.async_steps > 0 and candidate.spec.tag,
-        "hands over": candidate.spec.async_steps > 0 and candidate.spec.handoff,
         f"tokens over {candidate.spec.context} trainers": candidate.spec.context > 1,
-        f"tokens over {candidate.rollout_context} rollouts": candidate.rollout_context > 1,
         "steps not sharded": not candidate.spec.tsp_shard and candidate.rollouts > 0,
     }
     return "".join(f"; {word}" for word, on in words.items() if on)

@@ -1,6 +1,6 @@
 """The planner: enumerate, drop what does not fit into memory, simulate, rank.
 
-Colocated and disaggregated, allocation, pools' roles, rollout batch, fragment size, K, sharding, lending, hand-off,
+Colocated and disaggregated, allocation, pools' roles, rollout batch, fragment size, K, sharding, lending,
 asynchrony. A coarse pass over what decides most (who does what, how the model is held, the task size), then a fine pass
 around the best of each kind.
 """
@@ -36,10 +36,6 @@ MOST_FINALISTS = 10
 """... while the quick steps of others promise more than the exact ones found."""
 ROUNDS = 4
 """The neighbourhood of the best is searched so often."""
-
-
-WIDTHS = (1, 2, 4, 8)
-"""GPUs that share the tokens of a forward, where there are more GPUs than tasks."""
 ROUNDING = 16
 """Where a trainer has fewer blocks of an update than so many, splits that leave no odd ones are tried too."""
 
@@ -202,9 +198,6 @@ def _fixed(costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str
     """`candidates` with the choices that are not the planner's, and steps per forward that fit with these."""
     for candidate in candidates:
         changed = candidate.but(**fixed) if fixed else candidate
-        if (together := changed.rollout_context) > 1 and changed.rollouts and "trainers" not in fixed:
-            rollouts = max(1, changed.rollouts // together) * together
-            changed = changed.but(trainers=changed.trainers + changed.rollouts - rollouts, rollouts=rollouts)
         if not _allowed(costing, changed):
             continue
         if changed != candidate and "tsp_batch" not in fixed:
@@ -232,18 +225,6 @@ def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> 
         outcome = evaluate(costing, candidate, bound)
         best = outcome if best is None or outcome.step_s < best.step_s else best
     return best
-
-
-def lean_run(plan: Plan) -> Outcome | None:
-    """The plan's experiment on all GPUs with schedule.gradients=generation, in tasks of the best size; None where the
-    algorithm does not allow that, it is what the plan has, or no rank has room."""
-    work, gpus = plan.costing.work, plan.costing.hardware.gpus
-    if not (work.lean and work.replays and work.updates == 1) or len(plan.costing.hardware.places) > 1:
-        return None
-    costing = Costing(replace(work, replays=False, trained_samples=None), plan.costing.hardware)
-    ways = (fitted(costing, costing.candidate(gpus, 0, gap=0, task_size=size)) for size in task_sizes(costing))
-    best = fastest(costing, [way for way in ways if way is not None and _allowed(costing, way)], costing.bound())
-    return None if best is None else evaluate(costing, best.candidate, costing.bound(), exact=True)
 
 
 def _why_nothing(costing: Costing) -> str:
@@ -287,8 +268,6 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
 
 def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
     """Values of K worth trying, the largest first: each leaves a trainer at least four blocks of a fragment."""
-    if not candidate.spec.replays:
-        return [1]
     trained = costing.work.trained_steps
     tasks = candidate.spec.fragment_groups * candidate.spec.tasks_per_portion
     choices = (trained, -(-trained // 2), -(-trained // 4))
@@ -297,10 +276,7 @@ def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
 
 
 def task_sizes(costing: Costing) -> list[int]:
-    """Divisors of an update's samples of a group up to 8: one sample, and the largest three; one alone where gradients
-    are taken while generating, and not apart."""
-    if not costing.work.replays and costing.work.lora_rank is None:
-        return [1]
+    """Return divisors of an update's samples of a group up to 8: one sample, and the largest three."""
     portion = costing.work.group_size // costing.work.spec.slices
     sizes = [size for size in range(1, min(8, portion) + 1) if portion % size == 0]
     return sorted({1, *sizes[-3:]})
@@ -358,8 +334,6 @@ def _disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None 
             for candidate in _allocations(costing, base, numbers or _around_balance(costing, base)):
                 found = True
                 yield candidate
-                if candidate.spec.tag and not async_steps:
-                    yield candidate.but(handoff=True)
         if not found:  # memory decides, not the balance
             every = {max(1, gpus * eighth // 8) for eighth in range(1, 8)}
             yield from _allocations(costing, typical.but(task_size=task_sizes(costing)[0]), numbers or every)
@@ -368,14 +342,13 @@ def _disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None 
 def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
     """`typical` with every task size, with lending and without. Asynchronous steps overlap, so there a fragment may
     also be half of the batch (within one update), which splits more evenly and leaves the other half to overlap. Where
-    tasks are few, they are single samples, which several rollouts may make together."""
+    tasks are few, each is a single sample."""
     half = min(costing.work.spec.groups_per_update, max(1, costing.work.prompts // 2))
-    few = _few_tasks(costing)
     gaps = {0} if costing.work.whole_batch else {1, half if typical.spec.async_steps else 1}
-    sizes, widths = (task_sizes(costing)[:1], WIDTHS) if few else (task_sizes(costing), WIDTHS[:1])
+    sizes = task_sizes(costing)[: 1 if _few_tasks(costing) else None]
     stale = {0.5, 1.0} if typical.spec.async_steps and not costing.work.whole_batch else {typical.spec.stale_fraction}
-    for size, gap, tag, width, part in itertools.product(sizes, gaps, (False, True), widths, sorted(stale)):
-        yield typical.but(task_size=size, gap=gap, tag=tag, rollout_context=width, stale_fraction=part)
+    for size, gap, tag, part in itertools.product(sizes, gaps, (False, True), sorted(stale)):
+        yield typical.but(task_size=size, gap=gap, tag=tag, stale_fraction=part)
 
 
 def _promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -413,11 +386,9 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
 
 
 def _allocations(costing: Costing, base: Candidate, numbers: set[int]) -> Iterator[Candidate]:
-    """`base` with each number of trainers, in the ways that the profile's roles and memory allow. Rollouts that
-    generate together leave over what does not divide."""
-    gpus, width = costing.hardware.gpus, base.rollout_context
-    for rollouts in sorted({(gpus - trainers) // width * width for trainers in numbers}, reverse=True):
-        trial = base.but(trainers=gpus - rollouts, rollouts=rollouts)
+    """Yield `base` with each number of trainers, in the ways that the profile's roles and memory allow."""
+    for trainers in sorted(numbers):
+        trial = base.but(trainers=trainers, rollouts=costing.hardware.gpus - trainers)
         if not _allowed(costing, trial):
             continue
         held = list(_held(costing, trial))
@@ -463,15 +434,10 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
             yield candidate.but(shares=not candidate.shares)
         return
     full = candidate.trainers // 8 * 8
-    for width in WIDTHS if _few_tasks(costing) else ():
-        wider = candidate.but(rollout_context=width)
-        if width != candidate.rollout_context and _allowed(costing, wider):
-            yield wider
     for trainers in sorted({candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {full, full + 8}):
         near = candidate.but(trainers=trainers, rollouts=gpus - trainers)
         if trainers != candidate.trainers and 1 <= trainers < gpus and _allowed(costing, near):
             yield from _held(costing, near)
-    yield candidate.but(handoff=not candidate.spec.handoff)
     yield from _held(costing, candidate.but(tag=not candidate.spec.tag))
     update = costing.work.spec.groups_per_update
     for gap in sorted({1, 2, 4, update // 2, update}):
@@ -486,14 +452,7 @@ def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _allowed(costing: Costing, candidate: Candidate) -> bool:
-    """Whether the profile's roles allow the split, the model that so many rollouts share its tokens, and what else is
-    chosen allows gradients while generating."""
-    spec = candidate.spec
-    alone = candidate.rollouts == 0 and candidate.sharding == "ddp" and spec.context == 1
-    if not (spec.replays or (alone and not candidate.shares and not spec.tsp_shard)):
-        return False
-    if candidate.rollout_context > 1:
-        return candidate.rollout_context in costing.rollout_contexts(candidate)
+    """Return whether the profile's roles allow the split."""
     try:
         costing.placed(candidate)
     except ValueError:

@@ -62,8 +62,6 @@ class Simulated:
     trained: tuple[tuple[int, int, tuple[int, ...]], ...]
     """(step, rank, groups) of every trained fragment part."""
     staleness_max: int
-    moves: int
-    """Tasks that changed rank."""
     ledger: Ledger
     messages: tuple[str, ...]
 

@@ -20,7 +20,7 @@ FEW_RANKS = 64
 
 @dataclass(frozen=True)
 class Rank:
-    """One GPU, or several that generate together, and what it costs there to do one unit of each kind of work."""
+    """One GPU, and what it costs there to do one unit of each kind of work."""
 
     rank: int
     """Launch rank; trainers come first."""
@@ -41,8 +41,6 @@ class Rank:
     """Communication of one block that computing it does not hide. Trainers only."""
     adopt_seconds: float = 0.0
     """Taking over a published version. Rollout ranks only."""
-    gpus: int = 1
-    """That it consists of: rollouts that generate one task together."""
     fetch_seconds: float = 0.0
     """What a version takes longer to this rank's place than to the trainers'."""
     send_seconds: float = 0.0
@@ -143,7 +141,7 @@ def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSp
 
 def micro_batches(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
     """Seconds of each micro-batch of `fragment` on each trainer, from the placement that the runtime uses."""
-    alike = replace(spec, tag=False, handoff=False, async_steps=0)  # placed in the same way
+    alike = replace(spec, tag=False, async_steps=0)  # placed in the same way
     trainers, rows_kept = cluster.trainers, 1.0 if spec.task_size == 1 else cluster.useful  # of each task, some rows
     return tuple(
         tuple(rank.cell_seconds * rows_kept * cells + rank.exposed_seconds * blocks for cells, blocks in own)

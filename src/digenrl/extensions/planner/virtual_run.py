@@ -115,7 +115,6 @@ class _VirtualRun:
         trace: bool,
         record: Record | None,
     ) -> None:
-        spec = replace(spec, handoff=spec.handoff and bool(cluster.rollouts))  # colocated ranks keep their tasks
         self.spec, self.cluster, self.disturbance, self.trace = spec, cluster, disturbance, trace
         self._random = disturbance.generator()
         self._events: list[tuple[float, int, int, str, Any]] = []
@@ -131,9 +130,7 @@ class _VirtualRun:
         )
         self.plan: Callable[[int], Sequence[Task]] = functools.cache(lambda version: queue(spec, version, last_step))
         self.policy = SchedulePolicy(spec, roles, self.plan, record)
-        self.gen = Generation(
-            spec, cluster, self.policy, self.plan, self._factor, self._post, self._span, self._fragment_waits
-        )
+        self.gen = Generation(spec, cluster, self.policy, self.plan, self._factor, self._post, self._span)
         ids = [rank.rank for rank in cluster.trainers]
         self.units = [Unit(ranks) for ranks in cluster.units]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
@@ -229,18 +226,18 @@ class _VirtualRun:
         made, trained = tuple(self.gen.made), tuple(self.trained)
         return Simulated(
             tuple(self.step_ends), tuple(spans), first, True, self._seconds(first), made, trained, self.staleness,
-            self.gen.moves, self.ledger, tuple(self.messages),
+            self.ledger, tuple(self.messages),
         )  # fmt: skip
 
     def _seconds(self, first: int) -> dict[tuple[str, str, str], float]:
-        """(pool, stage, cause) -> seconds of all GPUs between the end of step `first` and now."""
+        """(pool, stage, cause) -> seconds of all ranks between the end of step `first` and now."""
         begin = self.step_ends[first] if first >= 0 else 0.0
         table: dict[tuple[str, str, str], float] = {}
         for rank, stage, start, end, _, _, cause in self.spans:
             if end > begin:
                 worker = self.gen.workers[rank].rank
                 key = (worker.pool, stage, cause)
-                table[key] = table.get(key, 0.0) + worker.gpus * (min(end, self.now) - max(start, begin))
+                table[key] = table.get(key, 0.0) + (min(end, self.now) - max(start, begin))
         return table
 
     def _situation(self) -> str:
@@ -279,13 +276,13 @@ class _VirtualRun:
                 if unit.state == "idle":
                     self._advance(unit)
 
-    def _on_boundary(self, payload: tuple[int, int]) -> None:
-        worker = self.gen.workers[payload[0]]
-        if worker.token != payload[1]:
+    def _on_boundary(self, payload: tuple[int, int, int]) -> None:
+        number, token, steps = payload
+        worker = self.gen.workers[number]
+        if worker.token != token:
             return
-        receiver = self.gen.boundary(worker, self.version, self.now)
+        receiver = self.gen.suspend(worker, steps, self.version, self.now)
         if receiver is not None:
-            self.gen.suspend(worker, self.now)
             self._next_task(receiver)
             self._free(worker)
 
@@ -326,6 +323,9 @@ class _VirtualRun:
                 for unit in self.units:
                     if unit.state == "idle":
                         self._advance(unit)
+                    elif unit.state == "lend" and not self.gen.colocated and self._ready(unit) is not None:
+                        for rank in unit.ranks:
+                            self.gen.want(self.gen.workers[rank], self.now)
 
     def _on_fail(self, rank: int) -> None:
         worker = self.gen.workers[rank]
@@ -364,9 +364,6 @@ class _VirtualRun:
         if not unit.pending:
             return None
         return next_fragment(self.spec, unit.pending, self.completed[self.version])
-
-    def _fragment_waits(self, worker: Worker) -> bool:
-        return self._ready(self.unit_of[worker.rank.rank]) is not None
 
     def _left(self, unit: Unit, version: int) -> int:
         """Tasks of the version that nobody runs and that `unit`, or who follows it, may take."""

@@ -1,43 +1,15 @@
-"""What one RL step asks for: the model's sizes (facts.json) and the experiment's numbers."""
+"""What one RL step asks for: the model's sizes (digenrl/facts.py) and the experiment's numbers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from importlib import resources
+from functools import cached_property
 from typing import Any, Literal
 
+from digenrl.facts import Facts, counted
 from digenrl.recompute import ALL, INPUTS
 from digenrl.schedule import ScheduleSpec
-
-ENCODERS = {
-    # parameters of the text encoders (reference: torch on the meta device), tokens, VAE of facts.json
-    "wan21_14b": (5_680_910_336, 512, "wan"),
-    "wan21_1_3b": (5_680_910_336, 512, "wan"),
-    "wan22_a14b": (5_680_910_336, 512, "wan"),
-    "wan21_i2v_14b": (5_680_910_336 + 632_076_800, 512, "wan"),
-    "hunyuan_video": (7_504_924_672 + 123_060_480, 351, "hunyuan"),
-    "hunyuan_video15": (7_070_619_136 + 219_314_944, 300, "hunyuan15"),
-    "ltx2": (12_187_325_040 + 1_431_475_200, 1024, "ltx2"),
-    "flux1_dev": (4_762_310_656 + 123_060_480, 512, "flux"),
-    "flux1_kontext": (4_762_310_656 + 123_060_480, 512, "flux"),
-    "qwen_image": (8_292_166_656, 162, "wan_image"),
-    "qwen_image_edit": (8_292_166_656, 300, "wan_image"),
-    "sd35_medium": (4_762_310_656 + 123_650_304 + 694_659_840, 256, "flux"),
-    "flux2_klein_4b": (4_022_468_096, 512, "flux"),
-    "aura_flow": (1_223_550_976, 256, "flux"),
-    "z_image": (4_022_468_096, 512, "flux"),
-}
-"""Model -> (parameters, tokens, VAE)."""
-
-USUAL_LATENTS = (8, 4, 16)
-LATENTS = {"hunyuan_video15": (16, 4, 32), "ltx2": (32, 8, 128)}
-"""Model -> pixels of a latent pixel's side, frames of a latent frame behind the first, channels; else the usual."""
-
-HEADS = {"wan21_14b": 40, "wan21_1_3b": 12, "hunyuan_video": 24, "hunyuan_video15": 16}
-"""Attention heads of the models whose tokens several ranks can share (`parallel.context`, `rollout_context`)."""
 
 REWARD_FLOPS = {
     "pickscore": 0.38e12,
@@ -60,14 +32,6 @@ REWARD_CPU_SECONDS = {
 """Seconds per sample of scorers that run in a CPU thread, beside the GPU: they delay a group, they occupy no GPU."""
 
 
-@lru_cache(maxsize=1)
-def facts() -> Mapping[str, Any]:
-    """facts.json: counts by `benchmarks/count_facts.py`."""
-    text = resources.files("digenrl.extensions.planner").joinpath("facts.json").read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
-
-
 @dataclass(frozen=True)
 class Drawn:
     """What one evaluation draws."""
@@ -87,7 +51,7 @@ class Workload:
     """One RL step of one experiment."""
 
     model: str
-    """Key of facts.json."""
+    """Option of configs/model."""
     height: int
     width: int
     frames: int
@@ -133,11 +97,6 @@ class Workload:
     """What the updates share out (`ScheduleSpec.updates_split`)."""
     stored_prompts: bool = False
     """Prompts were encoded before the first step (`data.prompt_store`): nobody holds or waits for text encoders."""
-    replays: bool = True
-    """Trained steps are computed again after they were generated; else their gradients are taken while generating
-    (`schedule.gradients`), those of all samples, since nobody knows yet which are useful."""
-    lean: bool = False
-    """The loss allows the latter, with one update a batch."""
     whole_batch: bool = False
     """Advantages need every reward of the batch, so nothing is trained before all is generated (gap=0)."""
 
@@ -154,37 +113,39 @@ class Workload:
             updates_per_batch=self.updates,
             updates_split=self.updates_split,
             gap=0 if self.whole_batch else 1,
-            tsp_shard=self.replays,
-            gradients="replay" if self.replays else "generation",
+            tsp_shard=True,
         )
 
     @cached_property
     def sizes(self) -> Mapping[str, Any]:
-        """The model's entry in facts.json."""
-        entry: Mapping[str, Any] = facts()["models"][self.model]
-        return entry
+        """Published sizes and counts of the model."""
+        return self.facts.models[self.model]
+
+    @cached_property
+    def facts(self) -> Facts:
+        """Facts of the model's family."""
+        return counted()[self.model]
 
     @property
     def latent_pixels(self) -> int:
         """Height x width of a latent frame."""
-        side, _, _ = LATENTS.get(self.model, USUAL_LATENTS)
+        side = self.facts.latents.side
         return (self.height // side) * (self.width // side)
 
     @property
     def latent_frames(self) -> int:
         """Of a sample."""
-        _, stride, _ = LATENTS.get(self.model, USUAL_LATENTS)
-        return (self.frames - 1) // stride + 1
+        return (self.frames - 1) // self.facts.latents.frames + 1
 
     @cached_property
     def tokens(self) -> int:
-        """Latent tokens of a sample: pixels, or 2x2 patches of the usual ones."""
-        return self.latent_frames * self.latent_pixels // (1 if self.model in LATENTS else 4)
+        """Latent tokens of a sample."""
+        return self.latent_frames * self.latent_pixels // self.facts.latents.patch**2
 
     @property
     def latent_elements(self) -> int:
         """Numbers of a sample's latents."""
-        return LATENTS.get(self.model, USUAL_LATENTS)[2] * self.latent_frames * self.latent_pixels
+        return self.facts.latents.channels * self.latent_frames * self.latent_pixels
 
     @property
     def passes(self) -> int:
@@ -210,16 +171,12 @@ class Workload:
     @property
     def useful(self) -> float:
         """Share of the samples that take a backward pass."""
-        if not self.replays:
-            return 1.0
         rows = 1.0 if self.trained_samples is None else self.trained_samples / self.group_size
         return rows * (self.prompts - self.oversample) / self.prompts
 
     @property
     def cells(self) -> int:
         """Cells of an RL step that take a backward pass."""
-        if not self.replays:
-            return self.samples * self.trained_steps
         return (self.prompts - self.oversample) * (self.trained_samples or self.group_size) * self.trained_steps
 
     @property
@@ -271,9 +228,9 @@ class Workload:
         `context` ranks that share the tokens of the picture; the text's are on all of them."""
         return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows, context)
 
-    def forward_bytes(self, rows: int, context: int = 1) -> float:
+    def forward_bytes(self, rows: int) -> float:
         """Peak of a forward of `rows` samples without gradients, weights in 16 bit; `context` as of `kept_bytes`."""
-        return max(0.0, self._fitted(self.sizes["forward_bytes"], rows, context))
+        return max(0.0, self._fitted(self.sizes["forward_bytes"], rows))
 
     def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
         tokens = self.tokens / context
@@ -282,8 +239,12 @@ class Workload:
 
     def decode_flops(self) -> float:
         """FLOPs of one sample's VAE decode."""
-        vae = facts()["vae"][ENCODERS[self.model][2]]
-        return float(vae["flops_per_latent_pixel_frame"]) * (self.height // 8) * (self.width // 8) * self.frames
+        return (
+            float(self.sizes["decode"]["flops_per_latent_pixel_frame"])
+            * (self.height // 8)
+            * (self.width // 8)
+            * self.frames
+        )
 
     def score_flops(self) -> float:
         """FLOPs of the GPU scorers per sample."""
@@ -295,5 +256,5 @@ class Workload:
 
     def encode_flops(self) -> float:
         """FLOPs of the text encoders per prompt; the negative prompt is the same for all and stays in the cache."""
-        parameters, tokens, _ = ENCODERS[self.model]
-        return 2.0 * parameters * tokens
+        encoders = self.sizes["encoders"]
+        return 2.0 * encoders["parameters"] * encoders["tokens"]

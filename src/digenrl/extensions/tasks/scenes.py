@@ -27,6 +27,7 @@ from torch.nn.functional import one_hot
 
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.extensions.tasks.digits import base_network, word_vector
+from digenrl.models.flux import CHECKPOINT_NAMES
 from digenrl.models.latents import token_positions
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.prompt_store import Wording
@@ -105,6 +106,8 @@ class ScenesPolicy(Policy):
     """
 
     family = "scenes"
+    lora_pipeline = "FluxPipeline"
+    checkpoint_names = CHECKPOINT_NAMES
     base_file: ClassVar[Path] = BASE_FILE
     where: Tensor
     paper: Tensor

@@ -83,6 +83,7 @@ class HunyuanVideo15Policy(DiffusersPolicy):
 
     family = "hunyuan_video15"
     pipelines = ("HunyuanVideo15Pipeline",)
+    lora_pipeline = "HunyuanVideoPipeline"  # its own loads no adapters yet
     transformer_class = HunyuanVideo15Transformer3DModel
     vae_class = AutoencoderKLHunyuanVideo15
     channels = 32

@@ -9,7 +9,7 @@ from each sample's own noise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLLTX2Video, LTX2VideoTransformer3DModel
@@ -17,6 +17,7 @@ from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 from torch import Tensor
 
 from digenrl.models import pretrained
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 
 FRAMES_PER_SECOND, SOUNDS_PER_SECOND = 24.0, 25.0
@@ -46,6 +47,7 @@ class LTX2Policy(DiffusersPolicy):
         for name in ("to_q", "to_k", "to_v", "to_out.0")
     )
     feed_forward = ("ff.net.0.proj", "ff.net.2")
+    checkpoint_names: ClassVar[Names] = {}
     unread = frozenset({"video_to_audio_attn", "audio_ff"})
     unused = ("audio_proj_out", "audio_scale_shift_table")
     encoders = (*DiffusersPolicy.encoders, "connectors")

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from digenrl.models.flux import ATTENTION
 from digenrl.models.latents import denormalise, normalise, pack, unpack
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.prompt_store import Wording
 
@@ -34,6 +35,7 @@ class QwenImagePolicy(DiffusersPolicy):
     packed = True
     attention = ATTENTION
     feed_forward = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+    checkpoint_names: ClassVar[Names] = {}
     unread = frozenset(
         {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2"}
     )

@@ -6,7 +6,7 @@
 Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, README.md with the run's
 curves, and the last evaluation's samples as PNG or MP4. The weights are those that the run evaluates with: the moving
 average where it keeps one (algorithm.ema), else the trained ones. format=comfyui or kohya adds the adapter under the
-names that those read (FLUX.1, LTX-2, Qwen-Image, SD3.5, Wan); merge=true writes transformer/ with the adapter in the
+names that those read (families with `checkpoint_names`); merge=true writes transformer/ with the adapter in the
 base's weights. A second transformer (Wan2.2 A14B) has files of its own, which end in _2. push uploads the folder to a
 model repository of the hub, with the token of `hf auth login`. The last line on standard output is the folder.
 """

@@ -1,0 +1,134 @@
+"""Facts of model families that need no torch: sizes, latents, counts, tiny builds.
+
+Every adapter module has a file of facts beside it: `NAME.py` has `NAME.facts.yaml`. The adapter, the
+planner, the configuration and the tests all read this file, and none of them imports another for it. Its first part is
+written by hand, one entry for each family; its second part is written by `python -m benchmarks.count_facts MODEL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ENDING = ".facts.yaml"
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Geometry of a family's latents, as the planner counts with it."""
+
+    side: int = 8
+    """Pixels per latent pixel and side."""
+    frames: int = 4
+    """Video frames per latent frame behind the first."""
+    channels: int = 16
+    """Numbers per latent pixel."""
+    patch: int = 2
+    """Latent pixels per token and side."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of one model family."""
+
+    family: str
+    """Name of the family: the key of the entry, and the adapter's class attribute."""
+    adapter: str
+    """Name of the adapter's class, in the module beside which the file lies."""
+    file: Path
+    """File that holds the facts, beside the adapter's module."""
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    """Parts of the tiny pipeline, in the order in which weights are drawn (`digenrl.models.tiny_builds`)."""
+    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Option of configs/model -> its published sizes, by hand, and its counts.
+
+    network: arguments of the transformer's class. few_blocks: those that differ in builds of one or two blocks.
+    encoders: parameters of the text encoders, tokens of a prompt. points: [frames, rows, columns] of tokens at which
+    FLOPs are counted. blocks, attention_blocks, hidden, text_tokens: numbers of the network. joint_attention: whether
+    text goes through the blocks.
+    """
+    latents: Latents = Latents()
+    context: bool = False
+    """Whether several ranks can share the tokens of a sample (`parallel.context`)."""
+    conditioning: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    """Shapes of one prompt's conditioning at published size. Words stand for numbers: `text` and `glyphs` tokens,
+    `tokens` of an image, latent `frames`, `rows` and `columns`."""
+    decoded: tuple[int, int, int] = (1, 64, 64)
+    """Latent frames, rows and columns at which FLOPs of the decoder are counted."""
+    cpu_tiny: Mapping[str, int] = field(default_factory=dict)
+    """Keys of `sampling` that differ under `hardware=cpu_tiny`."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """What `make gpu` measures of the first of `models`: `experiment`, whose sizes are taken; `images_per_s` and
+    `source`, a published speed of its RL steps per GPU. {}: nothing."""
+
+    def heads(self, model: str) -> int:
+        """Return the attention heads that ranks can share; 1 where they can share no tokens."""
+        return int(self.models[model]["network"]["num_attention_heads"]) if self.context else 1
+
+
+def of_module(module: str) -> Mapping[str, Facts]:
+    """Return family -> facts of an adapter module, which is not imported; {} where no file lies beside the module."""
+    root, *rest = module.split(".")
+    if not module.replace(".", "_").isidentifier():
+        return {}
+    try:
+        spec = find_spec(root)  # of a top-level name: imports nothing
+    except (ImportError, ValueError):
+        return {}
+    if spec is None:
+        return {}
+    *inner, name = rest or [root]
+    folders = spec.submodule_search_locations or ([str(Path(spec.origin).parent)] if spec.origin else [])
+    paths = (Path(folder).joinpath(*inner, name + ENDING) for folder in folders)
+    return next((_read(path) for path in paths if path.is_file()), {})
+
+
+def of_target(target: str) -> Facts | None:
+    """Return the facts of the adapter that a model's `_target_` names; None where there are none."""
+    module, _, adapter = target.rpartition(".")
+    return next((facts for facts in of_module(module).values() if facts.adapter == adapter), None)
+
+
+@cache
+def families() -> Mapping[str, Facts]:
+    """Return family -> facts of every adapter in this package."""
+    files = sorted(Path(__file__).parent.rglob(f"*{ENDING}"))
+    return {family: facts for path in files for family, facts in _read(path).items()}
+
+
+@cache
+def counted() -> Mapping[str, Facts]:
+    """Return model -> facts of its family, for every option of configs/model whose sizes have been counted."""
+    return {
+        model: facts for facts in families().values() for model, sizes in facts.models.items() if "parameters" in sizes
+    }
+
+
+def cpu_tiny(target: str | None, key: str, usual: int) -> int:
+    """Return the value of `sampling.KEY` under `hardware=cpu_tiny` for the model's `_target_`."""
+    facts = of_target(target or "")
+    return usual if facts is None else facts.cpu_tiny.get(key, usual)
+
+
+@cache
+def _read(path: Path) -> Mapping[str, Facts]:
+    documents = list(yaml.load_all(path.read_text(encoding="utf-8"), Loader=_LOADER))
+    written, counts = documents[0], documents[1] if len(documents) > 1 else {}
+    found = {}
+    for family, entry in written.items():
+        models = {name: sizes | counts.get(name, {}) for name, sizes in entry.pop("models", {}).items()}
+        latents = Latents(**entry.pop("latents", {}))
+        try:
+            found[family] = Facts(family, file=path, models=models, latents=latents, **entry)
+        except TypeError as error:
+            raise ValueError(
+                f"{path.name}: {family}: {error}; the keys are the fields of digenrl.facts.Facts"
+            ) from error
+    return found

@@ -1,0 +1,76 @@
+"""A trajectory suspended between two denoising steps, sent to the rank that finishes it.
+
+A rollout that leaves suspends what it runs, and so does a trainer that lends when a fragment is ready.
+
+Only tasks of the step in progress travel. The next version cannot be published before they are trained, so the receiver
+holds the version that they need. Under one-step asynchrony it may first have to adopt it; the task waits until then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from digenrl.diffusion.denoise import SampleKey, SampleState
+from digenrl.schedule import Task
+from digenrl.schedule.claims import Claim
+from digenrl.transport.wire import Message, MessageKind, WireError
+from digenrl.types import move
+
+_KEPT = ("kept_latents", "kept_next_latents", "kept_log_probs", "kept_means")
+
+
+def pack_state(task: Task, state: SampleState, claim: Claim) -> Message:
+    """A suspended task as a message."""
+    tensors: dict[str, Tensor] = {"latents": state.latents}
+    for name in _KEPT:
+        kept = getattr(state, name)
+        if kept:
+            tensors[name] = torch.stack(kept)
+    meta = {"task": asdict(task), "next_step": state.next_step, "seed": state.key.seed, "uid": state.key.uid}
+    meta |= {"position": claim.position, "attempt": claim.attempt}
+    return Message(MessageKind.STATE, meta, tensors)
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """A task that was given to this rank and waits for it."""
+
+    message: Message
+    task: Task
+    claim: Claim
+    next_step: int
+    """Denoising steps done."""
+
+    @classmethod
+    def of(cls, message: Message, rank: int) -> Suspended:
+        """What `rank` received.
+
+        Raises:
+            WireError: the message is not a suspended task.
+        """
+        try:
+            meta = message.meta
+            task = Task(**{name: int(value) for name, value in meta["task"].items()})
+            claim = Claim(int(meta["position"]), rank, int(meta["attempt"]))
+            return cls(message, task, claim, int(meta["next_step"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"a STATE message lacks or garbles {error}.") from error
+
+    def state(self, device: torch.device) -> SampleState:
+        """The trajectory so far, on `device`.
+
+        Raises:
+            WireError: the message is not a suspended task.
+        """
+        try:
+            meta, tensors, task = self.message.meta, self.message.tensors, self.task
+            rows = tuple(range(task.first_sample, task.first_sample + task.samples))
+            key = SampleKey(int(meta["seed"]), task.step, int(meta["uid"]), rows)
+            kept: dict[str, Any] = {name: tensors[name].unbind() if name in tensors else () for name in _KEPT}
+            return move(SampleState(key, tensors["latents"], self.next_step, **kept), device)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"a STATE message lacks or garbles {error}.") from error

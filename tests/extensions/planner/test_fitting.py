@@ -1,0 +1,230 @@
+"""Memory before anything starts: nine tenths are planned with, and what does not fit is refused with a way out."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from digenrl import config as configuration
+from digenrl.config import Composed
+from digenrl.extensions.planner.advice import memory_lines
+from digenrl.extensions.planner.reading import candidate_of, costing_of, sized
+from digenrl.settle import allocated, with_task_size
+from tests.models.test_experiments import EXPERIMENTS
+
+PROFILES = (
+    "cpu",
+    "cpu_tiny",
+    "node_8xh100",
+    "single_24gb",
+    "single_gpu",
+    "testbed_a",
+    "testbed_ac",
+    "testbed_b",
+    "testbed_c",
+    "unequal",
+)
+USUAL = {("hunyuanvideo_dancegrpo", "testbed_b"), ("flux1_mixgrpo", "testbed_a"), ("wan21_flowgrpo", "single_gpu")}
+USUAL |= {("qwen_image_flowgrpo", "unequal"), ("flux1_dancegrpo", "single_gpu"), ("sd35_flowgrpo", "cpu_tiny")}
+
+
+@cache
+def loaded(*words: str) -> Composed:
+    return configuration.load(list(words))
+
+
+def assert_fits(composed: Composed) -> None:
+    """At most nine tenths of every GPU are filled, by the model's own figures."""
+    config = composed.config
+    if not sized(composed):
+        return
+    costing = costing_of(composed)
+    allocation = config.allocation
+    candidate = candidate_of(config, allocation.trainers, allocation.rollouts, costing.work.trained_steps)
+    for (pool, _), use in costing.memory(candidate).items():
+        assert use.gib <= 0.9 * costing.hardware.pool(pool).memory_gib
+
+
+@pytest.mark.parametrize(
+    ("experiment", "profile"),
+    [
+        pytest.param(*pair, marks=() if pair in USUAL else pytest.mark.slow)
+        for pair in itertools.product(EXPERIMENTS, PROFILES)
+    ],
+)
+def test_every_experiment_runs_on_every_profile_or_says_why_not(experiment: str, profile: str) -> None:
+    """A refusal names what is needed and what there is; the change that it names makes the run fit."""
+    words = (f"experiment={experiment}", f"hardware={profile}")
+    try:
+        assert_fits(allocated(loaded(*words)))
+    except ValueError as error:
+        message = str(error)
+        assert re.search(r"needs [\d.]+ GiB of [\d.]+ GiB \(90% of [\d.]+\)", message)
+        if "no split of this profile's GPUs fits" not in message:
+            (change,) = re.findall(r": set (.*)\.$", message)
+            assert_fits(allocated(loaded(*words, *change.split())))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("experiment=wan21_flowgrpo", "hardware=testbed_b", "schedule.tsp.batch=19"),
+            r"set schedule\.tsp\.batch=1\.$",
+        ),
+        (
+            ("experiment=hunyuanvideo_dancegrpo", "hardware=testbed_b", "parallel.sharding=ddp"),
+            r"set parallel\.sharding=fsdp\.$",
+        ),
+        (
+            (
+                "experiment=flux1_flowgrpo",
+                "hardware=node_8xh100",
+                "model.gradient_checkpointing=false",
+                "schedule.tsp.batch=5",
+            ),
+            r"set (schedule\.tsp\.batch=1|model\.gradient_checkpointing=auto)\.$",
+        ),
+        (
+            (
+                "experiment=wan21_dancegrpo",
+                "hardware=testbed_b",
+                "model=wan21_14b",
+                "sampling.height=720",
+                "sampling.width=1280",
+                "sampling.frames=81",
+                "parallel.sharding=fsdp",
+            ),
+            r"trainer on b \(A100-SXM-80GB\) needs .*: set sampling\.eval\.batch=1 .*parallel\.context=8\.$",
+        ),
+        (
+            (
+                "experiment=wan21_dancegrpo",
+                "hardware=testbed_b",
+                "model=wan21_14b",
+                "sampling.height=480",
+                "sampling.width=832",
+                "sampling.frames=81",
+                "parallel.sharding=fsdp",
+            ),
+            r"set parallel\.context=8\.$",
+        ),
+    ],
+    ids=["steps", "replicas", "kept", "720p", "480p"],
+)
+def test_a_misfit_is_refused_with_the_change_that_fits(words: tuple[str, ...], message: str) -> None:
+    trainers = "allocation.trainers=8" if "h100" not in words[1] else "allocation.trainers=4"
+    with pytest.raises(ValueError, match=message):
+        allocated(loaded(*words, trainers, "schedule.auto=false"))
+
+
+def test_all_weights_are_sharded_without_being_asked() -> None:
+    """The first way that fits: replicas of a small model, a copy per node, one over all trainers."""
+    chosen = {
+        experiment: allocated(
+            loaded(f"experiment={experiment}", "hardware=testbed_b", "schedule=sync", "schedule.tsp.batch=auto")
+        ).config.parallel.sharding
+        for experiment in ("flux1_flowgrpo", "flux1_dancegrpo", "hunyuanvideo_dancegrpo")
+    }
+    assert chosen["flux1_flowgrpo"] == "ddp"
+    assert {chosen["flux1_dancegrpo"], chosen["hunyuanvideo_dancegrpo"]} <= {"hsdp", "fsdp"}
+
+
+def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
+    """At 512 pixels a GPU waits for launches, at 1024 for arithmetic."""
+    words = ("experiment=sd35_flowgrpo", "sampling.task_size=auto", "data.group_size=24", "algorithm/advantage=group")
+
+    def size(*more: str, hardware: str = "node_8xh100") -> int:
+        return int(with_task_size(loaded(*words, f"hardware={hardware}", *more)).config.sampling.task_size)
+
+    large = ("sampling.height=1024", "sampling.width=1024")
+    small = size()
+    assert size(*large) == 1 < small
+    assert {size(f"schedule={schedule}") for schedule in ("sync", "colocated", "full")} == {small}
+    assert size(*large, hardware="cpu_tiny") == 8, "nobody has counted a tiny build"
+    given = ("schedule=sync", "allocation.trainers=1", "allocation.rollouts=1")  # no plan is made
+    assert allocated(loaded(*words, "hardware=node_8xh100", *given)).config.sampling.task_size == small
+
+
+@pytest.mark.parametrize(("hardware", "build"), [("cpu_tiny", "tiny"), ("testbed_b", "real"), ("single_gpu", "tiny")])
+def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, build: str) -> None:
+    """A tiny build is short of none; a real one whose sizes nobody has counted repeats every block."""
+    words = ("experiment=sd35_flowgrpo", f"hardware={hardware}", f"hardware.build={build}")
+    words += ("allocation.trainers=1", "allocation.rollouts=0", "model.gradient_checkpointing=auto")
+    composed = loaded(*words)
+    kept: object = False
+    if build == "real":
+        costing = costing_of(composed)
+        candidate = candidate_of(composed.config, 1, 0, costing.work.trained_steps)
+        kept = costing.recompute(candidate, costing.hardware.pools[0]).config
+        uncounted = allocated(replace(composed, choices={**composed.choices, "model": "unknown"}))
+        assert uncounted.config.model.gradient_checkpointing is True
+    assert allocated(composed).config.model.gradient_checkpointing == kept
+
+
+def test_what_is_always_there_is_counted() -> None:
+    """Reward models, evaluation and encoders in use: each makes the rank larger that has it. Trainers have room for an
+    evaluation in any case: they take over where no rollout is left."""
+    base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
+    base += ("schedule=sync",)
+
+    def memory(*words: str) -> dict[str, float]:
+        composed = allocated(loaded(*base, *words))
+        costing = costing_of(composed)
+        table = costing.memory(candidate_of(composed.config, 4, 4, costing.work.trained_steps))
+        return {role: use.gib for (_, role), use in table.items()}
+
+    whole, unwatched = memory(), memory("~callbacks.evaluation")
+    jpeg = memory("reward=jpeg")
+    assert unwatched["trainer"] < whole["trainer"]
+    apart = "allocation.evaluation=trainers"
+    assert unwatched["rollout"] == memory(apart)["rollout"]
+    many = "callbacks.evaluation.samples_per_prompt=64"
+    assert memory(many, apart)["rollout"] == unwatched["rollout"] < memory(many)["rollout"]
+    assert whole["rollout"] - jpeg["rollout"] == pytest.approx(4 * 0.99e9 / 2**30)
+    alone = memory("data.prompt_store=null")
+    costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100"))
+    assert alone["rollout"] > 2 * (costing.work.sizes["parameters"] + 4.7e9) / 2**30, "encoders are used on the GPU"
+    assert whole["rollout"] < alone["rollout"] - 3.0, "with a store they have left memory"
+
+
+def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
+    """Activations of all blocks of four trainers of a node; of published versions one, or three with asynchrony."""
+    base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
+    base += ("schedule=sync", "schedule.auto=false", "schedule.tsp.batch=1")
+    offload = "model.gradient_checkpointing=offload"
+
+    def host(*words: str) -> float:
+        composed = allocated(loaded(*base, *words))
+        costing = costing_of(composed)
+        (gib,) = costing.host_gib(candidate_of(composed.config, 4, 4, costing.work.trained_steps)).values()
+        assert f"memory    host: {gib:.1f} GiB (off-loaded activations, published weights)" in memory_lines(
+            composed, 4, 4
+        )
+        return gib
+
+    work = costing_of(loaded(*base)).work
+    version = 2 * work.trained_parameters / 2**30
+    assert host() == pytest.approx(version)
+    assert host("schedule.async_steps=1") == pytest.approx(3 * version)
+    rows = loaded(*base).config.sampling.task_size * work.passes
+    waiting = 4 * work.sizes["blocks"] * work.kept_bytes("all", rows) / 2**30
+    assert host(offload) == pytest.approx(version + waiting)
+    node = "+hardware.pools.h100.host_gib={}".format
+    assert host(offload, node(1.2 * (version + waiting))) == pytest.approx(version + waiting)
+    with pytest.raises(ValueError, match=r"on its host: set model\.gradient_checkpointing=auto\.$"):
+        allocated(loaded(*base, offload, node(1.1 * (version + waiting))))
+
+
+def test_stored_prompts_cost_no_step_anything() -> None:
+    """Neither time nor, in the bound, work; without a store every step encodes its prompts."""
+    seconds = {}
+    for store in ("auto", "null"):
+        costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100", f"data.prompt_store={store}"))
+        seconds[store] = costing.cluster(costing.candidate(4, 4)).ranks[-1].encode_seconds
+        assert (costing.bound().stage_values["encode"] > 0) == (store == "null")
+    assert seconds["auto"] == 0.0 < seconds["null"]

@@ -1,0 +1,300 @@
+"""What tests know of each model family beside its facts: one row a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from digenrl.config import config_directory
+from digenrl.models.latents import pack
+
+Call = dict[str, Any]
+
+
+class ExplicitEuler(diffusers.FlowMatchEulerDiscreteScheduler):
+    """Euler on the explicit grid, for a pipeline that calls set_timesteps(steps) by itself."""
+
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:  # type: ignore[override]
+        super().set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), device=device)
+
+
+def as_usual(pipeline: Any, call: Call) -> Call:
+    """Leave the call as it is."""
+    return call
+
+
+def explicit_scheduler(pipeline: Any, call: Call) -> Call:
+    pipeline.scheduler = ExplicitEuler(shift=3.0)
+    return call
+
+
+def explicit_sigmas(pipeline: Any, call: Call) -> Call:
+    steps = call["num_inference_steps"]
+    return call | {"sigmas": list(np.linspace(1, 1 / steps, steps))}
+
+
+def scale_from_zero(pipeline: Any, call: Call) -> Call:
+    """Guidance is added to the conditional velocity: 0 = none."""
+    return call | {"guidance_scale": call["guidance_scale"] - 1.0}
+
+
+def true_scale(pipeline: Any, call: Call) -> Call:
+    return call | {"true_cfg_scale": call.pop("guidance_scale")}
+
+
+def guider(pipeline: Any, call: Call) -> Call:
+    """Attributes in place of what others are called with."""
+    pipeline.tokenizer_max_length = call.pop("max_sequence_length")
+    pipeline.guider = diffusers.ClassifierFreeGuidance(call.pop("guidance_scale"))
+    return call
+
+
+def embedded_negative(pipeline: Any, call: Call) -> Call:
+    negative = call.pop("negative_prompt") or call["prompt"]
+    length = call["max_sequence_length"]
+    return call | {"negative_prompt_embeds": pipeline.encode_prompt(negative, max_sequence_length=length)[0]}
+
+
+def plain_guidance(pipeline: Any, call: Call) -> Call:
+    """Without the further branches, for the video and for its sound."""
+    off = {f"{stream}{kind}": 0.0 for stream in ("", "audio_") for kind in ("stg_scale", "guidance_rescale")}
+    plain = {f"{stream}modality_scale": 1.0 for stream in ("", "audio_")}
+    return call | {"audio_guidance_scale": call["guidance_scale"]} | off | plain
+
+
+def kept_size(pipeline: Any, call: Call) -> Call:
+    return call | {"_auto_resize": False, "max_area": 64 * 64}
+
+
+def latents(noise: Tensor) -> Call:
+    return {"latents": noise}
+
+
+def square(noise: Tensor) -> Call:
+    """Tokens as a picture [B, 128, 4, 4]."""
+    return {"latents": noise.transpose(1, 2).unflatten(2, (4, 4))}
+
+
+def streams(noise: Tensor) -> Call:
+    """Tokens of the video, and the sound [B, 8, steps, 16]."""
+    video, sound = noise.tensor_split([8], dim=1)
+    return {"latents": video, "audio_latents": sound.unflatten(2, (8, 16)).transpose(1, 2)}
+
+
+def joined(pipeline: Any, found: Tensor, *others: Tensor) -> Tensor:
+    return torch.cat([found.flatten(2).transpose(1, 2), others[0].transpose(1, 2).flatten(2)], dim=1)
+
+
+def normalised(pipeline: Any, found: Tensor) -> Tensor:
+    """The pipeline gives latents of the autoencoder."""
+    bn, eps = pipeline.vae.bn, pipeline.vae.config.batch_norm_eps
+    normal: Tensor = (pack(found) - bn.running_mean) / torch.sqrt(bn.running_var + eps)
+    return normal
+
+
+def first(pipeline: Any, found: Tensor, *others: Tensor) -> Tensor:
+    return found
+
+
+VIDEO = {"height": 32, "width": 32, "frames": 5}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family."""
+
+    published: Mapping[str, tuple[float, int, int]]
+    """Model -> parameters in billions; megabytes of a LoRA in 16 bit at rank 32, of attention and of attention with
+    feed-forward."""
+    layers: tuple[int, int]
+    """Layers that those two presets adapt in the tiny build."""
+    guidance: tuple[tuple[float, float], ...]
+    """(guidance_scale, true_cfg_scale) with which samples are compared with those of the family's pipeline."""
+    size: Mapping[str, int] = field(default_factory=lambda: {"height": 64, "width": 64})
+    """Size of a sample, with few tokens."""
+    text_length: int = 48
+    """Tokens of text in the tiny build."""
+    real_text: tuple[int, int] = (512, 0)
+    """Tokens of text, and of letters, at published size."""
+    counts_tokens: bool = False
+    """The pipeline counts tokens of a prompt, which fake tensors do not have."""
+    unread: int = 0
+    """Tensors that full fine-tuning keeps frozen."""
+    sigmas: tuple[int, tuple[float, ...]] = (0, ())
+    """Steps, and the last levels of their grid."""
+    template: tuple[str, int] | None = None
+    """Constant of the adapter's module that counts the tokens of the prompt template, and its value."""
+    refused: tuple[tuple[Mapping[str, Any], str], ...] = ()
+    """Settings that `check` refuses beside those that every family does, and what it says."""
+    megabytes: float = 4.0
+    """Upper bound of the tiny build."""
+    call: Callable[[Any, Call], Call] = as_usual
+    """What the family's own pipeline wants to be called with."""
+    latents: Callable[[Tensor], Call] = latents
+    """The noise as the pipeline takes it, and the reverse."""
+    result: Callable[..., Tensor] = first
+    decodes: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of a pipeline that only decodes."""
+    unusual: bool = False
+    """Whether its batches hold more than latents and one text, or its rows go through several networks: every schedule
+    is tried with the family."""
+    one_prompt: bool = False
+    """The pipeline takes one prompt at a time."""
+    patches: Mapping[str, Any] = field(default_factory=dict)
+    """Constants of diffusers that are another for small pictures."""
+
+
+FAMILIES: dict[str, Row] = {
+    "wan": Row(
+        published={"wan21_14b": (14.29, 210, 307), "wan21_1_3b": (1.42, 47, 87)},
+        layers=(2 * 8, 2 * 10),
+        guidance=((1.0, 1.0), (5.0, 1.0)),
+        size=VIDEO,
+        text_length=64,
+        counts_tokens=True,
+        call=explicit_scheduler,
+    ),
+    "wan22": Row(
+        published={"wan22_a14b": (28.58, 420, 614)},
+        layers=(2 * 2 * 8, 2 * 2 * 10),
+        unusual=True,
+        guidance=((1.0, 1.0), (4.0, 1.0)),
+        size=VIDEO,
+        text_length=64,
+        call=explicit_scheduler,
+    ),
+    "wan_i2v": Row(
+        published={"wan21_i2v_14b": (16.39, 262, 359)},
+        layers=(2 * 10, 2 * 12),
+        guidance=((1.0, 1.0), (5.0, 1.0)),
+        size=VIDEO,
+        text_length=512,
+        call=explicit_scheduler,
+    ),
+    "hunyuan_video": Row(
+        published={"hunyuan_video": (12.82, 110, 228)},
+        layers=(8 + 3, 12 + 4),
+        guidance=((6.018, 1.0), (6.018, 2.0)),
+        size=VIDEO,
+        text_length=64,
+        real_text=(256, 0),
+        sigmas=(10, (0.636, 0.438, 0)),
+        template=("TEMPLATE_TOKENS", 95),
+    ),
+    "hunyuan_video15": Row(
+        published={"hunyuan_video15": (8.33, 113, 253)},
+        layers=(8 + 6, 12 + 8),
+        guidance=((1.0, 1.0), (6.0, 1.0)),
+        size=VIDEO,
+        real_text=(300, 9),
+        unusual=True,
+        unread=17,
+        megabytes=30.0,  # a layer of 2048 x 2048 for letters
+        call=guider,
+    ),
+    "ltx2": Row(
+        published={"ltx2": (18.88, 264, 390)},
+        layers=(2 * 12, 2 * 14),
+        guidance=((1.0, 1.0), (4.0, 1.0)),
+        size={"height": 64, "width": 64, "frames": 9},
+        real_text=(1024, 0),
+        unusual=True,
+        unread=17,
+        megabytes=30.0,  # an autoencoder for sound as wide as its tokens
+        call=plain_guidance,
+        latents=streams,
+        result=joined,
+    ),
+    "flux": Row(
+        published={"flux1_dev": (11.90, 105, 179)},
+        layers=(8 + 2 * 3, 12 + 2 * 3),
+        guidance=((3.5, 1.0), (3.5, 2.0)),
+        text_length=64,
+    ),
+    "flux_kontext": Row(
+        published={"flux1_kontext": (11.90, 105, 179)},
+        layers=(8 + 2 * 3, 12 + 2 * 3),
+        guidance=((2.5, 1.0), (2.5, 2.0)),
+        text_length=64,
+        call=kept_size,
+        decodes={"_auto_resize": False, "max_area": 64 * 64},
+    ),
+    "qwen_image": Row(
+        published={"qwen_image": (20.43, 189, 425)},
+        layers=(8 + 6, 12 + 8),
+        guidance=((1.0, 1.0), (4.0, 1.0)),
+        real_text=(256, 0),
+        counts_tokens=True,
+        unread=9,
+        sigmas=(4, (0.02, 0)),
+        template=("TEMPLATE_TOKENS", 34),
+        call=true_scale,
+    ),
+    "qwen_image_edit": Row(
+        published={"qwen_image_edit": (20.43, 189, 425)},
+        layers=(8 + 6, 12 + 8),
+        guidance=((1.0, 1.0), (4.0, 1.0)),
+        text_length=64,
+        unread=9,
+        template=("EDIT_TEMPLATE_TOKENS", 64),
+        call=true_scale,
+        unusual=True,
+        one_prompt=True,
+        patches={"diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE": 64 * 64},
+    ),
+    "sd3": Row(
+        published={"sd35_medium": (2.24, 37, 83)},
+        layers=(8 + 6, 12 + 8),
+        guidance=((1.0, 1.0), (4.5, 1.0)),
+        real_text=(333, 0),
+        unread=3,
+        call=explicit_sigmas,
+    ),
+    "aura_flow": Row(
+        published={"aura_flow": (6.82, 63, 149)},
+        layers=(8 + 2 * 4, 14 + 2 * 7),
+        guidance=((1.0, 1.0), (3.5, 1.0)),
+        real_text=(256, 0),
+        refused=(({"width": 272}, r"sampling\.width=272: aura_flow has positions for 256 pixels at most"),),
+        call=explicit_sigmas,
+    ),
+    "z_image": Row(
+        published={"z_image": (6.15, 59, 140)},
+        layers=(2 * 4, 2 * 7),
+        guidance=((1.0, 1.0), (4.0, 1.0)),
+        text_length=64,
+        call=scale_from_zero,
+    ),
+    "flux2_klein": Row(
+        published={"flux2_klein_4b": (3.88, 75, 96)},
+        layers=(8 + 2 * 2, 12 + 2 * 2),
+        guidance=((1.0, 1.0), (4.0, 1.0)),
+        call=embedded_negative,
+        latents=square,
+        result=normalised,
+    ),
+}
+"""Family -> its row."""
+
+
+def experiments(unusual: bool = False) -> list[str]:
+    """Return the experiments of configs/ at a family's published size, or of unusual families alone."""
+    rows = [row for row in FAMILIES.values() if row.unusual or not unusual]
+    found = {}
+    for path in sorted((config_directory() / "experiment").glob("[a-z]*.yaml")):
+        content = yaml.safe_load(path.read_text())
+        chosen = {
+            key: option
+            for entry in content.get("defaults", [])
+            if isinstance(entry, dict)
+            for key, option in entry.items()
+        }
+        found[path.stem] = chosen.get("override /model") if content.get("model", {}).get("build") != "tiny" else None
+    return [name for name, model in found.items() if any(model in row.published for row in rows)]
