@@ -65,7 +65,7 @@ TORCH_FREE = (
     "digenrl.recompute",
     "digenrl.extensions.planner.planner",
     "digenrl.config",
-    "digenrl.config.multirun",
+    "digenrl.extensions.sweeps.multirun",
     "digenrl.images",
     "digenrl.prompts",
     "digenrl.rewards.needs",
