@@ -201,7 +201,7 @@ def link_maker(config: DictConfig, emulated: Durations | None = None) -> LinkMak
     lines = None if emulated is None else emulated.line
     if not asked and not installed("links"):
         return socket_link if lines is None else partial(socket_link, lines=lines)
-    wanted = ", ".join(f"network.{key} = {network[key]}" for key in asked)
+    wanted = ", ".join(f"network.{key} = {str(network[key]).lower()}" for key in asked)
     instead = "use " + " ".join(f"network.{key}={plain[key]}" for key in asked)
     make: LinkMaker = extension("digenrl.extensions.links.make.link_maker", wanted, instead)(config, lines)
     return make
