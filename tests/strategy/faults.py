@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -186,6 +187,13 @@ class Broken(DigitJudge):
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         raise InjectedError("the scorer has a bug")
+
+
+class Exiting(DigitJudge):
+    """A scorer whose library ends the process."""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        sys.exit(3)
 
 
 class Absent(DigitJudge):
