@@ -17,11 +17,11 @@ LINKED = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add `PAGES`, and the tables of figures that README cites."""
+    """Add `PAGES`, and the files that README cites: tables of figures, the example to read first."""
     found = [(ROOT / own, page) for own, page in PAGES.items()]
     found += [(path, f"results/{path.name}") for path in (ROOT / "benchmarks" / "results").iterdir()
               if path.suffix in (".md", ".png")]  # fmt: skip
-    found.append((ROOT / "CITATION.cff", "CITATION.cff"))
+    found += [(ROOT / name, name) for name in ("CITATION.cff", "examples/grpo_in_one_file.py")]
     for path, page in found:
         files.append(File.generated(config, page, abs_src_path=str(path)))
     return files

@@ -141,19 +141,19 @@ def remote(run: Path, url: str) -> None:
     store(run, reward__heldout__judge_b__scorer=scorer, callbacks__evaluation=evaluation)
 
 
-READERS = [("eval", "run"), ("export", "run"), ("train", "resume")]
+READERS = [("eval", "run"), ("export", "run"), ("resume", "resume")]
 
 
-@pytest.mark.parametrize(("module", "word"), READERS, ids=[module for module, _ in READERS])
-def test_a_hostile_configuration_sends_nothing(listener: socket.socket, run: Path, module: str, word: str) -> None:
+@pytest.mark.parametrize(("name", "word"), READERS, ids=[name for name, _ in READERS])
+def test_a_hostile_configuration_sends_nothing(listener: socket.socket, run: Path, name: str, word: str) -> None:
     """A run directory from elsewhere that wants the environment, and a host that nobody confirmed."""
     url = f"http://0.0.0.0:{listener.getsockname()[1]}"
     remote(run, url)
-    hosts = command(module, f"{word}={run}")
+    hosts = command(name, f"{word}={run}")
     assert hosts.returncode == 2
     assert f"add confirm_hosts=[{url.removeprefix('http://')}] to the command line" in hosts.stderr
     remote(run, url + "/${oc.env:CANARY}")
-    environment = command(module, f"{word}={run}", f"confirm_hosts=[{url.removeprefix('http://')}]")
+    environment = command(name, f"{word}={run}", f"confirm_hosts=[{url.removeprefix('http://')}]")
     assert environment.returncode == 2
     assert r"/${oc.env:CANARY}: is refused" in environment.stderr
     assert CANARY not in hosts.stderr + environment.stderr
@@ -161,9 +161,44 @@ def test_a_hostile_configuration_sends_nothing(listener: socket.socket, run: Pat
         listener.accept()
 
 
+def _by_lightning(ran: Path) -> dict[str, Any]:
+    """Return a node that makes a function of Lightning call `os.system`."""
+    called = {"class_path": "os.system"}
+    return {"_target_": "lightning.pytorch.cli.instantiate_class", "args": f"touch {ran}", "init": called}
+
+
+def _by_command(ran: Path) -> dict[str, Any]:
+    """Return a node that runs a command of digenrl, which trusts `tempfile` by its own words."""
+    evil = f"+callbacks.evil={{_target_: tempfile.mkdtemp, dir: '{ran.parent}', prefix: '{ran.name}'}}"
+    return {"_target_": "digenrl.cli.encode.main", "words": ["allow_targets=[tempfile]", evil]}
+
+
+@pytest.mark.parametrize("attack", [_by_lightning, _by_command])
+@pytest.mark.parametrize(
+    ("name", "word", "key"),
+    [
+        ("eval", "run", "callbacks.evaluation"),
+        ("export", "run", "algorithm.ema"),
+        ("resume", "resume", "callbacks.evil"),
+    ],
+)
+def test_a_hostile_configuration_runs_nothing(
+    run: Path, tmp_path: Path, name: str, word: str, key: str, attack: Callable[[Path], dict[str, Any]]
+) -> None:
+    """A run directory from elsewhere with a target that would call something by another name."""
+    ran = tmp_path / "ran"
+    hostile = attack(ran)
+    store(run, max_rl_steps=3, **{key.replace(".", "__"): None})
+    store(run, **{key.replace(".", "__"): hostile})
+    refused = command(name, f"{word}={run}")
+    assert not [*tmp_path.glob("ran*")]
+    assert refused.returncode == 2
+    assert f"{key}._target_ = {hostile['_target_']}: refused" in refused.stderr
+
+
 def test_a_mistyped_run_is_named_with_what_it_was_taken_for(run: Path) -> None:
-    for module, word in (("export", "run"), ("train", "resume")):
-        done = command(module, f"{word}={run}x")
+    for name, word in (("export", "run"), ("resume", "resume")):
+        done = command(name, f"{word}={run}x")
         assert done.returncode == 2
         assert f"{word} = {run}x: is no directory; name a run directory" in done.stderr
         assert f"(with make: RUN=...). Nearest: {run}." in done.stderr

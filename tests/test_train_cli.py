@@ -55,9 +55,16 @@ def test_a_killed_rollout_is_named_and_the_run_can_be_resumed(running: Any) -> N
     assert train.summary["restarts"] == 1
 
 
-def test_a_scorer_that_raises_fails_the_run_with_its_message(running: Any) -> None:
-    words = ["allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Broken"]
-    assert_failed(running(*SMALL, *words, fork=True), "the scorer has a bug")
+@pytest.mark.parametrize(
+    ("scorer", "cause"),
+    [
+        ("Broken", "rank 1 (rollout) raised InjectedError: the scorer has a bug"),
+        ("Exiting", "rank 1 (rollout) raised RewardError: Scorer `judge_a` raised SystemExit: 3"),
+    ],
+)
+def test_a_scorer_that_raises_fails_the_run_with_its_message(running: Any, scorer: str, cause: str) -> None:
+    words = ["allow_targets=[tests]", f"reward.rewards.judge_a.scorer._target_=tests.strategy.faults.{scorer}"]
+    assert_failed(running(*SMALL, *words, fork=True), cause)
 
 
 def test_too_many_missing_rewards_stop_the_run_with_a_checkpoint(running: Any) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
+from collections.abc import Iterator
 from typing import Any
 
 _FOLDER = "digenrl.extensions"
@@ -38,6 +40,15 @@ def extension(target: str, wanted: str, instead: str) -> Any:
     if not _exists(folder):
         raise ExtensionMissing(f"{wanted}: needs {folder}, which this installation lacks; {instead}.")
     return getattr(importlib.import_module(module), attribute)
+
+
+def offered(name: str) -> Iterator[Any]:
+    """Yield the attribute `name` (COMMANDS, RULES) of each installed extension that has one."""
+    if not _exists(_FOLDER):
+        return
+    for found in pkgutil.iter_modules(importlib.import_module(_FOLDER).__path__, f"{_FOLDER}."):
+        if hasattr(module := importlib.import_module(found.name), name):
+            yield getattr(module, name)
 
 
 def _exists(folder: str) -> bool:

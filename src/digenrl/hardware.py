@@ -49,9 +49,9 @@ class Line:
     """Per direction, shared by all their GPUs."""
     latency_s: float = 0.0
     told: bool = False
-    """Versions go over it as changes (`network.delta`) ..."""
+    """Versions travel as deltas ..."""
     packed: bool = False
-    """... and all else packed (`network.compress`)."""
+    """... and everything else packed."""
 
     def seconds(self, size: float) -> float:
         """Return the seconds that a message of `size` bytes takes."""
@@ -107,18 +107,6 @@ def parse_hardware(node: Mapping[str, Any]) -> Hardware:
 
 def _links(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list((node.get("links") or {}).values())
-
-
-def lines_of(node: Mapping[str, Any], trainers: int, rollouts: int, rank: int) -> tuple[float, ...]:
-    """MB/s of the line between `rank` (one that joined stands where the last rollout does) and each rank, as the
-    `hardware` node says; inf where it says nothing."""
-    if not _links(node):
-        return ()
-    hardware = parse_hardware(node)
-    pools = [pool for pool, _ in assign(hardware, trainers, rollouts)]
-    own = pools[min(rank, len(pools) - 1)]
-    lines = [hardware.line(own, pool) for pool in pools]
-    return tuple(math.inf if line is None else line.gb_s * 1e3 for line in lines)
 
 
 def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:

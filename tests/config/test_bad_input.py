@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from digenrl import config
-from digenrl.preflight import allocation, settled
 from digenrl.record.redact import MASK
+from digenrl.settle import allocation, settled
 
 Case = tuple[Sequence[str], Sequence[str]]
 
@@ -131,7 +131,6 @@ VALUES: dict[str, Case] = {
         ["model.compile = graphs: was removed", "set model.compile=true"],
     ),
     "unknown launcher": (["launch=slurm"], ["launch = slurm", "local | ray"]),
-    "resources of no pool": (["ray.resources={spot:{GPU:1}}"], ["ray.resources.spot", "no pool", "pools are local"]),
     "a line to no pool": (
         ["+hardware.links={wan:{between:[local,far],gb_s:1.0}}"],
         ["hardware.links.wan.between = ['local', 'far']", "two pools", "its pools are local"],
@@ -175,6 +174,10 @@ RELATIONS: dict[str, Case] = {
     "batch-wide statistics with GAP": (
         ["schedule=gap", "algorithm.advantage.std=batch"],
         ["algorithm.advantage.std = batch", "schedule.gap = 1", "set schedule.gap=0 or algorithm.advantage.std=group"],
+    ),
+    "whole-batch renormalisation with gap": (
+        ["schedule=gap", "algorithm/advantage=gdpo"],
+        ["algorithm.advantage.renormalise = true", "schedule.gap = 1", "algorithm.advantage.renormalise=false"],
     ),
     "one noise and no other": (
         ["experiment=digits_nft", "sampling.same_noise=true"],
@@ -241,7 +244,7 @@ RELATIONS: dict[str, Case] = {
 
 TARGETS: dict[str, Case] = {
     "os": (["model._target_=os.system"], ["model._target_ = os.system", "refused", "allow_targets=[os]"]),
-    "torch.load": (["model._target_=torch.load"], ["model._target_ = torch.load", "refused", "torch.optim"]),
+    "torch.load": (["model._target_=torch.load"], ["model._target_ = torch.load", "refused", "allow_targets=[torch]"]),
     "prefix that only looks allowed": (["model._target_=digenrl_evil.Model"], ["digenrl_evil.Model", "refused"]),
     "nested": (
         ["+reward.rewards.judge_a.scorer.inner={_target_:subprocess.run}"],
@@ -253,16 +256,16 @@ TARGETS: dict[str, Case] = {
     ),
     "alias through an own module": (
         ["model._target_=digenrl.config.targets.ast.parse"],
-        ["no module digenrl.config.targets.ast"],
+        ["digenrl.config.targets.ast.parse: refused", "no file of the shipped configs/ names it"],
     ),
     "private helper": (["model._target_=lightning.fabric.utilities.cloud_io._load"], ["_load", "refused"]),
     "misspelt class": (
         ["model._target_=digenrl.extensions.tasks.digits.DigitPolicy"],
-        ["defines no DigitPolicy", "nearest: digenrl.extensions.tasks.digits.DigitsPolicy"],
+        ["DigitPolicy: refused", "nearest: digenrl.extensions.tasks.digits.DigitsPolicy"],
     ),
     "misspelt module": (
         ["model._target_=digenrl.extensions.tasks.digts.DigitsPolicy"],
-        ["no module digenrl.extensions.tasks.digts", "nearest: digenrl.extensions.tasks.digits"],
+        ["digts.DigitsPolicy: refused", "nearest: digenrl.extensions.tasks.digits.DigitsPolicy"],
     ),
     "no text": (["model._target_=3"], ["model._target_ = 3", "dotted name"]),
 }

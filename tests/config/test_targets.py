@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
+import hydra.utils
 import pytest
 from omegaconf import OmegaConf
 
-from digenrl.config import instantiate
-from digenrl.config.targets import ALLOWED_PACKAGES, is_allowed, target_problems, targets
+from digenrl.config import config_directory, instantiate
+from digenrl.config.targets import FOREIGN, ROOMS, components, is_allowed, target_problems, targets
+from digenrl.extension import installed
 
 
 def test_finds_targets_at_any_depth() -> None:
@@ -18,20 +21,46 @@ def test_finds_targets_at_any_depth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    "name", ["digenrl.extensions.tasks.digits.DigitsPolicy", "lightning.pytorch.Trainer", "torch.optim.SGD"]
+)
+def test_components_are_allowed(name: str) -> None:
+    assert is_allowed(name)
+
+
+@pytest.mark.parametrize(
+    "name",
     [
-        ("digenrl.extensions.tasks.digits.DigitsPolicy", True),
-        ("torch.optim.AdamW", True),
-        ("torch.load", False),
-        ("torch.optimx.Y", False),
-        ("lightning", False),
-        ("lightning.fabric.utilities.cloud_io._load", False),
-        ("digenrl.__builtins__.eval", False),
-        ("posix.system", False),
+        "lightning",
+        "lightning.pytorch.cli.instantiate_class",
+        "lightning.pytorch.cli.LightningCLI",
+        "lightning.pytorch.trainer.trainer.Trainer",
+        "lightning.fabric.utilities.cloud_io._load",
+        "torch.load",
+        "torch.optimx.Y",
+        "torchmetrics.utilities.imports.package_available",
+        "hydra.utils.get_method",
+        "hydra.utils.instantiate",
+        "posix.system",
+        "digenrl.__builtins__.eval",
+        "digenrl.api.load_run",
+        "digenrl.cli.encode.main",
+        "digenrl.extensions.planner.cli.plan.main",
+        "digenrl.config.instantiate",
+        "digenrl.config.targets.instantiate",
+        "digenrl.extensions.rewards.process.ProcessScorer",
+        "digenrl.extensions.rewards.service.RewardService",
+        "reward_models.weights.read_state",
     ],
 )
-def test_allowed(name: str, expected: bool) -> None:
-    assert is_allowed(name) is expected
+def test_what_is_no_component_is_refused(name: str) -> None:
+    """Whoever calls something by another name, loads, serves or runs a command."""
+    assert not is_allowed(name)
+
+
+def test_own_packages_are_never_trusted_whole() -> None:
+    """`allow_targets=[digenrl]` looks harmless, and would let a configuration run a command with words of its own."""
+    assert not is_allowed("digenrl.cli.encode.main", ["digenrl", "digenrl.cli"])
+    assert is_allowed("digenrl.extensions.tasks.digits.DigitsPolicy", ["mine"])
 
 
 def test_allow_targets_adds_one_package() -> None:
@@ -85,10 +114,69 @@ def test_instantiate_obeys_allow_targets_of_the_root() -> None:
 
 def test_alias_of_a_foreign_object_is_refused() -> None:
     """Modules hold the names that they import; what counts is where the object was defined."""
-    node = OmegaConf.create({"_target_": "torch.optim.adam.torch.hub.load"})
+    tree = OmegaConf.create(
+        {"allow_targets": ["torch.optim.adam"], "node": {"_target_": "torch.optim.adam.torch.hub.load"}}
+    )
     with pytest.raises(PermissionError, match=r"is an alias of torch\.hub\.load"):
-        instantiate(node)
+        instantiate(tree.node)
 
 
-def test_the_list_is_the_designs() -> None:
-    assert set(ALLOWED_PACKAGES) == {"digenrl", "reward_models", "lightning", "torch.optim", "torchmetrics"}
+def named_in_configs() -> set[str]:
+    files = config_directory().rglob("*.yaml")
+    return {name for file in files for _, name, _ in targets(OmegaConf.to_container(OmegaConf.load(file)))}
+
+
+def test_the_list_holds_what_configs_names_and_what_the_documents_offer(repository: Path) -> None:
+    named, adding = named_in_configs(), (repository / "docs" / "adding.md").read_text()
+    assert named <= components()
+    assert components() - named == {"torch.optim.Adam", "torch.optim.SGD"}
+    assert [name for name in components() - named if f"`{name}`" not in adding] == []
+    assert [room for room in ROOMS if not any(name.startswith(f"{room}.") for name in named)] == []
+
+
+def here(name: str) -> bool:
+    """Return whether a component is no part of an extension that was deleted."""
+    return not name.startswith("digenrl.extensions.") or installed(name.split(".")[2])
+
+
+@pytest.mark.parametrize("name", sorted(filter(here, components())))
+def test_a_component_is_a_class(name: str) -> None:
+    assert target_problems({"_target_": name}) == []
+    if name in FOREIGN:
+        assert isinstance(hydra.utils.get_object(name), type)
+
+
+def test_a_file_of_configs_adds_a_class_of_our_rooms_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    evil = ["os.system", "lightning.pytorch.cli.instantiate_class", "digenrl.cli.encode.main"]
+    own = ["digenrl.models.policy.Policy", "reward_models.weights.read_state"]
+    nodes = "".join(f"- {{_target_: {name}}}\n" for name in [*evil, *own])
+    (tmp_path / "configs" / "mine.yaml").write_text(nodes)
+    (tmp_path / "configs" / "broken.yaml").write_text("a: [1\n")
+    monkeypatch.setattr("digenrl.config.targets.config_directory", lambda: tmp_path / "configs")
+    components.cache_clear()
+    try:
+        assert components() == {*FOREIGN, *own}
+        assert target_problems({"_target_": own[0]}) == []
+        (text,) = target_problems({"_target_": own[1]})
+        assert "read_state is a function; a component is a class" in text
+    finally:
+        components.cache_clear()
+
+
+def test_no_component_calls_something_by_name(repository: Path) -> None:
+    """A target could otherwise be named where neither gate looks."""
+    modules = {name.rpartition(".")[0] for name in components() if name not in FOREIGN and here(name)}
+    assert len(modules) > 20
+    for module in modules:
+        source = repository / ("src" if module.startswith("digenrl.") else "") / f"{module.replace('.', '/')}.py"
+        tree = ast.parse(source.read_text())
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert names & {"eval", "exec", "__import__"} == set(), module
+        assert (names | attributes) & {"import_module", "instantiate", "get_object", "get_class", "system"} == set(), (
+            module
+        )

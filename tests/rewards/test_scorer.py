@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import threading
 from concurrent.futures import CancelledError, Future
 
 import pytest
 import torch
 
-from digenrl.rewards.protocol import RewardUnavailable
+from digenrl.rewards.protocol import RewardError, RewardUnavailable
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
@@ -143,6 +145,32 @@ def test_inline_placement_scores_in_the_callers_thread():
     scorer = scorer_of(where, placement="inline")
     assert scorer.submit(*task(0)).done()
     assert threads == [threading.current_thread()]
+    scorer.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
+def test_a_scorer_that_asks_to_end_the_process_fails_like_any_other(error):
+    errors = [error]
+
+    def scores(media, prompts):
+        if errors:
+            raise errors.pop()
+        return media.flatten(1).mean(1)
+
+    scorer = scorer_of(scores)
+    with pytest.raises(RewardError, match=f"Scorer `r` raised {type(error).__name__}"):
+        scorer.submit(*task(0)).result(5)
+    assert scorer.submit(*task(0)).result(5)["r"].shape == (2,), "the thread lives on"
+    scorer.close()
+
+
+def test_ctrl_c_in_a_scorer_of_the_main_thread_is_the_users():
+    def interrupted(media, prompts):
+        signal.raise_signal(signal.SIGINT)
+
+    scorer = scorer_of(interrupted, placement="inline")
+    with pytest.raises(KeyboardInterrupt):
+        scorer.submit(*task(0)).result(5)
     scorer.close()
 
 

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,10 +20,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from hydra.utils import get_object
 from torch import Tensor
 
 from digenrl.algorithms.base import PolicyModule
-from digenrl.extensions.links.broadcast import BroadcastLink
 from digenrl.models.policy import Policy
 from digenrl.rewards.protocol import RewardUnavailable
 from digenrl.rewards.suite import RewardSuite
@@ -45,7 +46,6 @@ POINTS: dict[str, tuple[Any, str]] = {
     "reward": (RewardSuite, "score"),
     "scorer": (DigitJudge, "__call__"),
     "send": (SocketLink, "send"),
-    "broadcast": (BroadcastLink, "_taken"),
     "receive": (SocketLink, "receive"),
     "accumulate": (PolicyModule, "training_step"),
     "reduce": (gradients, "average"),
@@ -60,7 +60,7 @@ class InjectedError(RuntimeError):
 
 class Fault(pl.Callback):
     """Args:
-    point: a key of `POINTS`, before_join or after_join.
+    point: a key of `POINTS`, before_join, after_join, or the dotted name of a method (of an extension, for example).
     rank: launch rank that must come to the point.
     action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGALRM, where that raises); in its own
         process also hang, leave (exit with code 0), go (SIGTERM, and a rest until it is heard) or exhaust (take all
@@ -99,7 +99,8 @@ class Fault(pl.Callback):
 
         DisaggregatedStrategy.setup_distributed = joining  # type: ignore[method-assign]
         if point not in ("before_join", "after_join"):
-            owner, name = POINTS[point]
+            home, _, method = point.rpartition(".")
+            owner, name = (get_object(home), method) if home else POINTS[point]
             setattr(owner, name, self._guarded(getattr(owner, name)))
 
     def _guarded(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,6 +187,13 @@ class Broken(DigitJudge):
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         raise InjectedError("the scorer has a bug")
+
+
+class Exiting(DigitJudge):
+    """A scorer whose library ends the process."""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        sys.exit(3)
 
 
 class Absent(DigitJudge):

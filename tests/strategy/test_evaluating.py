@@ -12,7 +12,8 @@ import pytest
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
-from digenrl.preflight import settled, trainers_must_evaluate
+from digenrl.extension import installed
+from digenrl.settle import settled, trainers_must_evaluate
 from tests.strategy.processes import TINY, Cluster, Job, completed, run_cluster, run_series
 from tests.training import Train, commands, fault, watch
 
@@ -134,7 +135,10 @@ def ended(train: Train) -> Train:
         ("allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp"),
         ("allocation.trainers=2", "allocation.rollouts=1", "algorithm.updates_per_batch=2"),
         ("allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp", *AVERAGE),
-        ("allocation.trainers=1", "allocation.rollouts=2", *ASYNC, *AVERAGE, "network.publication=broadcast"),
+        pytest.param(
+            ("allocation.trainers=1", "allocation.rollouts=2", *ASYNC, *AVERAGE, "network.publication=broadcast"),
+            marks=pytest.mark.skipif(not installed("links"), reason="needs the extension"),
+        ),
         ("experiment=digits_nft", "allocation.trainers=1", "allocation.rollouts=2"),
         ("experiment=digits_nft", "allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp", *AVERAGE),
     ],

@@ -32,22 +32,22 @@ class Control:
     """
 
     def __init__(self, store: StoreClient, rank: int, patience: float = Limits.start_s) -> None:
-        self._store, self._rank, self._patience = store, rank, patience
+        self.store, self._rank, self._patience = store, rank, patience
 
     def add(self, key: str, amount: int) -> int:
         """The sum after adding, from 0: atomic."""
-        return self._store.add(key, amount)
+        return self.store.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bool:
         """Set `key` to `desired` if it holds `expected` ("" = nobody has set it): atomic. Whether it did."""
-        return self._store.swap(key, expected, desired)
+        return self.store.swap(key, expected, desired)
 
     def delete(self, key: str) -> None:
-        self._store.delete_key(key)
+        self.store.delete_key(key)
 
     def set(self, key: str, value: str) -> None:
         """Everybody finds it from now on."""
-        self._store.set(key, value)
+        self.store.set(key, value)
 
     def get(self, key: str) -> str | None:
         """The value, or None if nobody has set it."""
@@ -55,7 +55,7 @@ class Control:
 
     def get_all(self, keys: Sequence[str]) -> list[str | None]:
         """The values of `keys` at one moment, None where nobody has set one."""
-        return [None if value is None else value.decode() for value in self._store.read(keys)]
+        return [None if value is None else value.decode() for value in self.store.read(keys)]
 
     def join(self, rank: int) -> None:
         """Count `rank`, which began with another number of ranks running, among the rollouts from now on."""

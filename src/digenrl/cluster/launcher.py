@@ -34,7 +34,7 @@ from digenrl.cluster.access import ACCESS, Access, leave_access
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.members import PASSPORT, Members, Terms
+from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals, held_back
 from digenrl.cluster.store import StoreClient, StoreServer
@@ -91,6 +91,36 @@ class Outcome:
     """It failed because ranks died, or raised, while nobody had asked for a stop: another attempt may succeed."""
 
 
+Start = Callable[[RankMain, World, Session], RankProcess]
+"""Starts one rank."""
+
+
+class Launcher(Protocol):
+    """Where the ranks of a run live that this process starts."""
+
+    @property
+    def host(self) -> str:
+        """Address on which the control store listens, unless `network.interface` names one."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks that listen on this machine."""
+
+    @property
+    def places(self) -> Callable[[], AbstractContextManager[Start]] | None:
+        """Gives places to the ranks and starts them; None: they are forked."""
+
+    def check(self) -> None:
+        """Refuse a run whose ranks cannot have their devices, or cannot reach this process.
+
+        Raises:
+            ValueError: with the key to change.
+        """
+
+    def rank_main(self, fit: RankMain) -> RankMain:
+        """Return what a rank runs: `fit`, on the device that the rank has been given."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """What to start."""
@@ -114,11 +144,11 @@ class Launch:
     """Where the store and the ranks listen ..."""
     host: str = "127.0.0.1"
     """... unless it names an interface."""
-    elsewhere: Callable[[], AbstractContextManager[Callable[[RankMain, World, Session], RankProcess]]] | None = None
-    """Gives places to the ranks, and then what starts one; None: they are forked."""
+    places: Callable[[], AbstractContextManager[Start]] | None = None
+    """As `Launcher.places`."""
     handshake: Handshake = field(default_factory=Handshake)
     """With a token of its own for each run."""
-    passport: Mapping[str, Any] = field(default_factory=dict)
+    credentials: Mapping[str, Any] = field(default_factory=dict)
     """What a rollout that joins must show, in JSON values: the configuration, the version of the code."""
     limits: Limits = field(default_factory=Limits)
     """How long ranks are waited for."""
@@ -167,11 +197,10 @@ def launch(spec: Launch) -> Outcome:
     ranks: dict[int, RankProcess] = {}
     with spec.signals, ExitStack() as ended:
         try:
-            start: Callable[[RankMain, World, Session], RankProcess]
-            start = partial(fork_rank, forget=partial(_forget, monitor, listener))
-            if spec.elsewhere is not None:
-                start = ended.enter_context(spec.elsewhere())
-                ended.enter_context(spec.signals)  # Ray has taken SIGTERM
+            start: Start = partial(fork_rank, forget=partial(_forget, monitor, listener))
+            if spec.places is not None:
+                start = ended.enter_context(spec.places())
+                ended.enter_context(spec.signals)  # a launcher's library (Ray) may have taken SIGTERM
             for rank in range(spec.trainers + spec.rollouts):
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
                 session = Session(host, port, spec.handshake, spec.run_dir, epoch, host, spec.network, spec.limits)
@@ -180,7 +209,7 @@ def launch(spec: Launch) -> Outcome:
             server = StoreServer(listener, spec.handshake)
             ended.callback(server.close)
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
-            control.set(PASSPORT, json.dumps(spec.passport))
+            control.set(CREDENTIALS, json.dumps(spec.credentials))
             leave_access(spec.run_dir, Access(host, port, spec.handshake.token, epoch))
             ended.callback((spec.run_dir / ACCESS).unlink, missing_ok=True)
             for rank in ranks:

@@ -26,24 +26,24 @@ from digenrl.cluster.vitals import ConditionTimer, watch_key
 from digenrl.record.run_dir import JOINED, LEFT, LOST, append_event
 from digenrl.schedule.claims import ClaimError, Claims
 
-PASSPORT = "passport"
-"""Where the store says what a rank that joins must show."""
+CREDENTIALS = "credentials"
+"""Store key of what a rank that joins must show."""
 _TOGETHER_S = 0.5
 """A stop of the whole run may reach its ranks before the launcher: a rollout goes so long after it asked."""
 
 
 def end_key(rank: int) -> str:
-    """Where who watched a joined rank over there says how it ended."""
+    """Return the store key under which the watcher of a joined rank says how the rank ended."""
     return f"end/{rank}"
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Who may go."""
+    """Conditions under which rollouts may leave or die."""
 
     trainers: int
     rollouts: int
-    """That the run begins with."""
+    """Rollouts that the run begins with."""
     max_lost: int | None = None
     """Rollouts that may die; None = all, 0 = none, and none may leave either."""
     patience_s: float = 0.0
@@ -88,12 +88,12 @@ class Members:
 
     @property
     def guests(self) -> list[int]:
-        """Of them, those that joined: nobody sees their processes from here."""
+        """Rollouts that joined, whose processes nobody sees from here."""
         return [rank for rank in self._control.survivors(()) if rank not in self._local]
 
     @property
     def leaving(self) -> set[int]:
-        """Those that were allowed to go, whether they have or not."""
+        """Rollouts that were allowed to leave, whether they have left or not."""
         return set(self._granted)
 
     @property

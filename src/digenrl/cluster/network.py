@@ -1,4 +1,4 @@
-"""Where ranks listen and connect, and what goes over thin lines: the `network` group of a run's configuration.
+"""Where ranks listen and connect: `network.interface` and `network.ports` of a run's configuration.
 
 The control store and the data links listen on one address and in one range of ports; gloo and NCCL are told the
 interface. They take ports of their own, as the kernel gives them out.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -25,36 +25,11 @@ class Network:
     """None: the loopback one where all ranks are on this machine, else that of the route to the scheduler's address."""
     ports: Sequence[int] | None = None
     """First and last one; None: any that is free."""
-    publication: str = "stream"
-    """How weights travel to the rollouts that a run begins with: stream, or broadcast."""
-    delta: bool | str = "auto"
-    """Rollouts get what has changed since the version that they hold; auto: over thin lines."""
-    whole_every: int = 50
-    """Every so-many-th version is whole all the same."""
-    compress: bool | str = "auto"
-    """What ranks send each other is packed, without loss; auto: over thin lines."""
-    thin_mb_s: float = 50.0
-    """A line that carries less is thin."""
-    lines: Sequence[float] = ()
-    """MB/s from this rank to each other one, inf where the hardware profile says nothing; who joined is as the last."""
-    fetch_s: float = 0.0
-    """What a version takes longer to this rank in an emulated run, whose lines carry small tensors ..."""
-    send_s: float = 0.0
-    """... and a task, finished or suspended, from here."""
 
-    def is_thin(self, peer: int, seen: float) -> bool:
-        """Whether a line that was seen to carry `seen` MB/s (inf: nobody knows) is thin, or said to be."""
-        said = self.lines[min(peer, len(self.lines) - 1)] if self.lines and peer >= 0 else math.inf
-        return min(said, seen) < self.thin_mb_s
-
-    def packs(self, thin: bool) -> bool:
-        """Whether messages over such a line are packed."""
-        return thin if self.compress == "auto" else bool(self.compress)
-
-    def tells_changes(self, version: int, thin: bool) -> bool:
-        """Whether `version` travels over such a line as changes."""
-        wanted = thin if self.delta == "auto" else bool(self.delta)
-        return wanted and version % self.whole_every > 0
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Network:
+        """Return the interface and ports of a configuration's `network` group, whose other keys are the links' own."""
+        return cls(settings["interface"], settings["ports"])
 
     def check(self, listeners: int) -> None:
         """Refuse what this machine does not have; `listeners`: stores and ranks that will listen on it.

@@ -8,10 +8,11 @@ Importing this package imports Hydra, but neither torch nor Lightning.
 """
 
 from digenrl.config.checks import problems_of
-from digenrl.config.compose import config_directory, group_options
+from digenrl.config.compose import group_options
 from digenrl.config.errors import ConfigError
 from digenrl.config.loading import EXIT_CODE, Composed, load, load_or_exit
 from digenrl.config.output_dir import prepare_run_dir, prepare_run_dir_or_exit, store_config
+from digenrl.config.shipped import config_directory
 from digenrl.config.targets import instantiate
 from digenrl.record.redact import redact, redact_text
 

@@ -24,21 +24,15 @@ from digenrl import facts
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.removed import reason
 from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
+from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of
 from digenrl.record.redact import MASK, is_secret_name, redact_text
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
 _SEARCH = "hydra.searchpath"
 _SEARCH_FLAGS = ("--config-dir", "-cd")
 OmegaConf.register_new_resolver("cpu_tiny", facts.cpu_tiny, replace=True)
-
-
-def config_directory() -> Path:
-    """configs/ of the checkout, or the copy that an installed wheel carries."""
-    checkout = _PACKAGE.parents[1] / "configs"
-    return checkout if (checkout / "train.yaml").is_file() else _PACKAGE / "configs"
 
 
 def group_options(*directories: Path) -> dict[str, list[str]]:

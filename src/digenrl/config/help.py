@@ -11,9 +11,10 @@ from typing import Annotated, Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
-from digenrl.config.compose import composed, config_directory, group_options, own_directories, with_search_path
+from digenrl.config.compose import composed, group_options, own_directories, with_search_path
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.schema import SCHEMAS, Train, may_change
+from digenrl.config.shipped import config_directory
 from digenrl.config.validation import Key, keys_of, problems_by_key, shown
 from digenrl.record.redact import redact_text
 

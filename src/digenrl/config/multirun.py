@@ -21,10 +21,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from digenrl.config.compose import VERSION_BASE, compose_words, config_directory, initialize_config_dir
+from digenrl.config.compose import VERSION_BASE, compose_words, initialize_config_dir
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import configuration_help
 from digenrl.config.loading import EXIT_CODE, load, without_flags
+from digenrl.config.shipped import config_directory
 from digenrl.config.sweep_table import Job, result_of, write_tables
 from digenrl.record.redact import redact_text
 

@@ -1,4 +1,5 @@
 """Rules that relate several keys. Each is a small function that yields messages; to add one, add it to `_RULES`.
+An extension adds those of its own keys: the `RULES` of its package.
 
 They are read twice: with the configuration as written, and when `auto` has become numbers.
 """
@@ -6,8 +7,10 @@ They are read twice: with the configuration as written, and when `auto` has beco
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
+
+from digenrl.extension import offered
 
 Tree = Mapping[str, Any]
 
@@ -37,11 +40,17 @@ def most_rollouts(rollouts: Any) -> Any:
     return rollouts["max"] if isinstance(rollouts, Mapping) else rollouts
 
 
+def needs_whole_batch(advantage: Mapping[str, Any]) -> bool:
+    """Return whether the advantages of `algorithm.advantage` need every reward of the batch. Then no group can be
+    trained before the others are complete, and `schedule.gap` must be 0."""
+    return advantage.get("std") in ("batch", "max_group") or bool(advantage.get("renormalise"))
+
+
 def relation_problems(tree: Tree, broken: Collection[str] = ()) -> list[str]:
     """What is wrong between keys; rules that read a key of `broken` stay silent."""
     view = _View(tree, broken)
     problems: list[str] = []
-    for rule in _RULES:
+    for rule in chain(_RULES, *offered("RULES")):
         try:
             problems += rule(view)
         except _Needs:
@@ -93,11 +102,14 @@ def _updates(get: _View) -> Iterator[str]:
 
 
 def _batch_wide_statistics(get: _View) -> Iterator[str]:
-    std, gap = get("algorithm.advantage.std"), get("schedule.gap")
-    if gap and std in ("batch", "max_group"):
+    advantage, gap = get("algorithm.advantage"), get("schedule.gap")
+    if gap and needs_whole_batch(advantage):
+        renormalise = bool(advantage.get("renormalise"))
+        key, value, other = ("renormalise", "true", "false") if renormalise else ("std", advantage["std"], "group")
         yield (
-            f"algorithm.advantage.std = {std} needs every reward of the batch before the first gradient, but "
-            f"schedule.gap = {gap} trains groups as they complete; set schedule.gap=0 or algorithm.advantage.std=group."
+            f"algorithm.advantage.{key} = {value} needs every reward of the batch before the first gradient, but "
+            f"schedule.gap = {gap} trains groups as they complete; set schedule.gap=0 or "
+            f"algorithm.advantage.{key}={other}."
         )
 
 
@@ -230,19 +242,6 @@ def _split_claims(get: _View) -> Iterator[str]:
         )
 
 
-def _publication(get: _View) -> Iterator[str]:
-    if get("network.publication") != "broadcast":
-        return
-    rollouts, launch = get("allocation.rollouts"), get("launch")
-    wrong = "network.publication = broadcast with {}: {}; set {}, or network.publication=stream.".format
-    if isinstance(rollouts, Mapping):
-        why = "a broadcast has the members that it began with, and others are to join"
-        yield wrong(f"allocation.rollouts = {dict(rollouts)}", why, "allocation.rollouts to a number")
-    if launch == "ray":
-        why = "Ray replaces a rollout that dies, and who joins is no member of a broadcast"
-        yield wrong("launch = ray", why, "launch=local")
-
-
 def _recomputation(get: _View) -> Iterator[str]:
     kept, trainers = get("model.gradient_checkpointing"), get("allocation.trainers")
     if isinstance(kept, list) and isinstance(trainers, int) and len(kept) != trainers:
@@ -271,12 +270,6 @@ def _rank_counts(get: _View) -> Iterator[str]:
                 f"allocation.{key} = {number}: the hardware profile has {room} devices that may be {role}s "
                 f"({summary}); allowed: at most {room}."
             )
-
-
-def _ray_pools(get: _View) -> Iterator[str]:
-    pools = sorted(get("hardware.pools"))
-    for name in sorted(set(get("ray.resources")) - set(pools)):
-        yield f"ray.resources.{name}: is no pool of the hardware profile; its pools are {', '.join(pools)}."
 
 
 def _links(get: _View) -> Iterator[str]:
@@ -308,9 +301,7 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _shard_group,
     _context,
     _split_claims,
-    _publication,
     _recomputation,
     _rank_counts,
-    _ray_pools,
     _links,
 )

@@ -16,10 +16,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from digenrl.config.compose import composed, config_directory, group_options
+from digenrl.config.compose import composed, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.removed import FORGOTTEN
 from digenrl.config.schema import RESUMABLE, SCHEMAS, may_change
+from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of, shown
 from digenrl.record.redact import redact, redact_text

@@ -1,9 +1,17 @@
-"""Which objects `_target_` may name, checked without importing any of them.
+"""The classes that `_target_` may name, checked without importing any of them.
 
-Hydra turns `_target_` into a call, so a configuration is code. Two gates: before anything is imported, every target
-of the whole tree must lie in an allowed package and be defined there (own packages: found by reading their source,
-which also yields misspelt constructor arguments); at instantiation, the object that was found must itself have been
-defined in an allowed package, so that an alias such as `digenrl.x.os.system` leads nowhere.
+Hydra turns `_target_` into a call, so a configuration is code. The rule is that a target may be one of three:
+
+- A class in `ROOMS` that a file of the shipped configs/ names.
+- A class in `FOREIGN`.
+- Anything public in a package that `allow_targets` names on the command line. Our own packages are excepted.
+
+So commands, functions and whatever calls something by another name (`class_path`, `hydra.utils.get_method`) are no
+components. A configuration directory of the user's own adds nothing to the list.
+
+Two gates keep the rule. Before anything is imported, every target of the whole tree must obey it, and take the
+arguments that it is given; both are read from source. At instantiation, what `allow_targets` admitted must also have
+been defined in an admitted package, so that an alias such as `mine.os.system` leads nowhere.
 """
 
 from __future__ import annotations
@@ -16,14 +24,39 @@ from pathlib import Path
 from typing import Any
 
 import hydra.utils
+import yaml
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl.config.errors import listing, nearest
 from digenrl.config.removed import reason
+from digenrl.config.shipped import config_directory
 
-ALLOWED_PACKAGES: tuple[str, ...] = ("digenrl", "reward_models", "lightning", "torch.optim", "torchmetrics")
+ROOMS: tuple[str, ...] = (
+    "digenrl.algorithms",
+    "digenrl.callbacks",
+    "digenrl.diffusion",
+    "digenrl.extensions",
+    "digenrl.models",
+    "digenrl.rewards",
+    "digenrl.strategy",
+    "reward_models",
+)
+"""Packages of our own that hold components. A file of configs/ can add a class of these to the list, nothing else."""
+
+FOREIGN: tuple[str, ...] = (
+    "lightning.pytorch.Trainer",
+    "lightning.pytorch.loggers.CSVLogger",
+    "lightning.pytorch.loggers.TensorBoardLogger",
+    "torch.optim.Adam",
+    "torch.optim.AdamW",
+    "torch.optim.SGD",
+)
+"""Classes of other packages: those that configs/ names, and the optimizers that docs/adding.md offers beside them."""
+
 _OWN = ("digenrl", "reward_models")
+_READ = (*_OWN, "lightning")
+"""Packages whose source tells which arguments a target takes."""
 _HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 _Definition = ast.ClassDef | ast.FunctionDef
 
@@ -46,28 +79,58 @@ def targets(tree: Any) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
             yield path, node["_target_"], node
 
 
+@functools.cache
+def components() -> frozenset[str]:
+    """Return the dotted names of the classes that every configuration may name."""
+    named = set(FOREIGN)
+    for file in config_directory().rglob("*.yaml"):
+        try:
+            tree = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except yaml.YAMLError:
+            continue  # Hydra says what is wrong with the file when somebody chooses it
+        own = (target for _, target, _ in targets(tree) if isinstance(target, str))
+        named.update(target for target in own if _lies_in(target, ROOMS))
+    return frozenset(named)
+
+
+def _lies_in(target: str, packages: Sequence[str]) -> bool:
+    """Return whether the dotted name is a public one inside a package of `packages`."""
+    public = not any(part.startswith("_") for part in target.split("."))
+    return public and any(target.startswith(f"{package}.") for package in packages)
+
+
 def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
-    """Whether the dotted name is a public one inside an allowed package."""
-    if any(part.startswith("_") for part in target.split(".")):
-        return False  # private helpers, such as Lightning's `_load`, are no components
-    return any(target.startswith(f"{package}.") for package in (*ALLOWED_PACKAGES, *allow))
+    """Return whether `target` obeys the rule above.
+
+    Args:
+        allow: the packages that `allow_targets` names on the command line.
+    """
+    return target in components() or (target.partition(".")[0] not in _OWN and _lies_in(target, allow))
 
 
 def target_problems(tree: Any, allow: Sequence[str] = ()) -> list[str]:
-    """Everything wrong with the targets of `tree`; nothing is imported."""
+    """Return everything wrong with the targets of `tree`. Nothing is imported."""
     problems = []
     for path, target, node in targets(tree):
         where = f"{path}._target_" if path else "_target_"
         if not isinstance(target, str):
             problems.append(f"{where} = {target!r}: use the dotted name of a class, as text.")
         elif not is_allowed(target, allow):
-            problems.append(
-                f"{where} = {target}: refused. Targets may lie in {listing(ALLOWED_PACKAGES)}; "
-                f"allow_targets=[{target.partition('.')[0]}] on the command line adds a package that you trust."
-            )
-        elif target.partition(".")[0] in (*_OWN, "lightning"):
+            problems.append(f"{where} = {target}: refused, because {_refusal(target)}.")
+        elif target.partition(".")[0] in _READ:
             problems += _definition_problems(where, path, target, node)
     return problems
+
+
+def _refusal(target: str) -> str:
+    """Return why `target` is not allowed, and what can be done."""
+    close = nearest(target, components())
+    hint = f"; nearest: {close}" if close else ""
+    if target.partition(".")[0] in _OWN:
+        return f"no file of the shipped configs/ names it as a component{hint}"
+    package = target.rpartition(".")[0] or target
+    trust = f"if you trust it, add allow_targets=[{package}] on the command line"
+    return f"it is not among the classes that a run uses{hint}; {trust}"
 
 
 def _definition_problems(where: str, path: str, target: str, node: Mapping[str, Any]) -> list[str]:
@@ -84,6 +147,8 @@ def _definition_problems(where: str, path: str, target: str, node: Mapping[str, 
         close = nearest(name, known)
         hint = f"nearest: {module}.{close}" if close else f"it has {listing(known)}"
         return [f"{where} = {target}: {module} defines no {name}; {hint}."]
+    if isinstance(definition, ast.FunctionDef) and target.partition(".")[0] in _OWN:
+        return [f"{where} = {target}: {name} is a function; a component is a class."]
     accepted = _arguments(module, definition)
     if accepted is None:
         return []
@@ -207,7 +272,7 @@ def instantiate(node: Any, *arguments: Any, **named: Any) -> Any:
 
     Raises:
         PermissionError: a target of `node`, or of anything below it, is not allowed, or is an alias of something
-            that was defined outside the allowed packages.
+            that was defined elsewhere.
         Exception: what the target itself raised, in its own words.
     """
     root = node._get_root() if isinstance(node, (DictConfig, ListConfig)) else None
@@ -218,7 +283,7 @@ def instantiate(node: Any, *arguments: Any, **named: Any) -> Any:
     for path, target, _ in targets(plain):
         found = hydra.utils.get_object(target)
         home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
-        if not is_allowed(home, allow):
+        if target not in components() and not is_allowed(home, allow):
             raise PermissionError(f"{path or 'node'}: _target_ = {target} is an alias of {home}, which is refused.")
     try:
         return hydra.utils.instantiate(node, *arguments, **named)

@@ -16,7 +16,10 @@ a service is sent them, and `source_images` gives them in the size of the media.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
@@ -102,6 +105,33 @@ def check_scores(name: str, scores: object, samples: int) -> Tensor:
         )
     scores = scores.detach().to("cpu", torch.float32)
     return scores.masked_fill(scores.isinf(), torch.nan)
+
+
+@contextmanager
+def contained(name: str) -> Iterator[None]:
+    """Turn what ends a thread or a process (SystemExit, KeyboardInterrupt, CancelledError) into a failure of the
+    scorer: nobody would otherwise learn of the end of a scorer's thread. Ctrl-C of a user passes.
+
+    Args:
+        name: of the scorer.
+
+    Raises:
+        RewardError: in place of a `BaseException` that is no `Exception`.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        in_main = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and in_main and interruptible:
+            raise
+        said = f": {error}" if str(error) else ""
+        raise RewardError(
+            f"Scorer `{name}` raised {type(error).__name__}{said}, which would end its process: a scorer reports a "
+            "failure by an Exception, and a missing score by RewardUnavailable."
+        ) from error
 
 
 def as_frames(media: Tensor) -> Tensor:

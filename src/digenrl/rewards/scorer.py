@@ -140,7 +140,7 @@ class AsyncScorer:
             return
         try:
             results = self._score_cached(batch)
-        except Exception as error:
+        except BaseException as error:
             # The caller of `result()` is who can act on it; this thread must live on for the other tasks.
             for task in batch:
                 task.future.set_exception(error)

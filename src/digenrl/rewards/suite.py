@@ -27,6 +27,7 @@ from digenrl.rewards.protocol import (
     Scorer,
     check_media,
     check_scores,
+    contained,
     identity_of,
 )
 from digenrl.types import Prompt
@@ -173,7 +174,7 @@ class RewardSuite:
     def _ask(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, str]:
         """([B] scores, why some of them are missing)."""
         try:
-            with self.stage(f"score {name}"), torch.no_grad():
+            with self.stage(f"score {name}"), torch.no_grad(), contained(name):
                 # A scorer may write into what it is given: the next one, and the caller, keep what was generated.
                 scores = check_scores(name, self._scorers[name](media.clone(), prompts), len(prompts))
             return scores.clone(), "the scorer gave no finite score"

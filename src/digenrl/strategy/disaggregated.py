@@ -32,7 +32,6 @@ from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment, Session, World
 from digenrl.data import PromptSampler
-from digenrl.extensions.links.broadcast import EVERYONE, Audience, BroadcastLink
 from digenrl.record.decision_log import DecisionLog
 from digenrl.record.run_dir import DECISIONS, append_event, tell_unwritten
 from digenrl.record.span_log import SpanLog
@@ -44,19 +43,19 @@ from digenrl.schedule.ranks import Roles
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read
 from digenrl.strategy.checkpoint_storage import PREFIX
-from digenrl.strategy.consent import Consent
 from digenrl.strategy.context import Context
-from digenrl.strategy.evaluating import Evaluations, Examiner, number_of_evaluated
+from digenrl.strategy.evaluating import Evaluations, EvaluationWorker, evaluation_version
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.measured_shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
-from digenrl.strategy.stream import FragmentStream, Inbox, NoRecord, Record, Source
+from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.stream import FragmentSource, FragmentStream, Inbox, NoTrajectoryRecord, TrajectoryRecord
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Placement, StepBoard
-from digenrl.transport.link import SocketLink
-from digenrl.transport.weights import Version, attest, publish, take_part
+from digenrl.transport.link import LinkMaker, socket_link
+from digenrl.transport.weights import attest, publish, take_part
 from digenrl.types import StepGivenUp
 
 if TYPE_CHECKING:
@@ -82,6 +81,7 @@ class DisaggregatedStrategy(DDPStrategy):
         recording: is told everything that this trainer trains on.
         source: makes, of the trainer's parts, where fragments come from; None: from ranks that generate.
         evaluated: what rollouts draw for evaluations; None: nothing, trainers evaluate by themselves.
+        link: makes the link with which this rank sends and receives.
     """
 
     strategy_name = "disaggregated"
@@ -102,10 +102,11 @@ class DisaggregatedStrategy(DDPStrategy):
         split_claims: bool = False,
         expected: Mapping[tuple[str, int], float] | None = None,
         record_bytes: float = math.inf,
-        recording: Record | None = None,
-        source: Callable[[Inbox, Hooks, PromptSampler, SpanLog], Source] | None = None,
+        recording: TrajectoryRecord | None = None,
+        source: Callable[[Inbox, Hooks, PromptSampler, SpanLog], FragmentSource] | None = None,
         evaluated: FixedSamples | None = None,
         checkpoint_io: Any = None,
+        link: LinkMaker = socket_link,
     ) -> None:
         timeout = timedelta(seconds=session.limits.collective_s)
         super().__init__(cluster_environment=RoleEnvironment(world), checkpoint_io=checkpoint_io, timeout=timeout)
@@ -113,8 +114,8 @@ class DisaggregatedStrategy(DDPStrategy):
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
         self._unequal = unequal and sharding == "ddp"
         self._expected, self._record_bytes = expected or {}, record_bytes
-        self._recording, self._make_source = recording or NoRecord(), source
-        self._sampler, self._last_step, self._evaluated = sampler, last_step, evaluated
+        self._recording, self._make_source = recording or NoTrajectoryRecord(), source
+        self._sampler, self._last_step, self._evaluated, self._make_link = sampler, last_step, evaluated, link
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
         """Logical batches published so far = the RL step in progress."""
@@ -125,10 +126,8 @@ class DisaggregatedStrategy(DDPStrategy):
         self.saving: Writing | None = None
         """The checkpoint that is being written."""
         self.current: dict[str, Tensor] = {}
-        """Weights of `version`, on trainer 0: for the same, for who joins while no rollout holds them, and to tell what
-        the next one changes."""
-        self._sent: dict[int, int] = {}
-        """Rollout rank -> version that trainer 0 has sent to it last."""
+        """Weights of `version`, on trainer 0: for an exact resume, and for a rank that joins while no rollout holds
+        them."""
         self._first_step = 0
         self._agreed = 0
         """Decisions that sharded trainers have taken together."""
@@ -179,7 +178,7 @@ class DisaggregatedStrategy(DDPStrategy):
         limits, progress = session.limits, session.progress
         store = StoreClient(*session.store)
         self.control = Control(store, world.rank, limits.start_s)
-        self.link = self._made_link(store)
+        self.link = self._make_link(self.control, world, session, self.root_device)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(path, world.rank, world.role, session.epoch, progress, self._record_bytes)
         self.published = PublishedCopy(self.engine.policy, self.spec, sharding=self.sharding)
@@ -234,40 +233,24 @@ class DisaggregatedStrategy(DDPStrategy):
             agree=self._agree,
             versions=lambda: (self.previous, self.current),
         )
-        self.consent = Consent(self.control, world, self._sharded, self._droppable)
+        self.stop_vote = StopVote(self.control, world, self._sharded, self._droppable)
         self.evaluations = Evaluations(
             self._evaluated,
             world,
             self.control,
-            self.consent,
+            self.stop_vote,
             self.spans,
             self.ledger,
             self.inbox.receive,
             self._agree,
             self._publish_evaluated,
         )
-        self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.consent)
-        self._source: Source = self._lending
+        self._lending = Lending(
+            self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.stop_vote
+        )
+        self._source: FragmentSource = self._lending
         if self._make_source is not None:
             self._source = self._make_source(self.inbox, hooks, self._sampler, self.spans)
-
-    def _made_link(self, store: StoreClient) -> SocketLink:
-        """This rank's: with broadcasts, where it is one of their audience."""
-        session, world, audience = self.session, self.world, [0, *self.world.rollout_ranks]
-        kind: Callable[..., SocketLink] = SocketLink
-        if session.network.publication == "broadcast" and world.rollouts and world.rank in audience:
-            tell = partial(append_event, session.run_dir)
-            kind = partial(BroadcastLink, Audience(audience, store, self.root_device, self._members, tell))
-        return kind(
-            self.control,
-            world.rank,
-            session.host,
-            session.handshake,
-            network=session.network,
-            watched=session.watched,
-            limits=session.limits,
-            stage=session.progress.stage,
-        )
 
     def _new_board(self, step: int) -> StepBoard:
         return StepBoard(
@@ -334,7 +317,7 @@ class DisaggregatedStrategy(DDPStrategy):
         if self.world.is_trainer and self.lightning_module.trainer.training:
             per_update = self.micro_batches_per_update
             return FragmentStream(
-                self.spec, per_update, lambda: self.version, self.inbox, self._source, self.ledger, self.consent
+                self.spec, per_update, lambda: self.version, self.inbox, self._source, self.ledger, self.stop_vote
             )
         return dataloader
 
@@ -403,7 +386,7 @@ class DisaggregatedStrategy(DDPStrategy):
             self.ledger.end_fragment()  # what follows belongs to the update
             if self.world.trainers > 1:
                 with self.spans.span("wait", cause="straggler", step=self.version):
-                    self.consent.begin_update()
+                    self.stop_vote.begin_update()
                     dist.barrier()
             with self.spans.span("optimizer", step=self.version, what="reduce"):
                 trained = self._trained().values()
@@ -439,17 +422,10 @@ class DisaggregatedStrategy(DDPStrategy):
             if self.is_global_zero:
                 note_version(self.control, version)
                 routes = self._routes(version)
-                holders, base = self._holders(version, routes), Version(self.version, "", self.current)
-                kept = self.current if self.spec.async_steps else {}
-                if not holders:  # two copies at once would be one too many
-                    self.current, base = {}, Version(self.version, "", {})
-                made = publish(
-                    version, source, self.link, routes, agree, like, version == 0, base=base, holders=holders
-                )
-                facts |= {"digest": made.digest, "changes_to": len(holders)}
+                kept, self.current = self.current if self.spec.async_steps else {}, {}  # two copies would be too many
+                made = publish(version, source, self.link, routes, agree, like, version == 0)
+                facts["digest"] = made.digest
                 self.previous, self.current = kept or None, dict(made.tensors)
-                for rank, further in routes.items():
-                    self._sent |= dict.fromkeys((rank, *further), version)
                 append_event(self.session.run_dir, "publish", {"version": version, "digest": made.digest})
                 self.runner.claims.forget(version)
             elif replicas == 1:
@@ -470,10 +446,9 @@ class DisaggregatedStrategy(DDPStrategy):
             return ""
         with self.spans.span("publish", version=version, evaluated=True) as facts:
             if self.is_global_zero:
-                like, number = self.engine.policy.generating_parameters(), number_of_evaluated(version)
+                like, number = self.engine.policy.generating_parameters(), evaluation_version(version)
                 made = publish(number, source, self.link, self._routes(version), lambda digest: None, like)
                 facts["digest"] = made.digest
-                self._sent.clear()  # the next version may come while a rollout has these in use: it travels whole
                 return made.digest
             if self.sharding != "ddp":
                 take_part(source)
@@ -488,29 +463,13 @@ class DisaggregatedStrategy(DDPStrategy):
     def _serve(self, rank: int) -> None:
         """Send the present version to `rank`, which joined, and asked for it because no rollout holds it."""
         publish(self.version, self.current, self.link, {rank: ()}, agree=lambda digest: None)
-        self._sent[rank] = self.version
-
-    def _holders(self, version: int, routes: Mapping[int, Sequence[int]]) -> set[int]:
-        """Of the ranks that get `version` from here, those that get its changes: they, and who gets it from them, had
-        the version before from here last."""
-        network, before = self.session.network, version - 1
-        return {
-            rank
-            for rank, further in routes.items()
-            if rank != EVERYONE and self.current and network.tells_changes(version, self.link.is_thin(rank))
-            if self.version == before and all(self._sent.get(each) == before for each in (rank, *further))
-        }
 
     def _routes(self, version: int) -> dict[int, list[int]]:
-        """Who gets `version` from here -> ranks of its node to which it passes it on. A broadcast's audience is one,
-        who joined gets a stream."""
-        if isinstance(self.link, BroadcastLink):
-            return {rank: [] for rank in (EVERYONE, *self.control.survivors(()))}
-        return self._streams(version, self.control.survivors(self.world.rollout_ranks))
+        """Return who gets `version` from here, and the ranks of that rank's node to which it passes the version on.
 
-    def _streams(self, version: int, ranks: Sequence[int]) -> dict[int, list[int]]:
-        """The weights that a run begins with are not sent, so nobody waits for the addresses of rollouts that are still
-        loading."""
+        The weights that a run begins with are not sent, so nobody waits for the addresses of rollouts that still load.
+        """
+        ranks = self.control.survivors(self.world.rollout_ranks)
         if self.session.watched or version == 0:
             return {rank: [] for rank in ranks}
         routes: dict[int, list[int]] = {}
@@ -522,11 +481,6 @@ class DisaggregatedStrategy(DDPStrategy):
             else:
                 first[host], routes[rank] = rank, []
         return routes
-
-    def _members(self, version: int) -> dict[int, list[int]]:
-        """`_streams` to those of the broadcast's audience that are there."""
-        ranks = self.control.survivors(self.world.rollout_ranks)
-        return self._streams(version, [rank for rank in ranks if rank < self.world.size])
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Publish the version that training starts from (and, for an exact asynchronous resume, the one before)."""
@@ -583,8 +537,13 @@ class DisaggregatedStrategy(DDPStrategy):
         model = self.engine.policy
         if self.world.joined:
             self.control.join(self.world.rank)
-        leave, examiner = self.session.leave, Examiner(self._evaluated, self.engine, self.control, self.world.rank)
-        RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave, examiner).run()
+        leave, evaluation_worker = (
+            self.session.leave,
+            EvaluationWorker(self._evaluated, self.engine, self.control, self.world.rank),
+        )
+        RolloutWorker(
+            self.world, self.runner, model, self.control, self.link, self.spans, leave, evaluation_worker
+        ).run()
         if leave.is_set():
             self.link.drain()  # what this rank has given away is on its way when it says that it has left
 

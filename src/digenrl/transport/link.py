@@ -2,11 +2,11 @@
 
     caller's thread             thread link-to-PEER          thread link-reader          caller's thread
     send -> encode -> outbox -> (waits for the address,  ->  decode -> inbox         ->  receive
-                    (bounded)   connects, packs, writes)
+                    (bounded)   connects, writes)
 
 `send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted. `receive` waits at most its
-timeout. A reader waits for bytes, and ends when the peer closes the connection. What goes over a thin line is packed
-(`network.compress`): the hardware profile says which lines are thin, or what they were seen to carry.
+timeout. A reader waits for bytes, and ends when the peer closes the connection. An extension can change what travels
+between two ranks: each end of a connection passes its messages through a `Line`.
 
 Why sockets and not gloo: an expired gloo wait closes the pair, a posted receive cannot be polled, and building a pair
 can deadlock two ranks that send to each other. A socket reports a dead peer at once. Collectives stay with
@@ -23,41 +23,45 @@ import queue
 import socket
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from digenrl.cluster.control import Aborted, Control, PeerLost
 from digenrl.cluster.handshake import Gate, Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.network import ANYWHERE, Network
 from digenrl.cluster.store import StoreLost
-from digenrl.transport.wire import Buffers, Kind, Message, WireError, decode, encode, packed
+from digenrl.cluster.world import Session, World
+from digenrl.transport.wire import Buffers, Message, WireError, decode, encode, on_host
 
 RELAY = "relay"
 """Key of a message's meta: ranks to which the receiver's link passes it on, whatever the receiver does meanwhile."""
-PACK = "pack"
-"""... and whether its tensors are packed on every line."""
 _BUFFER = 4 << 20
-_BURSTS, _FULL = 4, 2
-"""How many messages without a pause tell what a line carries, of more than so many times the kernel's buffer."""
 _VECTOR = 1024
 """Buffers that one system call takes (IOV_MAX of Linux)."""
 MAX_MESSAGE_BYTES = 64 << 30
 _DEFAULT = Limits()
-_Queued = tuple[Buffers, bool, float]
-"""An encoded message, whether it is packed on every line, and the seconds that an emulated line takes for it."""
+_Queued = tuple[Message, Buffers]
+"""A message, and its buffers where its line leaves it as it is."""
+Routes = Mapping[int, Sequence[int]]
+"""Receiving rank -> further ranks, to which the receiving rank passes the message on."""
 
 
 class Link(Protocol):
-    """What the strategy needs from a transport. RDMA or NCCL transports fit behind these three calls."""
+    """Messages between ranks, as the strategy needs them. RDMA or NCCL transports fit behind these five calls."""
 
     def send(self, peer: int, message: Message) -> None:
         """Queue `message` for `peer`; blocks only while the peer's bounded queue is full. The tensors belong to the
         link from now on: do not write to them."""
+
+    def multicast(self, routes: Routes, message: Message) -> None:
+        """Queue `message` for every rank of `routes`, as `send` does."""
 
     def receive(self, timeout: float) -> Message | None:
         """The next message from anybody, or None after `timeout` seconds. Raises what broke a connection, except after
@@ -70,14 +74,55 @@ class Link(Protocol):
         """Flush queued messages (bounded; not at all in an aborted run), then close."""
 
 
+class Line(Protocol):
+    """One direction of the connection with one peer: what becomes of messages there. Called in the link's threads."""
+
+    def outgoing(self, message: Message) -> Message:
+        """Return what is written in place of `message`, whose tensors are contiguous and in CPU memory."""
+
+    def written(self, size: int, room: int, more: bool) -> None:
+        """Note that a message of `size` bytes has been written to a socket whose buffer holds `room` bytes.
+
+        Args:
+            more: the next message is waiting already.
+        """
+
+    def incoming(self, message: Message) -> Message:
+        """Return the message that the peer's `outgoing` was given, from what that returned."""
+
+
+class PlainLine:
+    """A `Line` that changes nothing."""
+
+    def outgoing(self, message: Message) -> Message:
+        return message
+
+    def written(self, size: int, room: int, more: bool) -> None:
+        """Nothing is measured."""
+
+    def incoming(self, message: Message) -> Message:
+        return message
+
+
+Lines = Callable[[int], Line]
+"""Makes the line of one direction of a connection, given the peer."""
+
+
+class LinkMaker(Protocol):
+    """How a rank comes to its link; `socket_link`, or what an extension makes."""
+
+    def __call__(self, control: Control, world: World, session: Session, device: torch.device) -> Link: ...
+
+
 class SocketLink:
     """`Link` over TCP with one sender thread per peer and one reader thread per inbound connection.
 
     Args:
-        network: in whose range of ports it listens, on `host`; which lines are thin, and what is packed.
+        network: the range of ports in which the link listens, on `host`.
         watched: a launcher judges every death. Otherwise a connection that ends before the run does is an error.
         limits: how long `close` waits for what is still queued, and how long the launcher may take to judge a death.
         stage: entered with "send" while a message is written.
+        lines: what becomes of messages between two ranks.
     """
 
     def __init__(
@@ -91,13 +136,13 @@ class SocketLink:
         watched: bool = True,
         limits: Limits = _DEFAULT,
         stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        lines: Lines = lambda peer: PlainLine(),
     ) -> None:
         self._control, self._rank, self._handshake, self._depth = control, rank, handshake, queue_depth
         self._watched, self._limits, self._stage = watched, limits, stage
         self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
         self._outboxes: dict[int, tuple[queue.Queue[_Queued | None], threading.Thread]] = {}
-        self._network, self._seen = network, defaultdict[int, deque[float]](lambda: deque(maxlen=_BURSTS))
-        """Peer -> MB/s that its connection carried of late."""
+        self._lines = lines
         self._opening, self._closing = threading.Lock(), threading.Event()
         listener = network.listen(host)
         self._gate = Gate(listener, handshake, _purpose(rank), self._reader)
@@ -109,8 +154,8 @@ class SocketLink:
         if peer == self._rank:
             self._inbox.put(message)
             return
-        seconds = self._network.send_s if message.kind in (Kind.CELLS, Kind.STATE) else 0.0
-        queued = (encode(message), bool(message.meta.get(PACK)), seconds)  # here: a bad one fails in its author's stack
+        message = on_host(message)
+        queued = message, encode(message)  # here: a bad one fails in its author's stack
         outbox, thread = self.open(peer)
         while True:
             try:
@@ -122,9 +167,10 @@ class SocketLink:
                         return None
                     raise ConnectionError(f"rank {self._rank} can no longer send to rank {peer}.") from None
 
-    def is_thin(self, peer: int) -> bool:
-        """Whether the line to `peer` is a thin one."""
-        return self._network.is_thin(peer, max(self._seen[peer], default=math.inf))
+    def multicast(self, routes: Routes, message: Message) -> None:
+        for rank, further in routes.items():
+            relay = {RELAY: list(further)} if further else {}
+            self.send(rank, replace(message, meta={**message.meta, **relay}))
 
     def open(self, peer: int) -> tuple[queue.Queue[_Queued | None], threading.Thread]:
         """Connect to `peer`, which from then on sees this rank's end; returns its queue and the thread that empties
@@ -182,20 +228,14 @@ class SocketLink:
             host, port = address.rsplit(":", 1)
             with self._handshake.connect(host, int(port), _purpose(peer), self._rank) as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-                room, burst, began = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF), 0, 0.0
+                room, line = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF), self._lines(peer)
                 while (queued := outbox.get()) is not None:
-                    began = began if burst else time.monotonic()
                     with self._stage("send"):
-                        buffers, always, seconds = queued
-                        time.sleep(seconds)
-                        if always or self._network.packs(self.is_thin(peer)):
-                            buffers = packed(buffers)
+                        message, buffers = queued
+                        if (changed := line.outgoing(message)) is not message:
+                            buffers = encode(changed)
                         _write(sock, buffers)
-                    burst += sum(map(len, buffers))
-                    if outbox.empty():
-                        if burst > _FULL * room:  # what the buffer holds is not over the line yet
-                            self._seen[peer].append((burst - room) / (time.monotonic() - began) / 1e6)
-                        burst = 0
+                    line.written(sum(map(len, buffers)), room, more=not outbox.empty())
         except PeerLost:
             return
         except (OSError, Aborted) as error:
@@ -211,6 +251,7 @@ class SocketLink:
 
     def _reader(self, sock: socket.socket, peer: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+        line = self._lines(peer)
 
         def read(buffer: memoryview) -> None:
             while buffer:
@@ -221,10 +262,7 @@ class SocketLink:
 
         try:
             while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
-                message = decode(read, MAX_MESSAGE_BYTES)
-                if message.kind is Kind.WEIGHTS and not message.tensors:  # its end
-                    time.sleep(self._network.fetch_s)
-                self._deliver(message)
+                self._deliver(line.incoming(decode(read, MAX_MESSAGE_BYTES)))
         except (OSError, EOFError, WireError, Aborted) as error:
             # A dead peer is the launcher's to judge; a broken message is ours.
             if isinstance(error, WireError) and not self._closing.is_set():
@@ -242,9 +280,31 @@ class SocketLink:
     def _pass_on(self, message: Message) -> None:
         """Send a message on to the other ranks of this node: it crosses the network once."""
         further = message.meta.get(RELAY, ())
-        onward = replace(message, meta={key: it for key, it in message.meta.items() if key not in (RELAY, PACK)})
+        onward = replace(message, meta={key: it for key, it in message.meta.items() if key != RELAY})
         for peer in further:
             self.send(int(peer), onward)
+
+
+def socket_link(
+    control: Control,
+    world: World,
+    session: Session,
+    device: torch.device,
+    kind: Callable[..., SocketLink] = SocketLink,
+    **changes: Any,
+) -> SocketLink:
+    """Return this rank's link, of class `kind`, with `changes` to its arguments."""
+    return kind(
+        control,
+        world.rank,
+        session.host,
+        session.handshake,
+        network=session.network,
+        watched=session.watched,
+        limits=session.limits,
+        stage=session.progress.stage,
+        **changes,
+    )
 
 
 def _purpose(rank: int) -> str:

@@ -3,7 +3,6 @@
     trainer 0                                          rollout rank
     publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add, until the digest has come and matches  -->  adopt
                                                        (one rank of a node passes each message on inside it: the link)
-    ... over a thin line: changes of each bucket -->   ... made whole from the version before, which it holds
     any rank that holds the version: publish   -->     a rank that has joined, and asked it
     other trainers: attest (replicas) or take_part (shards); they hold no copy
 
@@ -12,35 +11,30 @@ rollouts hold: 16 bit where they compute in it. Of the weights that a run begins
 have them. A version travels in buckets of consecutive parameters, so that copying, hashing, sending and checking
 overlap. The last message carries the digest; without it nothing is adopted. Both sides first compare a digest of names,
 shapes and dtypes (`table`).
-
-Changes of a bucket are its exclusive or with the version before: zeros where nothing has changed, which the wire packs
-away, and small numbers where a value has moved a little. The digest is that of the whole version all the same.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from digenrl.transport.link import PACK, RELAY, Link
-from digenrl.transport.wire import Kind, Message, tensor_bytes
+from digenrl.transport.link import Link, Routes
+from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
 _BUCKET_BYTES = 4 << 20
 _MOST_BUCKETS = 32
-"""Of a version: fewer than a link queues for a peer, so that a slow peer does not hold up the trainer."""
+"""Buckets of a version: fewer than a link queues for a peer, so that a slow peer does not hold up the trainer."""
 _PIECE_BYTES = 16 << 20
-"""Of a parameter, that `attest` looks at at once."""
-BASE = "base"
-"""Key of a message's meta: the version since which it tells the changes."""
+"""Bytes of a parameter that `attest` hashes at once."""
 _ALIGNMENT = 64
-"""Of a tensor within its bucket, as torch allocates: kernels then take the same path on every rank."""
+"""Bytes to which a tensor is aligned in its bucket, as torch does: kernels then take the same path on every rank."""
 
 
 class WeightsError(RuntimeError):
@@ -92,7 +86,7 @@ def table(parameters: Mapping[str, Tensor]) -> str:
 
 
 def buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
-    """Which parameters travel together; a function of what `table` covers.
+    """Return which parameters travel together: a function of what `table` covers.
 
     A bucket is filled up to a power of two, in which torch hands out pinned memory: the next version finds the blocks
     of the one before.
@@ -123,13 +117,11 @@ def publish(
     number: int,
     parameters: Mapping[str, Tensor],
     link: Link,
-    routes: Mapping[int, Sequence[int]],
+    routes: Routes,
     agree: Callable[[str], None],
     like: Mapping[str, Tensor] | None = None,
     there: bool = False,
     sender: int = 0,
-    base: Version | None = None,
-    holders: Collection[int] = (),
 ) -> Version:
     """Copy `parameters` and send them as version `number`. When it returns, the copy is complete, and later optimizer
     steps cannot change it, however slow the link.
@@ -142,28 +134,21 @@ def publish(
         like: tensors with the dtypes that travel; None = those of `parameters`.
         there: the ranks hold these weights already, as at the beginning of a run: the digest alone is sent.
         sender: this rank; receivers keep apart what comes from two.
-        base: the version that `holders`, ranks of `routes`, and those to which they pass on, had from here last: they
-            get what has changed since.
     """
     like = parameters if like is None else like
     known, plan = table(like), buckets(like)
     meta = {"version": number, "table": known, "sender": sender}
-    whole = {rank: further for rank, further in routes.items() if rank not in holders}
-    held = {rank: further for rank, further in routes.items() if rank in holders}
     tensors: dict[str, Tensor] = {}
     digests: list[str] = []
     for index, bucket in enumerate(plan):
         data = bucket.filled(parameters, like)
         if not there:
-            _send(link, whole, meta | {"bucket": index}, {"data": data})
-        if held and base is not None:
-            changes = data ^ bucket.filled(base.tensors, like)
-            _send(link, held, meta | {"bucket": index, BASE: base.number, PACK: True}, {"data": changes})
+            link.multicast(routes, Message(MessageKind.WEIGHTS, meta | {"bucket": index}, {"data": data}))
         digests.append(xxhash.xxh3_64_hexdigest(tensor_bytes(data)))
         tensors |= bucket.views(data, like)
     digest = _combined(digests)
     agree(digest)
-    _send(link, routes, meta | {"digest": digest})
+    link.multicast(routes, Message(MessageKind.WEIGHTS, meta | {"digest": digest}))
     return Version(number, digest, tensors)
 
 
@@ -192,17 +177,6 @@ def take_part(parameters: Mapping[str, Tensor]) -> None:
             _whole(parameters[name])
 
 
-def _send(
-    link: Link,
-    routes: Mapping[int, Sequence[int]],
-    meta: Mapping[str, object],
-    tensors: Mapping[str, Tensor] | None = None,
-) -> None:
-    for rank, further in routes.items():
-        relay = {RELAY: list(further)} if further else {}
-        link.send(rank, Message(Kind.WEIGHTS, {**meta, **relay}, tensors or {}))
-
-
 class Arrivals:
     """Collects the messages of a version until it is complete. `parameters` are this rank's own. A link keeps the order
     of a sender's messages: buckets come in order, the digest last; alone, it is that of weights which are there. Who
@@ -212,16 +186,9 @@ class Arrivals:
         self._parameters, self._table, self._plan = parameters, table(parameters), buckets(parameters)
         self._arrived: defaultdict[int, list[Message]] = defaultdict(list)
         """Sender -> messages of the version that comes from it."""
-        self._newest: Version | None = None
-        """The trainers' last one; without tensors where `parameters` hold it."""
-
-    def in_use(self, version: Version) -> None:
-        """`version` was adopted: the parameters hold it, and its bytes are no longer needed."""
-        if self._newest is version:
-            self._newest = replace(version, tensors={})
 
     def add(self, message: Message) -> Version | None:
-        """Take one message; the version that it completes, if it does.
+        """Take one message, and return the version that the message completes, if there is one.
 
         Raises:
             WeightsError: other names or shapes than this rank's, a bucket out of turn, or bytes that do not give the
@@ -239,7 +206,7 @@ class Arrivals:
             data, index = message.tensors.get("data"), message.meta.get("bucket")
             if index != place or place >= len(self._plan) or data is None or len(data) != self._plan[place].size:
                 raise WeightsError(f"weights of version {number}: bucket {index} came where {place} was expected.")
-            self._arrived[sender].append(self._made_whole(message, self._plan[place]))
+            self._arrived[sender].append(message)
             return None
         arrived = self._arrived.pop(sender)
         if not arrived:
@@ -248,7 +215,7 @@ class Arrivals:
                     f"this rank begins with other weights ({own}) than the trainers ({announced}): give all ranks the "
                     "same model.path, configuration, seed and versions of torch and diffusers."
                 )
-            return self._complete(Version(number, announced, {}), sender)
+            return Version(number, announced, {})
         digest = _combined(
             [part.digest or xxhash.xxh3_64_hexdigest(tensor_bytes(part.tensors["data"])) for part in arrived]
         )
@@ -257,25 +224,7 @@ class Arrivals:
         tensors: dict[str, Tensor] = {}
         for bucket, part in zip(self._plan, arrived, strict=True):
             tensors |= bucket.views(part.tensors["data"], self._parameters)
-        return self._complete(Version(number, digest, tensors), sender)
-
-    def _complete(self, version: Version, sender: int) -> Version:
-        if sender == 0 and version.number >= 0:
-            self._newest = version
-        return version
-
-    @torch.no_grad()
-    def _made_whole(self, message: Message, bucket: Bucket) -> Message:
-        """The bucket that a message brings, or whose changes it brings."""
-        if (base := message.meta.get(BASE)) is None:
-            return message
-        if self._newest is None or self._newest.number != base:
-            held = "none" if self._newest is None else f"version {self._newest.number}"
-            raise WeightsError(
-                f"version {message.meta['version']} came as changes since version {base}, but this rank holds {held}."
-            )
-        data = bucket.filled(self._newest.tensors or self._parameters, self._parameters)
-        return replace(message, tensors={"data": data.bitwise_xor_(message.tensors["data"])}, digest=None)
+        return Version(number, digest, tensors)
 
 
 @torch.no_grad()

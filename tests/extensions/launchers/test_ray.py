@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from digenrl import config as configuration
+from digenrl.config.errors import ConfigError
 from digenrl.extensions.launchers.on_ray import driver_host
 from tests.training import SMALL, Train, commands
 
@@ -144,3 +146,8 @@ def test_an_address_that_ranks_could_not_answer_is_refused(monkeypatch: pytest.M
     with pytest.raises(ValueError, match=r"ray.address = ray://head:10001: ranks could not reach .*ray job submit"):
         driver_host(None)
     assert driver_host("127.0.0.1:6379") == "127.0.0.1"
+
+
+def test_resources_of_no_pool_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ray\.resources\.spot: is no pool .* its pools are local"):
+        configuration.load(["experiment=digits_flowgrpo", "ray.resources={spot:{GPU:1}}"])

@@ -19,9 +19,9 @@ from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.config.errors import ConfigError
-from digenrl.extensions.links.broadcast import EVERYONE, Audience, BroadcastLink
-from digenrl.preflight import publication
-from digenrl.transport.link import SocketLink
+from digenrl.extensions.links.broadcast import Audience, BroadcastLink
+from digenrl.extensions.links.settings import broadcasts
+from digenrl.transport.link import Routes, SocketLink
 from digenrl.transport.weights import Arrivals, Version, buckets, publish
 from digenrl.transport.wire import Message
 from tests.training import SMALL, Train, commands, fault, watch
@@ -46,13 +46,13 @@ class Ranks:
             range(4),
             StoreClient(HOST, self.server.port, OURS),
             torch.device("cpu"),
-            lambda version: {peer: [] for peer in control.survivors((1, 2, 3))},
             lambda kind, facts: self.told.append((kind, facts)),
         )
         return BroadcastLink(audience, control, rank, HOST, OURS, limits=Limits(verdict_s=2.0, leave_s=1.0))
 
     def publish(self, number: int, scale: float) -> Version:
-        return publish(number, weights(scale), self.links[0], {EVERYONE: ()}, lambda digest: None)
+        routes: Routes = dict.fromkeys(self.controls[0].survivors((1, 2, 3)), ())
+        return publish(number, weights(scale), self.links[0], routes, lambda digest: None)
 
     def arrived(self, rank: int) -> Version:
         """The next version of a rank."""
@@ -142,6 +142,8 @@ def test_a_version_that_lost_a_member_half_way_arrives_whole_as_streams(
 
 # ---- real commands
 
+TAKEN = "digenrl.extensions.links.broadcast.BroadcastLink._taken"
+"""A fault's point: a rollout takes a bucket."""
 APART = (*SMALL, "allocation.trainers=1", "allocation.rollouts=2", "max_rl_steps=3")
 
 
@@ -164,7 +166,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 def test_a_rollout_killed_in_a_broadcast_changes_no_weight(running: Any) -> None:
     """Against a calm run that publishes by streams; the first version was broadcast to both."""
-    killed = running(*APART, "network.publication=broadcast", *fault("broadcast", 2, "kill", call=2), fork=True)
+    killed = running(*APART, "network.publication=broadcast", *fault(TAKEN, 2, "kill", call=2), fork=True)
     found = learned(killed)
     calm = learned(running(*APART, "network.publication=stream", fork=True))
     assert_equal(found, calm)
@@ -193,7 +195,7 @@ def test_broadcasts_give_the_weights_that_streams_give(running: Any, words: tupl
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["stop", "kill"])
 def test_who_is_suspended_or_killed_at_the_first_broadcast_holds_nobody_up(running: Any, action: str) -> None:
-    struck = running(*APART, "network.publication=broadcast", *fault("broadcast", 1, action), fork=True)
+    struck = running(*APART, "network.publication=broadcast", *fault(TAKEN, 1, action), fork=True)
     calm = running(*APART, "network.publication=stream", fork=True)
     assert_equal(learned(struck), learned(calm))
     assert struck.summary["status"] == "completed"
@@ -217,9 +219,9 @@ def test_where_a_broadcast_cannot_be_is_said_in_one_message(words: tuple[str, ..
 
 @pytest.mark.parametrize(
     ("hardware", "words", "chosen"),
-    [("cpu", (), "stream"), ("testbed_b", (), "broadcast"), ("testbed_b", ("launch=ray",), "stream")],
+    [("cpu", (), False), ("testbed_b", (), True), ("testbed_b", ("launch=ray",), False)],
 )
-def test_auto_broadcasts_between_gpus_alone(hardware: str, words: tuple[str, ...], chosen: str) -> None:
+def test_auto_broadcasts_between_gpus_alone(hardware: str, words: tuple[str, ...], chosen: bool) -> None:
     words = ("experiment=sd35_flowgrpo", f"hardware={hardware}", "model.path=x", "network.publication=auto", *words)
     composed = configuration.load(words)
-    assert publication(composed.config, 1) == chosen
+    assert broadcasts(composed.config, 1) == chosen

@@ -51,10 +51,6 @@ def line() -> Iterator[Cable]:
         pytest.skip(str(error))
 
 
-def publications(train: Train) -> list[dict[str, Any]]:
-    return [row for row in train.rows("spans/rank-000.jsonl") if row["stage"] == "publish"]
-
-
 def far_run(running: Any, line: Cable, *words: str) -> tuple[Train, int]:
     """A run whose only rollout, from an early step on, is at the other end; bytes that the trainer sent there."""
     train = running(*WORDS, *words, f"network.interface={line.interface}", fork=True)
@@ -77,8 +73,4 @@ def test_a_remote_rollout_over_a_thin_line_changes_time_alone(running: Any, line
     plain, many = far_run(running, line, "network.delta=false", "network.compress=false")
     train, few = far_run(running, line, "network.whole_every=10")
     assert published(train) == published(plain) == published(calm)
-    told = {row["version"]: row["changes_to"] for row in publications(train)}
-    assert not any(row["changes_to"] for row in publications(plain))
-    assert told[0] == told[10] == 0
-    assert all(told[version] for version in (11, 12, 13, 14, 15, 16))
     assert few < 0.75 * many, f"{few} bytes in place of {many}"

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
+from digenrl.extensions.rewards import frames
 from digenrl.extensions.rewards.service import Limits, RewardService
-from digenrl.rewards import frames
 from digenrl.rewards.protocol import RewardUnavailable
 
 
@@ -40,6 +41,8 @@ class Moody:
                 raise RewardUnavailable("the judge is away")
             if prompt.text == "broken":
                 raise KeyError("no such weight")
+            if prompt.text == "exit":
+                sys.exit(3)
             if prompt.text == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(len(prompts))

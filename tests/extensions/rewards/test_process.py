@@ -73,6 +73,9 @@ def test_each_failure_of_a_call_is_told_apart():
         with pytest.raises(RewardError, match="KeyError: 'no such weight'") as caught:
             scorer(one, [Prompt("broken")])
         assert not isinstance(caught.value, RewardUnavailable)
+        with pytest.raises(RewardError, match="Scorer `Moody` raised SystemExit: 3") as caught:
+            scorer(one, [Prompt("exit")])
+        assert not isinstance(caught.value, RewardUnavailable)
         with pytest.raises(RewardUnavailable, match="died"):
             scorer(one, [Prompt("killed")])
         with pytest.raises(RewardError, match="2 times in a row") as caught:

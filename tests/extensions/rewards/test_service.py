@@ -6,6 +6,7 @@ import contextlib
 import math
 import socket
 import struct
+import sys
 import threading
 import time
 
@@ -14,9 +15,9 @@ import pytest
 import torch
 
 from digenrl.data import load_prompts
+from digenrl.extensions.rewards import frames
 from digenrl.extensions.rewards.client import ClientOptions, RewardClient
 from digenrl.extensions.rewards.service import Limits, RewardService, is_loopback, serve
-from digenrl.rewards import frames
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, source_images
 from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
@@ -189,6 +190,7 @@ def test_slow_bodies_and_slow_scorers_are_answered_in_time():
     [
         (lambda media, prompts: torch.zeros(2), 500),
         (lambda media, prompts: {}["secret-in-a-trace"], 500),
+        (lambda media, prompts: sys.exit("secret-in-a-trace"), 500),
     ],
 )
 def test_a_broken_scorer_is_an_error_without_its_details(scorer, code):
@@ -196,6 +198,7 @@ def test_a_broken_scorer_is_an_error_without_its_details(scorer, code):
         answer = post(url, FRAME)
         assert answer.status_code == code
         assert "secret-in-a-trace" not in answer.text
+        assert post(url, FRAME).status_code == code, "the service lives on"
 
 
 def test_an_unavailable_scorer_is_503_which_clients_take_as_missing():

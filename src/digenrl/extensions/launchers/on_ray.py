@@ -18,13 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from digenrl import devices
 from digenrl.cluster.access import ACCESS
 from digenrl.cluster.attach import SOMEWHERE
 from digenrl.cluster.control import Control
@@ -32,6 +33,9 @@ from digenrl.cluster.launcher import PR_SET_PDEATHSIG, NoPlace, RankMain, live
 from digenrl.cluster.network import source_address
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
+from digenrl.config.relations import most_rollouts
+from digenrl.hardware import assign, parse_hardware
+from digenrl.settle import begins_with
 
 _INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Read when torch loads, before an actor can set them; Ray has values of its own."""
@@ -45,10 +49,10 @@ _OLD = 10.0
 
 @dataclass(frozen=True)
 class Places:
-    """Where ranks shall live."""
+    """Resources and times that a run asks of Ray."""
 
     address: str | None
-    """Of a cluster; None: that of RAY_ADDRESS, else a cluster of this machine alone, for this run."""
+    """Address of the cluster; None: RAY_ADDRESS, else a cluster of this machine alone, for this run."""
     wants: tuple[Mapping[str, float], ...]
     """Rank -> Ray's resources: CPU, GPU, or any other name."""
     first: int
@@ -57,6 +61,49 @@ class Places:
     """Seconds until those must have a place."""
     respawn_s: float
     """Seconds before another rollout is started for one that died; twice as many for each next one that dies young."""
+
+
+class RayLauncher:
+    """The `Launcher` of a settled run with this configuration."""
+
+    ranks_here = 0
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    @property
+    def host(self) -> str:
+        return driver_host(self._config.ray.address)
+
+    def check(self) -> None:
+        """Each rank looks for its GPU by itself, when Ray has given it one."""
+        driver_host(self._config.ray.address)
+
+    def rank_main(self, fit: RankMain) -> RankMain:
+        return partial(_fit_on_own_gpu, self._config, fit)
+
+    def places(self) -> AbstractContextManager[Callable[[RankMain, World, Session], RayRank]]:
+        """Return the context in which every rank has its place."""
+        config = self._config
+        hardware, own, emulated = parse_hardware(config.hardware), config.ray, config.hardware.emulate
+
+        def want(pool: str) -> dict[str, float]:
+            if pool in own.resources:
+                return dict(own.resources[pool])
+            return {"CPU": 1} if emulated or hardware.pool(pool).gpu == "cpu" else {"GPU": 1}
+
+        trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
+        wants = tuple(want(pool) for pool, _ in assign(hardware, trainers, rollouts))
+        return seated(Places(own.address, wants, sum(begins_with(config)), own.wait_s, own.respawn_s), trainers)
+
+
+def _fit_on_own_gpu(config: Any, fit: RankMain, world: World, session: Session) -> None:
+    """Run `fit` on the GPU that Ray has given this rank."""
+    devices.check(config, {world.rank: 0}, 1, devices.seen())
+    if not config.hardware.emulate:
+        devices.take(0)
+        devices.claim(session, world.rank)
+    fit(world, session)
 
 
 class Seat:
@@ -123,7 +170,7 @@ class RayRank:
 
 
 def driver_host(address: str | None) -> str:
-    """Where the store listens: this machine's address on the route to the cluster, loopback for one of its own.
+    """Return the address on which the store listens: this machine's on the route to the cluster; loopback without one.
 
     Raises:
         ValueError: the address is that of a Ray client, which its cluster does not reach.
@@ -200,8 +247,8 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
 def _fill(
     life: RayRank | None, seat: Callable[[], Any], run_dir: Path, respawn_s: float, over: threading.Event
 ) -> None:
-    """Until the run is over, have a rollout join from a like place for each that died there, and for one that has not
-    lived yet."""
+    """Replace the rollout of one place by one that joins, each time that it dies, until the run is over. `life`: the
+    rollout that lives there; None: none has yet."""
     pause_s, born = respawn_s, time.monotonic()
     while not over.wait(_LOOK_S):
         if life is None and (run_dir / ACCESS).is_file():
@@ -236,7 +283,7 @@ def _say_what_lacks(places: Places) -> None:
 
 
 def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
-    """Until every rank has one.
+    """Wait until every rank has a place.
 
     Raises:
         NoPlace: that took too long.

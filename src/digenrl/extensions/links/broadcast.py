@@ -4,10 +4,11 @@
     announce (socket), broadcast the bytes  ------------>  take part, digest, inbox
     after a version's last message: reduce  <----------->  proof that everybody has all of it
 
-The group (NCCL, or gloo on processors) is formed when all are there, before the first bytes. It does not outlive a
-member. Who finds it broken, because one is lost or a piece stands still for `limits.silent_s`, says so on the control
-store; all leave it, and the version in progress, from its first message on, and all later ones travel as streams. What
-somebody has already is not taken twice. Whoever joins is no member, and gets streams.
+The group (NCCL, or gloo on processors) is formed before the first bytes, when all members are there. The group does not
+outlive a member. A rank that finds the group broken (a member is lost, or a piece stands still for `limits.silent_s`)
+says so on the control store, and all ranks leave the group. The version in progress travels again from its first
+message, as a stream, and later versions do likewise. A rollout skips the messages that it has already. A rank that
+joins the run is no member, and gets streams.
 
 On the control store:
     broadcast/group    the prefix of torch's own keys
@@ -34,20 +35,18 @@ from torch import Tensor
 
 from digenrl.cluster.control import Aborted
 from digenrl.cluster.store import StoreLost
-from digenrl.transport.link import RELAY, SocketLink
-from digenrl.transport.wire import Kind, Message, tensor_bytes
+from digenrl.transport.link import RELAY, Routes, SocketLink
+from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
-EVERYONE = -1
-"""As a peer: all rollouts of the audience."""
 _SHARED = "broadcast"
 """Key of a message's meta: bytes that a broadcast brings; null: the message brings them itself."""
 _FORM = "form"
 """In place of the bytes: the group is formed now."""
 _ENDED = "broadcast/ended"
 _PIECE_BYTES = 64 << 20
-"""Of a message, that a GPU holds at once."""
+"""Bytes of a message that a GPU holds at once."""
 _LOOK_S = 0.1
-"""Between two looks at the control store."""
+"""Seconds between two looks at the control store."""
 
 
 class _Over(RuntimeError):
@@ -61,26 +60,25 @@ class Audience:
     ranks: Sequence[int]
     """Launch ranks; the first one sends."""
     store: dist.Store
-    """Over which the group is formed."""
+    """Store over which the group is formed."""
     device: torch.device
-    """Of this rank: CUDA has NCCL."""
-    routes: Callable[[int], Mapping[int, Sequence[int]]]
-    """Version -> rank that gets its streams from here -> ranks to which it passes them on."""
+    """Device of this rank: CUDA uses NCCL."""
     tell: Callable[[str, Mapping[str, Any]], None]
     """Kind, facts: into the run's events."""
 
 
 class BroadcastLink(SocketLink):
-    """A link of a member of `audience`; arguments as of `SocketLink`. What trainer 0 sends to `EVERYONE` arrives in
-    order, by whatever way."""
+    """A link of a member of `audience`; arguments as of `SocketLink`. What trainer 0 multicasts arrives in order, by
+    broadcast or as streams."""
 
     def __init__(self, audience: Audience, *args: Any, **kwargs: Any) -> None:
         self._audience = audience
-        self._turns: queue.Queue[Message | None] = queue.Queue()
+        self._turns: queue.Queue[tuple[Routes, Message] | None] = queue.Queue()
+        """What the thread does next; a rollout's messages have no routes."""
         self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
         self._ended = False
-        self._kept: list[Message] = []
-        """Trainer 0: of the version that is not known to be everywhere."""
+        self._kept: list[tuple[Routes, Message]] = []
+        """Messages of the version that trainer 0 does not know to be everywhere, and who may lack them."""
         self._passed: tuple[int, float] = (0, -1.0)
         """Rollout: version and bucket of the last message that it has."""
         self._stream: torch.cuda.Stream | None = None
@@ -91,12 +89,12 @@ class BroadcastLink(SocketLink):
         self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
         self._thread.start()
 
-    def send(self, peer: int, message: Message) -> None:
-        if peer != EVERYONE:
-            return super().send(peer, message)
+    def multicast(self, routes: Routes, message: Message) -> None:
+        if not self._sends:
+            return super().multicast(routes, message)
         while True:
             try:
-                return self._turns.put(message, timeout=0.5)
+                return self._turns.put((routes, message), timeout=0.5)
             except queue.Full:
                 self._control.check()
 
@@ -119,7 +117,7 @@ class BroadcastLink(SocketLink):
         if _SHARED not in message.meta:
             return super()._deliver(message)
         self._pass_on(message)
-        return self._turns.put(message)
+        return self._turns.put(({}, message))
 
     def _run(self) -> None:
         try:
@@ -127,8 +125,11 @@ class BroadcastLink(SocketLink):
                 torch.cuda.set_device(self._audience.device)
                 self._stream = torch.cuda.Stream()
             with self._own_stream():
-                while (message := self._turns.get()) is not None:
-                    (self._give if self._sends else self._take)(message)
+                while (turn := self._turns.get()) is not None:
+                    if self._sends:
+                        self._give(*turn)
+                    else:
+                        self._take(turn[1])
         except (Aborted, StoreLost):  # the others hear of it by themselves
             return
         except BaseException as error:  # raised again by `receive`, in the thread that can act on it
@@ -139,20 +140,25 @@ class BroadcastLink(SocketLink):
 
     # ---- trainer 0
 
-    def _give(self, message: Message) -> None:
-        last = "digest" in message.meta
-        self._kept.append(message)
+    def _give(self, routes: Routes, message: Message) -> None:
+        peers = _peers(routes)
+        members = peers.intersection(self._audience.ranks)
+        self._kept.append((routes, message))
+        again = self._kept
         try:
-            shared = self._together(message) and self._share(message)
-            again = [] if shared else [message]
+            if members and self._together(message) and self._share(message):
+                self._kept[-1] = dict.fromkeys(members, ()), message
+                super().multicast(dict.fromkeys(peers - members, ()), message)
+                again = []
+            else:
+                again = self._kept[-1:]
         except _Over as cause:
             self._end(str(cause))
-            again = self._kept
-        for each in again:
-            for rank, further in self._audience.routes(int(each.meta["version"])).items():
-                relay = {RELAY: list(further)} if further else {}
-                super().send(rank, replace(each, meta={**each.meta, _SHARED: None, **relay}))
-        self._kept = [] if last else self._kept
+        lost = self._control.lost_ranks() if again else frozenset()
+        for lacking, each in again:
+            left = dict.fromkeys(_peers(lacking) - lost, ()) if lost & _peers(lacking) else lacking
+            super().multicast(left, replace(each, meta={**each.meta, _SHARED: None}))
+        self._kept = [] if "digest" in message.meta else self._kept
 
     def _together(self, message: Message) -> bool:
         """Whether there is a group; it is formed before the first bytes, when everybody is there. Raises _Over."""
@@ -185,7 +191,7 @@ class BroadcastLink(SocketLink):
 
     def _announce(self, meta: Mapping[str, Any]) -> None:
         for rank in self._audience.ranks[1:]:
-            super().send(rank, Message(Kind.WEIGHTS, meta))
+            super().send(rank, Message(MessageKind.WEIGHTS, meta))
 
     def _end(self, cause: str) -> None:
         """Send streams from now on; said once."""
@@ -310,15 +316,20 @@ class BroadcastLink(SocketLink):
             raise _Over(cause)
 
     def _lost(self) -> str:
-        """Which members are gone, in words; "": none."""
+        """Return which members are gone, in words; "": none."""
         gone = sorted(self._control.lost_ranks().intersection(self._audience.ranks))
         return f"rank {', '.join(map(str, gone))} is gone" if gone else ""
 
     def _leave(self) -> None:
-        """Be a member no more. torch ends what is in progress when it likes: not in this thread."""
+        """Leave the group. A thread of its own waits for torch to end the operation in progress."""
         group, self._group, self._ended = self._group, None, True
         if group is not None:
             threading.Thread(target=_drop, args=(group,), name="broadcast-end", daemon=True).start()
+
+
+def _peers(routes: Routes) -> set[int]:
+    """Return every rank that a message reaches by `routes`."""
+    return {rank for first, further in routes.items() for rank in (first, *further)}
 
 
 def _drop(group: Any) -> None:

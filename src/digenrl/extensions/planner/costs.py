@@ -8,7 +8,8 @@ what is left of it is paid per micro-batch. Measured seconds of a profile replac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from digenrl.extensions.planner.memory import offloaded_bytes, sent_bytes, text_encoder_bytes, vae_bytes, version_bytes
 from digenrl.extensions.planner.workload import Workload
@@ -33,6 +34,13 @@ CONNECTION_GB_S = 1.2
 """Of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on two processor cores)."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
+
+
+def as_sent(line: Line, network: Any) -> Line:
+    """Return the line with what the `network` settings of a run make of messages there."""
+    thin = line.gb_s * 1e3 < network.thin_mb_s
+    told, packed = (thin if asked == "auto" else bool(asked) for asked in (network.delta, network.compress))
+    return replace(line, told=told and network.whole_every > 1, packed=packed)
 
 
 @dataclass(frozen=True)

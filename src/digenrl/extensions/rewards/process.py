@@ -22,7 +22,15 @@ from typing import Any, NoReturn, TextIO
 from torch import Tensor
 
 from digenrl.extensions.rewards.client import ClientOptions, RewardClient, Unanswered
-from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, build_scorer, check_scores, identity_of
+from digenrl.rewards.protocol import (
+    Identity,
+    RewardError,
+    RewardUnavailable,
+    build_scorer,
+    check_scores,
+    contained,
+    identity_of,
+)
 from digenrl.types import Prompt
 
 _UNBOUNDED = 1 << 40
@@ -164,7 +172,8 @@ class _Reporting:
     def __init__(self, node: Mapping[str, Any], answers: TextIO) -> None:
         self._answers = answers
         try:
-            self._scorer = build_scorer(node)
+            with contained(str(node.get("_target_"))):
+                self._scorer = build_scorer(node)
             identity = identity_of(self._scorer)
         except Exception as error:
             self.fail(error)
@@ -172,7 +181,8 @@ class _Reporting:
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         try:
-            return check_scores(self.model_id, self._scorer(media, prompts), len(prompts))
+            with contained(self.model_id):
+                return check_scores(self.model_id, self._scorer(media, prompts), len(prompts))
         except RewardUnavailable:
             raise
         except Exception as error:

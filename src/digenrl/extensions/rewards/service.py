@@ -2,7 +2,7 @@
 
     GET  /health    200 {"status": "ok"}: the process lives; open to everybody.
     GET  /identity  `ServiceDescription`: what scores, and what a request may hold.
-    POST /score     a request frame (`digenrl.rewards.frames`) -> `ScoreResponse`.
+    POST /score     a request frame (`digenrl.extensions.rewards.frames`) -> `ScoreResponse`.
 
 The body is checked while it streams in: its header declares every length, and nothing beyond the limits is kept. A
 request beyond `max_pending` is refused with 429 before its body is read. With a token, every path but /health needs it.
@@ -26,8 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from digenrl.rewards import frames
-from digenrl.rewards.protocol import Identity, RewardUnavailable, Scorer, check_media, check_scores, identity_of
+from digenrl.extensions.rewards import frames
+from digenrl.rewards.protocol import (
+    Identity,
+    RewardUnavailable,
+    Scorer,
+    check_media,
+    check_scores,
+    contained,
+    identity_of,
+)
 
 try:
     import uvicorn
@@ -199,7 +207,7 @@ class RewardService:
         except ValueError as error:  # of which WireError is one
             raise _Refused(422, str(error)) from error
         try:
-            with torch.no_grad():
+            with torch.no_grad(), contained(self.identity.model_id):
                 return check_scores(self.identity.model_id, self.scorer(media, prompts), len(prompts))
         except RewardUnavailable as error:
             raise _Refused(503, str(error)) from error

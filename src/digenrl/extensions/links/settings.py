@@ -1,0 +1,36 @@
+"""The keys of the `network` group that this extension reads: what they allow, and what `auto` means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+def publication_problems(get: Callable[[str], Any]) -> Iterator[str]:
+    """Yield why a configuration cannot publish by broadcast, where that is asked for."""
+    if get("network.publication") != "broadcast":
+        return
+    rollouts, launch = get("allocation.rollouts"), get("launch")
+    wrong = "network.publication = broadcast with {}: {}; set {}, or network.publication=stream.".format
+    if isinstance(rollouts, Mapping):
+        why = "a broadcast has the members that it began with, and others are to join"
+        yield wrong(f"allocation.rollouts = {dict(rollouts)}", why, "allocation.rollouts to a number")
+    if launch == "ray":
+        why = "Ray replaces a rollout that dies, and who joins is no member of a broadcast"
+        yield wrong("launch = ray", why, "launch=local")
+
+
+def broadcasts(config: Any, rollouts: int) -> bool:
+    """Return whether a settled run with so many rollouts publishes by broadcast.
+
+    `auto` means a broadcast between GPUs in one place, of a fixed number of ranks.
+    """
+    if config.network.publication != "auto":
+        return bool(config.network.publication == "broadcast" and rollouts)
+    fixed = rollouts > 0 and not isinstance(config.allocation.rollouts, Mapping) and config.launch != "ray"
+    gpus = not config.hardware.emulate and all(pool.gpu != "cpu" for pool in config.hardware.pools.values())
+    if config.hardware.get("links") or not (fixed and gpus and config.trainer.get("accelerator") != "cpu"):
+        return False
+    from torch.distributed import is_nccl_available
+
+    return is_nccl_available()
