@@ -12,6 +12,8 @@ import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "digenrl"
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -34,8 +36,24 @@ class Room:
         return max(self.budget, self.ceiling)
 
 
-CORE = {
-    "types, run, data, devices, api": Room(1100, ("types.py", "run.py", "data.py", "devices.py", "api.py")),
+LOOSE = (
+    "types run data devices api settle advisor extension hardware gpus facts recompute images gallery display "
+    "one_process __init__ __main__"
+)
+"""Files of the core that stand beside the rooms."""
+CORE = tuple(
+    sorted(
+        path.name
+        for path in SOURCE.iterdir()
+        if path.name not in ("extensions", "__pycache__") and path.suffix in ("", ".py")
+    )
+)
+"""Everything but extensions and reward models."""
+HOT_PATH = ("schedule", "strategy", "transport", "cluster", "diffusion", "algorithms", "rollout", "types.py", "run.py")
+"""What a sample and its gradient pass through."""
+
+ROOMS = {
+    "types, run, data, devices, api ...": Room(1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts")),
     "schedule": Room(1100, ("schedule",)),
     "strategy": Room(1600, ("strategy",)),
     "transport": Room(700, ("transport",)),
@@ -49,11 +67,29 @@ CORE = {
     "config": Room(1500, ("config",)),
     "cli": Room(500, ("cli",)),
     "report": Room(600, ("report",)),
+    "extensions/planner": Room(3300, ("extensions/planner",)),
+    "extensions/zoo, export": Room(1900, ("extensions/zoo", "extensions/export")),
+    "extensions/tasks": Room(1300, ("extensions/tasks",)),
+    "extensions/page": Room(1000, ("extensions/page",)),
+    "extensions/rewards": Room(1200, ("extensions/rewards",)),
+    "extensions/bench, sweeps, tools": Room(1300, ("extensions/bench", "extensions/sweeps", "extensions/tools")),
+    "extensions/launchers": Room(600, ("extensions/launchers",)),
+    "extensions/links": Room(500, ("extensions/links",)),
+    "extensions/records": Room(350, ("extensions/records",)),
+    "extensions/scouts": Room(250, ("extensions/scouts",)),
+    "reward_models": Room(1500, ("../../reward_models",)),
+    "hot path": Room(7500, HOT_PATH),
+    "core": Room(
+        13000,
+        tuple(
+            sorted(
+                {path.name for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - {"extensions", "__pycache__"}
+            )
+        ),
+    ),
+    "everything": Room(26000, (".", "../../reward_models")),
 }
-EXTENSIONS = {
-    "planner": 3300, "zoo": 1900, "tasks": 1300, "page": 1000, "rewards": 1200, "bench": 700, "launchers": 600,
-    "links": 500, "records": 350, "scouts": 250,
-}  # fmt: skip
+"""Room -> its budget. The last three rows are sums."""
 
 
 def lines_of_code(path: Path) -> int:
@@ -71,3 +107,43 @@ def lines_of_code(path: Path) -> int:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     code = {line for t in tokens if t.type not in SILENT for line in range(t.start[0], t.end[0] + 1)}
     return len(code - prose)
+
+
+def measured(parts: tuple[str, ...]) -> int:
+    """Return the lines of code of folders and files below src/digenrl."""
+    return sum(lines_of_code(file) for part in parts for file in _files(SOURCE / part))
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the Python files of a folder, or the file itself."""
+    return [file.resolve() for file in (path.rglob("*.py") if path.is_dir() else [path])]
+
+
+def table() -> str:
+    """Return every room with its lines of code, its budget and its ceiling."""
+    rows = [(name, measured(room.parts), room) for name, room in ROOMS.items()]
+    return "\n".join(
+        [
+            f"{'room':<36}{'lines':>8}{'budget':>8}{'ceiling':>9}",
+            *(f"{name:<36}{lines:>8}{room.budget:>8}{room.ceiling or '-':>9}" for name, lines, room in rows),
+        ]
+    )
+
+
+def test_every_file_has_a_room() -> None:
+    rooms = [
+        part for name, room in ROOMS.items() if name not in ("hot path", "core", "everything") for part in room.parts
+    ]
+    files = {file for part in rooms for file in _files(SOURCE / part)}
+    everything = {*_files(SOURCE), *_files(ROOT / "reward_models")}
+    assert everything - files == {SOURCE / "extensions" / "__init__.py"}
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_rooms_keep_their_budgets(name: str) -> None:
+    lines = measured(ROOMS[name].parts)
+    assert lines <= ROOMS[name].most, f"{name}: {lines} lines of code, at most {ROOMS[name].most}; delete or move some"
+
+
+if __name__ == "__main__":
+    print(table())
