@@ -1,10 +1,10 @@
-"""One more rollout for a running run, from a process that the run did not start, on any machine that reaches its store.
+"""Add one more rollout to a running run, from a process on any machine that reaches the run's store.
 
-    this process --token--> store: what must I show? --the same configuration and code--> a number that nobody had
+    this process --token--> store: what must I show? --the same configuration and code--> a new rank number
       `- the rank: builds its model, joins (`Control.join`), asks for weights, claims like any other
 
-This process watches the rank as a launcher watches its own, and says every second on the store that it is there
-(`digenrl.cluster.members`): the rank's end, or its own, is a rollout's death, and the run goes on.
+This process watches the rank as a launcher watches its own ranks, and raises a counter on the store every second
+(`digenrl.cluster.members`). If the rank ends, or this process does, the run loses a rollout and goes on.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _TICK_S = 0.2
 
 @dataclass(frozen=True)
 class Visit:
-    """Who wants to join which run."""
+    """A request to join a run: where the run is, and what this process brings."""
 
     access: Access
     handshake: Handshake
-    """The limits of this process; token and rank come from the run."""
+    """Limits of this process for connections. Token and rank come from the run."""
     run_dir: Path
-    """Where this rank writes: the run's own directory, or a copy."""
+    """Directory in which this rank writes: the run's own, or a copy of it."""
     trainers: int
     rollouts: int
-    """That the run began with."""
+    """Number of rollouts that the run began with."""
     local_rank: int
     """Index of this rank's device on its machine."""
     limits: Limits
@@ -55,10 +55,10 @@ class Visit:
 
 
 def passport_of(visit: Visit) -> Mapping[str, Any]:
-    """What the run wants to see of who joins.
+    """Return what a rank must show to join the run.
 
     Raises:
-        ValueError: nobody answers, the token is another run's, or the run ends.
+        ValueError: no run answers, the token is that of another run, or the run is ending.
     """
     try:
         control = Control(_connect(visit), rank=-1)
@@ -90,11 +90,12 @@ def _connect(visit: Visit, rank: int = -1) -> StoreClient:
 
 
 def join(visit: Visit, rank_main: Callable[[World, Session], None], signals: StopSignals) -> Outcome:
-    """Be a rollout of the run until it ends, or until this process is asked to leave; how that ended.
+    """Be a rollout of the run until the run ends or this process is asked to leave. Return how that ended.
 
     Raises:
         OSError, StoreLost: the run is gone.
     """
+    # One atomic add, so that two processes that join at once get different numbers.
     rank = Control(_connect(visit), rank=-1).add("ranks", 1) - 1
     control = Control(_connect(visit, rank), rank)
     host = visit.network.address(source_address(visit.access.host))
