@@ -40,7 +40,7 @@ from digenrl.cluster.launcher import EXIT_STOPPED, Outcome
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import PASSPORT, Members, Terms
 from digenrl.cluster.network import Network, source_address
-from digenrl.cluster.signals import StopSignals, obeyed
+from digenrl.cluster.signals import StopSignals, handled_signals
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
@@ -52,7 +52,7 @@ the others 30 s later, and the report must be written by then."""
 _TICK_S = 0.2
 SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
 """SLURM's default KillWait, and the seconds before a job's end at which SLURM's signal announces that end."""
-SOMEWHERE = "192.0.2.1"
+UNUSED_ADDRESS = "192.0.2.1"
 """An address that no machine has (RFC 5737). A route to this address starts at this machine's outward address."""
 
 
@@ -81,7 +81,7 @@ class Place:
         """
         host = source_address(self.address)
         if ipaddress.ip_address(host).is_loopback and self.size > self.local_size:
-            return source_address(SOMEWHERE)
+            return source_address(UNUSED_ADDRESS)
         return host
 
 
@@ -185,7 +185,7 @@ def _stop_on_signals(signals: StopSignals, control: Control, grace: Callable[[],
     try:
         yield
     finally:
-        for number in obeyed():
+        for number in handled_signals():
             signal.signal(number, signal.SIG_IGN)
         signals.requests.put(0)
 
@@ -259,7 +259,7 @@ def attach(
             own, terms = Control(StoreClient(*session.store), 0), Terms(trainers, place.size - trainers, max_lost)
             members = Members(own, server, terms, run_dir, limits, names)
             own.set(PASSPORT, json.dumps(passport))
-            _judge(own, members, names, limits, hangs)
+            _watch_ranks(own, members, names, limits, hangs)
         else:
             ended.callback(monitored(partial(_say_death, session, world.rank)).stop)
         start_heartbeat(session, world)
@@ -283,14 +283,14 @@ def attach(
             patience = limits.abort_s if outcome.status == "failed" else limits.leave_s + LEAVE_MORE_S
             _wait_until_left(control, place.size, patience)
         if members is not None:
-            members.see_off(limits.abort_s if outcome.status == "failed" else limits.leave_s)
+            members.wait_for_exits(limits.abort_s if outcome.status == "failed" else limits.leave_s)
         if server is not None:
             (run_dir / ACCESS).unlink(missing_ok=True)
             server.close()
     return run_dir, outcome
 
 
-def _judge(
+def _watch_ranks(
     control: Control, members: Members, names: Mapping[int, str], limits: Limits, on_own: Callable[[str], None]
 ) -> None:
     """Watch the heartbeats of all ranks in a thread of process 0, because under a scheduler no launcher does so.
@@ -310,7 +310,7 @@ def _judge(
         monitor = HeartbeatMonitor(control, dict.fromkeys(names), limits)
         with suppress(StoreLost):  # the store is gone; whoever waits for it says so
             while control.get("abort") is None and control.get("done") is None:
-                for rank, cause in monitor.unresponsive([*names, *members.guests]).items():
+                for rank, cause in monitor.unresponsive([*names, *members.joined_elsewhere]).items():
                     refusal = f"{names[rank]} {cause}" if rank in names else members.gone(rank, cause)
                     if refusal is not None:
                         control.abort(refusal)
@@ -326,7 +326,7 @@ def _judge(
                     control.request_stop(f"signal {signal.Signals(number).name}")
                 time.sleep(_TICK_S)
 
-    threading.Thread(target=run, name="judge", daemon=True).start()
+    threading.Thread(target=run, name="watch-ranks", daemon=True).start()
 
 
 def _say_death(session: Session, rank: int, cause: str) -> None:

@@ -108,7 +108,7 @@ class Handshake:
         return hmac.digest(self.token.encode(), end + hello + nonce + purpose.encode(), "sha256")
 
 
-class Gate:
+class AuthenticatedListener:
     """Accepts connections in a thread of its own, and runs `welcome(connection, rank)` in one thread per proved
     connection.
 
@@ -149,9 +149,9 @@ class Gate:
                     # Only shut down here: the thread that reads from this socket wakes up and closes it.
                     _end(oldest)
                 self._waiting[sock] = None
-            threading.Thread(target=self._meet, args=(sock,), name=self._purpose, daemon=True).start()
+            threading.Thread(target=self._authenticate, args=(sock,), name=self._purpose, daemon=True).start()
 
-    def _meet(self, sock: socket.socket) -> None:
+    def _authenticate(self, sock: socket.socket) -> None:
         with sock:
             rank = self._handshake.admit(sock, self._purpose)
             with self._lock:

@@ -33,7 +33,7 @@ _TICK_S = 0.2
 
 
 @dataclass(frozen=True)
-class Visit:
+class JoinRequest:
     """A request to join a run: where the run is, and what this process brings."""
 
     access: Access
@@ -54,61 +54,65 @@ class Visit:
         return f"{self.access.host}:{self.access.port}"
 
 
-def passport_of(visit: Visit) -> Mapping[str, Any]:
+def passport_of(request: JoinRequest) -> Mapping[str, Any]:
     """Return what a rank must show to join the run.
 
     Raises:
         ValueError: no run answers, the token is that of another run, or the run is ending.
     """
     try:
-        control = Control(_connect(visit), rank=-1)
+        control = Control(_connect(request), rank=-1)
         shown, cause, *ends = control.get_all([PASSPORT, "abort", "stop", "done"])
     except NotOfThisRun as error:
         raise ValueError(
-            f"the token is not that of the run at {visit.place}: take {visit.run_dir}/access.json anew from the run's "
+            f"the token is not that of the run at {request.place}: take {request.run_dir}/access.json anew from the "
+            "run's "
             "directory (each start of a run has a token of its own), or set DIGENRL_RUN_TOKEN to what is in it."
         ) from error
     except (OSError, StoreLost) as error:
         raise ValueError(
-            f"no run answers at {visit.place} ({error}): it has ended, or this machine does not reach it. A run on one "
+            f"no run answers at {request.place} ({error}): it has ended, or this machine does not reach it. A run on "
+            "one "
             "machine listens on loopback unless it was started with network.interface=NAME."
         ) from error
     if cause is not None or any(end is not None for end in ends):
-        raise ValueError(f"the run at {visit.place} ends{f': {cause}' if cause else ''}; nobody can join it any more.")
+        raise ValueError(
+            f"the run at {request.place} ends{f': {cause}' if cause else ''}; nobody can join it any more."
+        )
     found: Mapping[str, Any] = loads(shown or "{}")
     if not found:
         raise ValueError(
-            f"the run at {visit.place} takes nobody in: it is colocated, or has schedule.claims=split. Start it with "
+            f"the run at {request.place} takes nobody in: it is colocated, or has schedule.claims=split. Start it with "
             "rollouts and schedule.claims=shared."
         )
     return found
 
 
-def _connect(visit: Visit, rank: int = -1) -> StoreClient:
-    handshake = replace(visit.handshake, token=visit.access.token, rank=rank)
-    return StoreClient(visit.access.host, visit.access.port, handshake)
+def _connect(request: JoinRequest, rank: int = -1) -> StoreClient:
+    handshake = replace(request.handshake, token=request.access.token, rank=rank)
+    return StoreClient(request.access.host, request.access.port, handshake)
 
 
-def join(visit: Visit, rank_main: Callable[[World, Session], None], signals: StopSignals) -> Outcome:
+def join(request: JoinRequest, rank_main: Callable[[World, Session], None], signals: StopSignals) -> Outcome:
     """Be a rollout of the run until the run ends or this process is asked to leave. Return how that ended.
 
     Raises:
         OSError, StoreLost: the run is gone.
     """
     # One atomic add, so that two processes that join at once get different numbers.
-    rank = Control(_connect(visit), rank=-1).add("ranks", 1) - 1
-    control = Control(_connect(visit, rank), rank)
-    host = visit.network.address(source_address(visit.access.host))
-    world = World(rank, visit.trainers, visit.rollouts, visit.local_rank)
-    access = visit.access
-    handshake = replace(visit.handshake, token=access.token, rank=rank)
+    rank = Control(_connect(request), rank=-1).add("ranks", 1) - 1
+    control = Control(_connect(request, rank), rank)
+    host = request.network.address(source_address(request.access.host))
+    world = World(rank, request.trainers, request.rollouts, request.local_rank)
+    access = request.access
+    handshake = replace(request.handshake, token=access.token, rank=rank)
     session = Session(
-        access.host, access.port, handshake, visit.run_dir, access.epoch, host, visit.network, visit.limits
+        access.host, access.port, handshake, request.run_dir, access.epoch, host, request.network, request.limits
     )
-    (visit.run_dir / "logs").mkdir(exist_ok=True)
+    (request.run_dir / "logs").mkdir(exist_ok=True)
     process = fork_rank(rank_main, world, session, lambda: None)
     # Whether it gets on in its stage is judged where all ranks are seen.
-    monitor = HeartbeatMonitor(control, {rank: process.pid}, replace(visit.limits, stage_factor=None))
+    monitor = HeartbeatMonitor(control, {rank: process.pid}, replace(request.limits, stage_factor=None))
     cause: str | None = None
     asked, beats = 0, 0
     beat_at = 0.0
@@ -131,12 +135,12 @@ def join(visit: Visit, rank_main: Callable[[World, Session], None], signals: Sto
         control.set(end_key(rank), cause)
         cause = f"the run ended: {abort}" if abort else cause
     except StoreLost:
-        process.join(visit.limits.abort_s)
+        process.join(request.limits.abort_s)
         cause = "the run has ended, or goes on without this rank"
     finally:
         process.kill()
         process.join()
-    return Outcome("failed", f"rank {rank} (rollout): {cause}; see {visit.run_dir}/logs/rank-{rank:03d}.log", 1)
+    return Outcome("failed", f"rank {rank} (rollout): {cause}; see {request.run_dir}/logs/rank-{rank:03d}.log", 1)
 
 
 def _end(code: int) -> str:

@@ -36,7 +36,7 @@ from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import PASSPORT, Members, Terms
 from digenrl.cluster.network import Network
-from digenrl.cluster.signals import StopSignals, held_back
+from digenrl.cluster.signals import StopSignals, signals_blocked
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, oom_kills, start_heartbeat
 from digenrl.cluster.world import Session, World
@@ -253,7 +253,7 @@ def fork_rank(rank_main: RankMain, world: World, session: Session, forget: Calla
     process = multiprocessing.get_context("fork").Process(
         target=_child, args=(rank_main, world, session, os.getpid(), forget)
     )
-    with held_back():
+    with signals_blocked():
         process.start()
     return process
 
@@ -366,16 +366,16 @@ class _Watch:
             ended = {rank: code for rank, code in codes.items() if code is not None and rank not in self._dead}
             left = {rank for rank in ended.keys() - self._left if self._control.get(f"left/{rank}") is not None}
             self._left |= left
-            self._judge({rank: code for rank, code in ended.items() if rank not in self._left})
+            self._handle_deaths({rank: code for rank, code in ended.items() if rank not in self._left})
             if self._outcome.status != "failed" and self._control.get("done") is None:
                 self._look_after_rollouts(left)
             alive = {rank: self._ranks[rank] for rank, code in codes.items() if code is None}
             if not alive:
-                self._members.see_off(self._spec.limits.leave_s)
+                self._members.wait_for_exits(self._spec.limits.leave_s)
                 if self._outcome.status == "completed" and (cause := self._control.get("stop")) is not None:
                     return Outcome("stopped", cause, EXIT_STOPPED)
                 return self._outcome
-            watched = [] if self._members.waiting else [*alive, *self._members.guests]
+            watched = [] if self._members.waiting else [*alive, *self._members.joined_elsewhere]
             for rank, cause in self._heartbeats.unresponsive(watched).items():
                 if rank in alive:
                     self._suspects[rank] = cause
@@ -400,7 +400,7 @@ class _Watch:
             for rank in self._ranks
         }
 
-    def _judge(self, dead: dict[int, int]) -> None:
+    def _handle_deaths(self, dead: dict[int, int]) -> None:
         """Go on without the rollouts that just died, or end the run."""
         self._dead |= dead.keys()
         if not dead or self._killed or self._outcome.status == "failed":

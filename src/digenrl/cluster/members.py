@@ -88,7 +88,7 @@ class Members:
         return self._control.survivors(self._first)
 
     @property
-    def guests(self) -> list[int]:
+    def joined_elsewhere(self) -> list[int]:
         """Rollouts that joined and whose processes this machine does not see."""
         return [rank for rank in self._control.survivors(()) if rank not in self._local]
 
@@ -108,9 +108,9 @@ class Members:
 
     def watch(self) -> str | None:
         """Check the rollouts that joined; called several times per second. Return why the run cannot go on, or None."""
-        guests, connected = self.guests, self._server.connected()
-        beats = self._control.get_all([watch_key(rank) for rank in guests])
-        for rank, beat in zip(guests, beats, strict=True):
+        watched, connected = self.joined_elsewhere, self._server.connected()
+        beats = self._control.get_all([watch_key(rank) for rank in watched])
+        for rank, beat in zip(watched, beats, strict=True):
             if rank not in self._known:
                 self._known.add(rank)
                 append_event(self._run_dir, JOINED, {"rank": rank})
@@ -164,7 +164,7 @@ class Members:
                 self._control.set(f"leave/{rank}", self._granted[rank])
         return 0
 
-    def see_off(self, seconds: float) -> None:
+    def wait_for_exits(self, seconds: float) -> None:
         """Wait at most `seconds` after the run's end until the joined ranks have closed their connections to the
         store."""
         deadline = time.monotonic() + seconds

@@ -99,7 +99,7 @@ class Network:
         return [0] if self.ports is None else range(self.ports[0], self.ports[1] + 1)
 
 
-ANYWHERE = Network()
+ANY_NETWORK = Network()
 """Any interface, any ports."""
 
 

@@ -31,14 +31,14 @@ _LOOK_EVERY_S = 0.1
 """Seconds between two looks for a pending signal."""
 
 
-def obeyed() -> tuple[signal.Signals, ...]:
+def handled_signals() -> tuple[signal.Signals, ...]:
     """Return the stop signals that this process handles: all of `STOPS`, but not SIGHUP under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in STOPS if not (ignored and number == signal.SIGHUP))
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Block all signals of `STOPS` while the context is open.
 
     A process that is forked inside blocks them for good, and so do its own children. A signal to the whole group then
@@ -54,13 +54,13 @@ def held_back() -> Iterator[None]:
 def wait_for_request(seconds: float) -> int | None:
     """Wait up to `seconds` for a signal that this process obeys and holds back; return its number, or None.
 
-    The signal is consumed. All threads must hold it back (`held_back`), and one thread at most may wait.
+    The signal is consumed. All threads must hold it back (`signals_blocked`), and one thread at most may wait.
     """
     deadline = time.monotonic() + seconds
     while True:
         # signal.sigtimedwait() is no way to wait: CPython returns uninitialised memory as the signal when a pause of
         # the process (Ctrl-Z, SIGSTOP, a debugger) lasts beyond the timeout. sigwait() of what is pending cannot fail.
-        if pending := signal.sigpending() & set(obeyed()):
+        if pending := signal.sigpending() & set(handled_signals()):
             return signal.sigwait(pending)
         if (left := deadline - time.monotonic()) <= 0.0:
             return None
@@ -99,7 +99,10 @@ class StopSignals:
         self._patience = _NEVER
 
     def __enter__(self) -> StopSignals:
-        self._old = [*getattr(self, "_old", []), {number: signal.signal(number, self._handle) for number in obeyed()}]
+        self._old = [
+            *getattr(self, "_old", []),
+            {number: signal.signal(number, self._handle) for number in handled_signals()},
+        ]
         return self
 
     def __exit__(self, *exception: object) -> None:

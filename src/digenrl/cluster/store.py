@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from digenrl.cluster.handshake import Gate, Handshake, NotOfThisRun
+from digenrl.cluster.handshake import AuthenticatedListener, Handshake, NotOfThisRun
 
 _PURPOSE = "store"
 _SIZE_BYTES = 4
@@ -42,11 +42,11 @@ class StoreServer:
         self._open: defaultdict[int, list[socket.socket]] = defaultdict(list)
         """rank -> its connections. Connections without a rank are not kept."""
         self._out: set[int] = set()
-        self._gate = Gate(listener, handshake, _PURPOSE, self._serve)
+        self._acceptor = AuthenticatedListener(listener, handshake, _PURPOSE, self._serve)
 
     def close(self) -> None:
         """Accept no further connection. Idempotent."""
-        self._gate.close()
+        self._acceptor.close()
 
     def connected(self) -> set[int]:
         """Return the ranks that named themselves and have an open connection."""

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.signals import LEAVES, STOPS, held_back, wait_for_request
+from digenrl.cluster.signals import LEAVES, STOPS, signals_blocked, wait_for_request
 from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.world import Session, World
 from digenrl.record.progress import OUTSIDE, Stretch
@@ -155,7 +155,7 @@ class HeartbeatMonitor:
         self._suspended: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 1.0))
         self._silent: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 2.0 * BEAT_EVERY_S))
         self._seen: dict[int, tuple[str | None, int]] = {}
-        self._progress = ProgressJudge(limits)
+        self._progress = HangDetector(limits)
         self._next = 0.0
 
     def unresponsive(self, ranks: list[int]) -> dict[int, str]:
@@ -201,7 +201,7 @@ def _stretches(beat: str | None) -> list[Stretch]:
     return [Stretch(*fields) for fields in said[1]] if isinstance(said, list) else []
 
 
-class ProgressJudge:
+class HangDetector:
     """Finds the ranks that hang, from what their threads say that they do."""
 
     def __init__(self, limits: Limits) -> None:
@@ -287,7 +287,7 @@ class LauncherMonitor:
         self._read, self._write = os.pipe()
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=self._watch, args=(os.getpid(), on_death))
-        with held_back():
+        with signals_blocked():
             self._process.start()
         os.close(self._read)
 

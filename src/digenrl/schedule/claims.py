@@ -196,7 +196,7 @@ class Claims:
             return None
         return Claim(position, self._rank, attempt)
 
-    def let_go(self, version: int, claim: Claim) -> None:
+    def release(self, version: int, claim: Claim) -> None:
         """Give up this rank's task, which it will not finish; `collect` offers it again when the rank has left."""
         owner = self._store.owner(version, claim.position)
         if owner is not None and (owner.rank, owner.attempt) == (self._rank, claim.attempt):
