@@ -34,11 +34,11 @@ from digenrl.extensions.planner.memory import (
     saved_bytes,
     trainer_memory,
 )
+from digenrl.extensions.planner.reading import workload
 from digenrl.facts import families
 from digenrl.models import tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
-from digenrl.preflight import workload
 from digenrl.recompute import parse_recompute
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import Task

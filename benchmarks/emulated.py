@@ -47,8 +47,8 @@ from digenrl.extensions.planner.outcome import Outcome, evaluate
 from digenrl.extensions.planner.plan_text import overrides
 from digenrl.extensions.planner.virtual_cluster import Cluster
 from digenrl.extensions.planner.virtual_run import simulate
-from digenrl.preflight import trained_steps
 from digenrl.schedule import place
+from digenrl.settle import trained_steps
 
 MODELS = ("qwen_image_flowgrpo", "flux1_flowgrpo")
 TESTBEDS = ("testbed_c", "testbed_ac")

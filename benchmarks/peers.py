@@ -34,7 +34,7 @@ from digenrl import config as configuration
 from digenrl.data import load_prompts
 from digenrl.diffusion.denoise import SampleKey, replay, sample
 from digenrl.models import tiny_builds
-from digenrl.preflight import settled
+from digenrl.settle import settled
 from digenrl.types import CellBlock, Prompt, TrainBatch
 
 LOOPS = ("sd35_flowgrpo", "flux1_flowgrpo", "wan21_flowgrpo")

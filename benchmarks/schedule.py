@@ -29,8 +29,8 @@ from digenrl.extensions.planner.candidate import Candidate, Costing
 from digenrl.extensions.planner.outcome import Outcome, evaluate
 from digenrl.extensions.planner.plan_text import repeats
 from digenrl.extensions.planner.planner import fastest, fitted, make_plan, step_batches, task_sizes
+from digenrl.extensions.planner.reading import workload
 from digenrl.hardware import parse_hardware
-from digenrl.preflight import workload
 from digenrl.recompute import Recompute
 
 MODELS = ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "flux1_flowgrpo", "qwen_image_flowgrpo")

@@ -22,9 +22,9 @@ from digenrl.config import Composed, config_directory
 from digenrl.data import load_prompts
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.planner import fastest, fitted
+from digenrl.extensions.planner.reading import workload
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import parse_hardware
-from digenrl.preflight import workload
 
 SELECTING = "hunyuanvideo_dancegrpo"
 """Trains the 4 best and the 4 worst of 24."""

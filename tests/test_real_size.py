@@ -22,9 +22,9 @@ from digenrl import config as configuration
 from digenrl.diffusion import denoise
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.measured import same_gpu, with_measured
+from digenrl.extensions.planner.reading import costing_of
 from digenrl.hardware import parse_hardware
 from digenrl.models.policy import NEGATIVE
-from digenrl.preflight import costing_of
 from tests.models.families import FAMILIES as ROWS
 from tests.models.real_policies import plainly
 

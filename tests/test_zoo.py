@@ -29,7 +29,7 @@ from digenrl.extensions.export.cli.export import read_weights
 from digenrl.extensions.export.diffusers_export import export_policy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
-from digenrl.preflight import allocation
+from digenrl.settle import allocation
 from tests.models.families import experiments
 from tests.models.tiny_policies import exported, prompt
 from tests.strategy.processes import logs

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from digenrl import config as configuration
+from digenrl.extension import extension
 from digenrl.record.run_dir import Row
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run, read_run
@@ -189,9 +190,9 @@ def plan(*words: str) -> dict[str, Any]:
         digenrl.extensions.planner.planner.PlanError: nothing fits.
         ValueError: the allocation cannot be placed on the hardware.
     """
-    from digenrl.extensions.planner.cli.plan import planned
-
-    return planned(configuration.load(words, "plan")).json()
+    planned = extension("digenrl.extensions.planner.cli.plan.planned", "digenrl.plan", "install it")
+    content: dict[str, Any] = planned(configuration.load(words, "plan")).json()
+    return content
 
 
 def rl_loop(*words: str) -> Loop:
@@ -206,7 +207,7 @@ def rl_loop(*words: str) -> Loop:
         ValueError: a word of `one_process.ALONE`, which the loop sets; or more than the profile's GPU has memory for.
     """
     from digenrl.one_process import ALONE, Loop
-    from digenrl.preflight import settled, with_task_size
+    from digenrl.settle import settled, with_task_size
 
     fixed = dict(word.split("=") for word in ALONE)
     for key, _, value in (word.partition("=") for word in words):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl import config as configuration
 from digenrl import devices, prompts
+from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.evaluation import Evaluation
@@ -30,13 +31,10 @@ from digenrl.callbacks.guarded import Guarded
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData, prompt_of
 from digenrl.extension import extension, installed
-from digenrl.extensions.planner.emulate import REWARD
-from digenrl.extensions.planner.emulated import Durations, EmulatedPolicy
 from digenrl.hardware import assign, parse_hardware
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.models.tiny_builds import cache_root
-from digenrl.preflight import shard_group, sharding, trainer_speeds, trainers_must_evaluate
 from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space, limit_events
 from digenrl.rewards.needs import unscorable
 from digenrl.rewards.suite import RewardSuite
@@ -44,9 +42,10 @@ from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.schedule.shares import relative
+from digenrl.settle import shard_group, sharding, trainer_speeds, trainers_must_evaluate
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
-from digenrl.transport.link import LinkMaker, socket_link
+from digenrl.transport.link import Line, LinkMaker, socket_link
 from digenrl.types import Prompt, StepGivenUp
 
 
@@ -70,16 +69,14 @@ class Rank:
 def fit(
     config: DictConfig,
     checkpoint: Path | None,
-    durations: Sequence[Durations],
-    expected: Mapping[tuple[str, int], float],
+    advice: Advice,
     world: World,
     session: Session,
 ) -> None:
-    """The life of one rank: emulated with the `durations` of all ranks, real with (). `expected` as in `build`."""
+    """Be one rank from its assembly to the end of the run."""
     if world.rank == 0:
         logging.getLogger("digenrl").addHandler(WarningEvents(session.run_dir))
-    emulated = durations[min(world.rank, world.size - 1)] if durations else None  # who joins is as the last rollout
-    rank = build(config, world, session, emulated=emulated, expected=expected)
+    rank = build(config, world, session, advice=advice)
     if world.rank == 0 and checkpoint is not None:
         rank.trainer.callbacks.insert(0, Resumed(config))  # type: ignore[attr-defined]
     rank.fit(checkpoint)
@@ -90,8 +87,7 @@ def build(
     world: World,
     session: Session,
     callbacks: Sequence[pl.Callback] = (),
-    emulated: Durations | None = None,
-    expected: Mapping[tuple[str, int], float] | None = None,
+    advice: Advice | None = None,
 ) -> Rank:
     """Instantiate everything that rank `world.rank` needs.
 
@@ -100,9 +96,10 @@ def build(
         world: this process's place.
         session: how to reach the run.
         callbacks: further Lightning callbacks (tests record gradients with them).
-        emulated: how long this rank's network sleeps, in place of a real one.
-        expected: (stage, rank) -> seconds by the profile (`preflight.expected_seconds`); lending measures its own.
+        advice: what the ranks are told (`Advisor.advise`); None: nothing.
     """
+    advice = advice or Advice()
+    emulated = advice.stand_in(world.rank)
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else 1)
     torch.manual_seed(config.seed)
@@ -110,13 +107,10 @@ def build(
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     # First, because reward models, streams and contexts are made on the device that is current.
     device = devices.take(world.local_rank) if emulated is None else None
-    if emulated is None:
-        policy: Policy = configuration.instantiate(model_of(config, world))
-    else:
-        policy = EmulatedPolicy(emulated, adapter=config.model.get("lora") is not None)
+    policy: Policy = configuration.instantiate(model_of(config, world) if emulated is None else emulated.model)
     if not world.is_trainer:
         policy.only_generate()
-    rewards: RewardSuite = configuration.instantiate(config.reward if emulated is None else REWARD)
+    rewards: RewardSuite = configuration.instantiate(config.reward if emulated is None else emulated.reward)
     rewards.on_missing = partial(_write_missing, session.run_dir, world.rank)
     rewards.stage = session.progress.stage
     module = configuration.instantiate(config.algorithm, policy=policy)
@@ -145,7 +139,7 @@ def build(
         shard_group=shard_group(config, world.trainers),
         unequal=len(kinds_of_trainers(config, world)) > 1,
         split_claims=config.schedule.claims == "split",
-        expected=expected,
+        expected=advice.expected,
         record_bytes=keep / world.size,
         recording=_records(config, "recording")(config, world, session) if config.record.trajectories else None,
         source=None if config.replay is None else _records(config, "source")(config.replay),
@@ -190,7 +184,7 @@ def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutE
     )
 
 
-def link_maker(config: DictConfig, emulated: Durations | None = None) -> LinkMaker:
+def link_maker(config: DictConfig, stand_in: StandIn | None = None) -> LinkMaker:
     """Return what makes each rank's link: sockets, or more where the extension `links` is installed.
 
     Raises:
@@ -198,13 +192,19 @@ def link_maker(config: DictConfig, emulated: Durations | None = None) -> LinkMak
     """
     network, plain = config.network, {"publication": "stream", "delta": "auto", "compress": "auto"}
     asked = [key for key in plain if network[key] not in (plain[key], "auto", False)]
-    lines = None if emulated is None else emulated.line
+    lines = None if stand_in is None else partial(_emulated_line, stand_in)
     if not asked and not installed("links"):
         return socket_link if lines is None else partial(socket_link, lines=lines)
     wanted = ", ".join(f"network.{key} = {network[key]}" for key in asked)
     instead = "use " + " ".join(f"network.{key}={plain[key]}" for key in asked)
     make: LinkMaker = extension("digenrl.extensions.links.make.link_maker", wanted, instead)(config, lines)
     return make
+
+
+def _emulated_line(stand_in: StandIn, peer: int) -> Line:
+    """Return the line of an emulated rank to or from `peer`."""
+    line: Line = configuration.instantiate(stand_in.line)
+    return line
 
 
 def _drawn_by_rollouts(config: DictConfig, callbacks: Sequence[pl.Callback], world: World) -> FixedSamples | None:
@@ -405,13 +405,7 @@ def check(config: DictConfig) -> None:
             "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and override its hooks."
         )
     algorithm = config.algorithm
-    advantage = configuration.instantiate(algorithm.advantage)
-    if config.schedule.gap and advantage.needs_whole_batch:
-        raise ValueError(
-            f"algorithm.advantage = {advantage} needs every reward of the batch before the first gradient, but "
-            f"schedule.gap = {config.schedule.gap} trains groups as they complete; set schedule.gap=0 or "
-            "algorithm/advantage=group"
-        )
+    configuration.instantiate(algorithm.advantage)
     if not config.hardware.emulate:
         for where, prompt in _prompts_of(config.data) if issubclass(model, Policy) else ():
             try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from digenrl.algorithms.advantages import Advantage, reward_statistics
+from digenrl.config.relations import needs_whole_batch
 
 NAN = float("nan")
 
@@ -92,30 +93,26 @@ def test_population_or_unbiased_deviation_is_a_choice(samples: int) -> None:
     assert factor == pytest.approx((samples / (samples - 1)) ** 0.5, rel=1e-3)
 
 
-def test_batch_std_is_invariant_to_permutation_and_needs_the_whole_batch() -> None:
+def test_batch_std_is_invariant_to_permutation() -> None:
     """Check 15: one table of all rewards, so shards cannot matter; the group std would differ between groups."""
     advantage, table = Advantage(std="batch"), rewards()
     order = torch.randperm(5, generator=torch.Generator().manual_seed(1))
     assert torch.equal(values(advantage, table[order]), values(advantage, table)[order])
     expected = (table - table.mean(1, keepdim=True)) / (table.std(unbiased=False) + 1e-4)
     torch.testing.assert_close(values(advantage, table), expected, atol=1e-5, rtol=0)
-    assert advantage.needs_whole_batch
-    assert Advantage(std="max_group").needs_whole_batch
-    assert Advantage(combine="per_reward", renormalise=True).needs_whole_batch
-    assert not Advantage().needs_whole_batch
     shard = values(advantage, table[:2])  # sensitivity: a shard's own std is another number
     assert not torch.allclose(shard, values(advantage, table)[:2], atol=1e-3)
 
 
-def test_group_advantages_do_not_change_when_other_groups_complete() -> None:
-    """I3 and GAP: a group's advantage is known as soon as the group is."""
+@pytest.mark.parametrize("advantage", VARIANTS)
+def test_group_advantages_do_not_change_when_other_groups_complete(advantage: Advantage) -> None:
+    """I3 and GAP: a group's advantage is known as soon as the group is, unless `needs_whole_batch` says otherwise."""
     table = rewards()
     partial = table.clone()
     partial[3:] = NAN
-    for advantage in (Advantage(), Advantage(baseline="leave_one_out"), Advantage(combine="per_reward")):
-        whole, early = values(advantage, table), values(advantage, partial)
-        assert torch.equal(whole[:3], early[:3])
-        assert torch.equal(early[3:], torch.zeros(2, 6))
+    whole, early = values(advantage, table), values(advantage, partial)
+    assert torch.equal(whole[:3], early[:3]) != needs_whole_batch(asdict(advantage))
+    assert torch.equal(early[3:], torch.zeros(2, 6))
 
 
 def test_max_group_std_and_leave_one_out() -> None:

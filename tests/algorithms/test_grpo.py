@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.copies import Ema
 from digenrl.algorithms.grpo import GRPO
 from digenrl.algorithms.surrogates import Clipped, DecoupledPPO, FlowDPPO, Guard
@@ -401,7 +400,6 @@ def test_bad_combinations_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     without = [replace(block, means=None) for block in roll(policy)]
     with pytest.raises(ValueError, match="rollout means"):
         grpo(policy, surrogate=Guard()).training_step(batch(without), 0)
-    assert grpo(policy, advantage=Advantage(std="batch")).needs_whole_batch
     video = ToyPolicy(latent_shape=(16, 9, 30, 4))
     with caplog.at_level(logging.WARNING, logger="digenrl.algorithms.grpo"):
         grpo(video, clip_range=1e-3)

@@ -73,9 +73,7 @@ def test_published_values_are_there() -> None:
     assert isinstance(guard, GRPO)
     assert guard.clip == (2e-6, 2e-6)
     assert guard.needs_means
-    assert build("longcat").needs_whole_batch
     assert build("nft").needs_final
-    assert not build("flow_grpo").needs_whole_batch
 
 
 def test_parts_can_be_changed_from_the_command_line() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from digenrl import config
-from digenrl.preflight import allocation, settled
 from digenrl.record.redact import MASK
+from digenrl.settle import allocation, settled
 
 Case = tuple[Sequence[str], Sequence[str]]
 
@@ -174,6 +174,10 @@ RELATIONS: dict[str, Case] = {
     "batch-wide statistics with GAP": (
         ["schedule=gap", "algorithm.advantage.std=batch"],
         ["algorithm.advantage.std = batch", "schedule.gap = 1", "set schedule.gap=0 or algorithm.advantage.std=group"],
+    ),
+    "whole-batch renormalisation with gap": (
+        ["schedule=gap", "algorithm/advantage=gdpo"],
+        ["algorithm.advantage.renormalise = true", "schedule.gap = 1", "algorithm.advantage.renormalise=false"],
     ),
     "one noise and no other": (
         ["experiment=digits_nft", "sampling.same_noise=true"],

@@ -13,7 +13,7 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.extension import installed
-from digenrl.preflight import settled, trainers_must_evaluate
+from digenrl.settle import settled, trainers_must_evaluate
 from tests.strategy.processes import TINY, Cluster, Job, completed, run_cluster, run_series
 from tests.training import Train, commands, fault, watch
 

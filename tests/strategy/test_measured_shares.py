@@ -9,7 +9,7 @@ import pytest
 
 from digenrl import run
 from digenrl.cluster.world import World
-from digenrl.preflight import trainer_speeds
+from digenrl.settle import trainer_speeds
 from digenrl.strategy import measured_shares
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
 from digenrl.types import TrainBatch

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from digenrl import config as configuration
-from digenrl.preflight import settled
 from digenrl.schedule import group_tasks, place
+from digenrl.settle import settled
 from digenrl.transport.cells import StepBoard
 from tests.strategy.processes import FP64, Cluster, completed, configured, relative, run_cluster
 from tests.strategy.test_equality import LIGHT

@@ -69,12 +69,6 @@ class Advantage:
         if self.best_and_worst is not None and self.best_and_worst < 1:
             raise ValueError(f"advantage.best_and_worst must be >= 1 or null, got {self.best_and_worst}")
 
-    @property
-    def needs_whole_batch(self) -> bool:
-        """True if no advantage is known before every reward of the logical batch is (incompatible with
-        schedule.gap)."""
-        return self.std in ("batch", "max_group") or self.renormalise
-
     def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """[P] bool: groups in which something that is normalised differs from sample to sample; each by its own rewards
         alone. Arguments as of a call."""

@@ -93,11 +93,6 @@ class PolicyModule(pl.LightningModule):
         a block of weight 0 that must not count in metrics."""
 
     @property
-    def needs_whole_batch(self) -> bool:
-        """True if no cell can be trained before every reward of the logical batch is known (incompatible with gap)."""
-        return self.advantage.needs_whole_batch
-
-    @property
     def needs_means(self) -> bool:
         """Whether rollouts must store the means of their transitions."""
         return False

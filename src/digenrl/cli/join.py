@@ -52,15 +52,15 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from digenrl import devices, run  # torch loads here
+    from digenrl.advisor import advisor
     from digenrl.cluster import join as joining
     from digenrl.cluster.handshake import Handshake
     from digenrl.cluster.launcher import check_open_files
     from digenrl.cluster.limits import Limits
     from digenrl.cluster.network import Network
     from digenrl.cluster.store import StoreLost
-    from digenrl.extensions.planner.emulate import durations
-    from digenrl.preflight import begins_with, expected_seconds
     from digenrl.record.code_version import code_version
+    from digenrl.settle import begins_with
 
     config = composed.config
     trainers, rollouts = begins_with(config)
@@ -68,23 +68,23 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
     asked = joining.JoinRequest(
         access, handshake, composed.run_dir, trainers, rollouts, request.device, Limits(**config.limits), network
     )
-    passport = joining.passport_of(asked)
-    if passport["code"] != code_version():
+    credentials = joining.credentials_of(asked)
+    if credentials["code"] != code_version():
         raise ValueError(
-            f"the run at {asked.place} runs {passport['code']}, this is {code_version()}: start the rollout from the "
-            "same checkout and environment as the run."
+            f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start the rollout from "
+            "the same checkout and environment as the run."
         )
-    if different := disagreements(passport["configuration"], identity(config)):
+    if different := disagreements(credentials["configuration"], identity(config)):
         raise ValueError(
             f"{request.run}/config.yaml is not the configuration of the run at {asked.place}: {'; '.join(different)}. "
             "Copy config.yaml anew from the run's directory, and change nothing."
         )
     devices.check(config, {trainers + rollouts - 1: request.device}, request.device + 1, devices.found())
     check_open_files(trainers + rollouts + 1)
-    sleeps, expected = durations(composed, trainers, rollouts), expected_seconds(composed, trainers, rollouts)
+    advice = advisor().advise(composed, trainers, rollouts)
     print(f"joins the run at {asked.place}; Ctrl-C lets this rollout leave", file=sys.stderr, flush=True)
     try:
-        outcome = joining.join(asked, partial(run.fit, config, None, sleeps, expected), signals)
+        outcome = joining.join(asked, partial(run.fit, config, None, advice), signals)
     except (StoreLost, OSError) as error:
         raise Failed(f"the run at {asked.place} has ended ({error}).") from error
     if outcome.status == "failed":

@@ -38,7 +38,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, Outcome
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.members import PASSPORT, Members, Terms
+from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network, source_address
 from digenrl.cluster.signals import StopSignals, handled_signals
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
@@ -216,7 +216,7 @@ def attach(
     on_hang: Callable[[Path, str], None],
     stop_grace: Callable[[Path], float],
     signals: StopSignals,
-    passport: Mapping[str, Any],
+    credentials: Mapping[str, Any],
     max_lost: int | None = None,
 ) -> tuple[Path, Outcome]:
     """Run this process's rank to its end. Return the run directory and how the run ended.
@@ -229,7 +229,8 @@ def attach(
         network: where this machine's ranks listen.
         on_hang: called with the run directory and the cause when process 0 hangs and cannot report that itself.
         max_lost: how many of the rollouts that join may die. Started ranks must not die.
-        rank_main, stop_grace, signals, passport: see `launcher.Launch`. `stop_grace` is called with the run directory.
+        rank_main, stop_grace, signals, credentials: see `launcher.Launch`. `stop_grace` is called with the run
+            directory.
     """
     host = network.address(place.host)
     network.announce(host)
@@ -258,7 +259,7 @@ def attach(
             # A connection of its own: the watching thread must not wait for a call of the main thread.
             own, terms = Control(StoreClient(*session.store), 0), Terms(trainers, place.size - trainers, max_lost)
             members = Members(own, server, terms, run_dir, limits, names)
-            own.set(PASSPORT, json.dumps(passport))
+            own.set(CREDENTIALS, json.dumps(credentials))
             _watch_ranks(own, members, names, limits, hangs)
         else:
             ended.callback(monitored(partial(_say_death, session, world.rank)).stop)

@@ -22,7 +22,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake, NotOfThisRun
 from digenrl.cluster.launcher import Outcome, fork_rank
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.members import PASSPORT, end_key
+from digenrl.cluster.members import CREDENTIALS, end_key
 from digenrl.cluster.network import Network, source_address
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.store import StoreClient, StoreLost
@@ -54,7 +54,7 @@ class JoinRequest:
         return f"{self.access.host}:{self.access.port}"
 
 
-def passport_of(request: JoinRequest) -> Mapping[str, Any]:
+def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
     """Return what a rank must show to join the run.
 
     Raises:
@@ -62,12 +62,11 @@ def passport_of(request: JoinRequest) -> Mapping[str, Any]:
     """
     try:
         control = Control(_connect(request), rank=-1)
-        shown, cause, *ends = control.get_all([PASSPORT, "abort", "stop", "done"])
+        shown, cause, *ends = control.get_all([CREDENTIALS, "abort", "stop", "done"])
     except NotOfThisRun as error:
         raise ValueError(
             f"the token is not that of the run at {request.place}: take {request.run_dir}/access.json anew from the "
-            "run's "
-            "directory (each start of a run has a token of its own), or set DIGENRL_RUN_TOKEN to what is in it."
+            "run's directory (each start of a run has a token of its own), or set DIGENRL_RUN_TOKEN to what is in it."
         ) from error
     except (OSError, StoreLost) as error:
         raise ValueError(

@@ -26,7 +26,7 @@ from digenrl.cluster.vitals import ConditionTimer, watch_key
 from digenrl.record.run_dir import JOINED, LEFT, LOST, append_event
 from digenrl.schedule.claims import ClaimError, Claims
 
-PASSPORT = "passport"
+CREDENTIALS = "credentials"
 """Store key of the values that a joining rank must show."""
 _TOGETHER_S = 0.5
 """Seconds between a rollout's request to leave and the grant. A stop of the whole run may reach its ranks before the

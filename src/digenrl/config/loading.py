@@ -41,7 +41,7 @@ class Composed:
     notes: tuple[str, ...]
     """What the user should know though it is no error (duplicate prompts)."""
     planned: Mapping[str, Any] | None = None
-    """What the planner promises of the run that it chose (`digenrl.preflight.allocated`), for its records."""
+    """What the planner promises of the run that it chose (`digenrl.settle.allocated`), for its records."""
 
 
 def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = None) -> Composed:

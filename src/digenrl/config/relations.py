@@ -40,6 +40,12 @@ def most_rollouts(rollouts: Any) -> Any:
     return rollouts["max"] if isinstance(rollouts, Mapping) else rollouts
 
 
+def needs_whole_batch(advantage: Mapping[str, Any]) -> bool:
+    """Return whether the advantages of `algorithm.advantage` need every reward of the batch. Then no group can be
+    trained before the others are complete, and `schedule.gap` must be 0."""
+    return advantage.get("std") in ("batch", "max_group") or bool(advantage.get("renormalise"))
+
+
 def relation_problems(tree: Tree, broken: Collection[str] = ()) -> list[str]:
     """What is wrong between keys; rules that read a key of `broken` stay silent."""
     view = _View(tree, broken)
@@ -96,11 +102,14 @@ def _updates(get: _View) -> Iterator[str]:
 
 
 def _batch_wide_statistics(get: _View) -> Iterator[str]:
-    std, gap = get("algorithm.advantage.std"), get("schedule.gap")
-    if gap and std in ("batch", "max_group"):
+    advantage, gap = get("algorithm.advantage"), get("schedule.gap")
+    if gap and needs_whole_batch(advantage):
+        renormalise = bool(advantage.get("renormalise"))
+        key, value, other = ("renormalise", "true", "false") if renormalise else ("std", advantage["std"], "group")
         yield (
-            f"algorithm.advantage.std = {std} needs every reward of the batch before the first gradient, but "
-            f"schedule.gap = {gap} trains groups as they complete; set schedule.gap=0 or algorithm.advantage.std=group."
+            f"algorithm.advantage.{key} = {value} needs every reward of the batch before the first gradient, but "
+            f"schedule.gap = {gap} trains groups as they complete; set schedule.gap=0 or "
+            f"algorithm.advantage.{key}={other}."
         )
 
 

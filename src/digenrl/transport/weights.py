@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from digenrl.transport.link import Link, Routes
-from digenrl.transport.wire import Kind, Message, tensor_bytes
+from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
 _BUCKET_BYTES = 4 << 20
 _MOST_BUCKETS = 32
@@ -143,12 +143,12 @@ def publish(
     for index, bucket in enumerate(plan):
         data = bucket.filled(parameters, like)
         if not there:
-            link.multicast(routes, Message(Kind.WEIGHTS, meta | {"bucket": index}, {"data": data}))
+            link.multicast(routes, Message(MessageKind.WEIGHTS, meta | {"bucket": index}, {"data": data}))
         digests.append(xxhash.xxh3_64_hexdigest(tensor_bytes(data)))
         tensors |= bucket.views(data, like)
     digest = _combined(digests)
     agree(digest)
-    link.multicast(routes, Message(Kind.WEIGHTS, meta | {"digest": digest}))
+    link.multicast(routes, Message(MessageKind.WEIGHTS, meta | {"digest": digest}))
     return Version(number, digest, tensors)
 
 

@@ -15,12 +15,13 @@ import torch
 
 from digenrl import config as configuration
 from digenrl import run
+from digenrl.advisor import advisor
 from digenrl.cluster.launcher import Launch, launch
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.emulate import durations
+from digenrl.extensions.planner.reading import candidate_of, costing_of, workload
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.hardware import parse_hardware
-from digenrl.preflight import candidate_of, costing_of, expected_seconds, workload
 from digenrl.schedule.policy import replay
 from tests.strategy.processes import logs
 
@@ -57,8 +58,8 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     assert len(sleeps) == TRAINERS + ROLLOUTS
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     began = time.monotonic()
-    expected = expected_seconds(composed, TRAINERS, ROLLOUTS)
-    outcome = launch(Launch(partial(run.fit, config, None, sleeps, expected), TRAINERS, ROLLOUTS, tmp_path))
+    advice = advisor().advise(composed, TRAINERS, ROLLOUTS)
+    outcome = launch(Launch(partial(run.fit, config, None, advice), TRAINERS, ROLLOUTS, tmp_path))
     wall = time.monotonic() - began
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
@@ -100,7 +101,7 @@ def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: P
     assert sleeps[0].send == sleeps[0].fetch == 0.0
     assert sleeps[1].send == pytest.approx(SCALE * 2 * cluster.rollouts[0].send_seconds)
     assert sleeps[2].fetch == pytest.approx(SCALE * cluster.rollouts[1].fetch_seconds)
-    launched = Launch(partial(run.fit, config, None, sleeps, expected_seconds(composed, 1, 2)), 1, 2, tmp_path)
+    launched = Launch(partial(run.fit, config, None, advisor().advise(composed, 1, 2)), 1, 2, tmp_path)
     outcome = launch(launched)
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from digenrl.extensions.planner.emulated import LATENT, Durations, EmulatedPolicy
+from digenrl.extensions.planner.emulate import Durations
+from digenrl.extensions.planner.emulated import LATENT, EmulatedPolicy
 
 DURATIONS = Durations(task_size=2, encode=0.01, step=0.2, decode=0.01, cell=0.3)
 

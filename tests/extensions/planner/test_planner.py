@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 from digenrl.extensions.planner import planner
+from digenrl.extensions.planner.advice import planned_split
 from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.cli import plan as plan_command
@@ -22,10 +23,11 @@ from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
 from digenrl.extensions.planner.planner import PlanError, fitted, make_plan, task_sizes
+from digenrl.extensions.planner.reading import candidate_of, costing_of
 from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Line, Pool, assign
-from digenrl.preflight import allocated, candidate_of, costing_of, planned_split
 from digenrl.recompute import Recompute
+from digenrl.settle import allocated
 
 pytestmark = pytest.mark.heavy
 

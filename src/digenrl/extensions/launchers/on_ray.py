@@ -35,7 +35,7 @@ from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
 from digenrl.config.relations import most_rollouts
 from digenrl.hardware import assign, parse_hardware
-from digenrl.preflight import begins_with
+from digenrl.settle import begins_with
 
 _INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Read when torch loads, before an actor can set them; Ray has values of its own."""

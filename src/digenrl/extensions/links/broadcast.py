@@ -35,7 +35,7 @@ from torch import Tensor
 from digenrl.cluster.control import Aborted
 from digenrl.cluster.store import StoreLost
 from digenrl.transport.link import RELAY, Routes, SocketLink
-from digenrl.transport.wire import Kind, Message, tensor_bytes
+from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
 _SHARED = "broadcast"
 """Key of a message's meta: bytes that a broadcast brings; null: the message brings them itself."""
@@ -190,7 +190,7 @@ class BroadcastLink(SocketLink):
 
     def _announce(self, meta: Mapping[str, Any]) -> None:
         for rank in self._audience.ranks[1:]:
-            super().send(rank, Message(Kind.WEIGHTS, meta))
+            super().send(rank, Message(MessageKind.WEIGHTS, meta))
 
     def _end(self, cause: str) -> None:
         """Send streams from now on; said once."""

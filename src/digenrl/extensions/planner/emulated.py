@@ -5,64 +5,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from digenrl.extensions.planner.emulate import Durations
 from digenrl.models.policy import Policy
 from digenrl.models.prompt_store import Wording
 from digenrl.transport.link import PlainLine
-from digenrl.transport.wire import Kind, Message
+from digenrl.transport.wire import Message, MessageKind
 
 LATENT = (16, 4)
 """[N, C] of the stand-in latents."""
 
 
-@dataclass(frozen=True)
-class Durations:
-    """Seconds on one rank. A task is b samples."""
-
-    task_size: int
-    """b."""
-    encode: float
-    """One prompt, once."""
-    step: float
-    """One denoising step of a task."""
-    decode: float
-    """Decode (and scoring on the GPU) of a task."""
-    cell: float
-    """Forward and backward of one trained step of a task."""
-    fetch: float = 0.0
-    """What a version takes to this rank's place, over a line of `hardware.links`."""
-    send: float = 0.0
-    """What a task takes from there, when all ranks of its pool send at once."""
-
-    def scaled(self, factor: float) -> Durations:
-        """All durations times `hardware.time_scale`."""
-        names = ("encode", "step", "decode", "cell", "fetch", "send")
-        return replace(self, **{name: getattr(self, name) * factor for name in names})
-
-    def line(self, peer: int) -> EmulatedLine:
-        """Return a line to or from `peer` that takes these seconds."""
-        return EmulatedLine(self)
-
-
 class EmulatedLine(PlainLine):
-    """A line that carries small tensors in the time that it would take for real ones."""
+    """A line that carries small tensors in the time that it would take for real ones.
 
-    def __init__(self, durations: Durations) -> None:
-        self._durations = durations
+    Args:
+        fetch: seconds of a version.
+        send: seconds of a task.
+    """
+
+    def __init__(self, fetch: float, send: float) -> None:
+        self._fetch, self._send = fetch, send
 
     def outgoing(self, message: Message) -> Message:
         """Wait while a task, finished or suspended, would be on its way."""
-        time.sleep(self._durations.send if message.kind in (Kind.CELLS, Kind.STATE) else 0.0)
+        time.sleep(self._send if message.kind in (MessageKind.CELLS, MessageKind.STATE) else 0.0)
         return message
 
     def incoming(self, message: Message) -> Message:
         """Wait at the end of a version while its buckets would be on their way."""
-        time.sleep(self._durations.fetch if message.kind is Kind.WEIGHTS and not message.tensors else 0.0)
+        time.sleep(self._fetch if message.kind is MessageKind.WEIGHTS and not message.tensors else 0.0)
         return message
 
 

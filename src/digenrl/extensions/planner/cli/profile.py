@@ -22,7 +22,7 @@ from pydantic import Field
 from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.help import Arguments, command_help, read_arguments
-from digenrl.preflight import with_task_size
+from digenrl.settle import with_task_size
 
 if TYPE_CHECKING:
     from digenrl.types import TrainBatch, Trajectory

@@ -11,7 +11,9 @@ import pytest
 
 from digenrl import config as configuration
 from digenrl.config import Composed
-from digenrl.preflight import allocated, candidate_of, costing_of, memory_lines, sized, with_task_size
+from digenrl.extensions.planner.advice import memory_lines
+from digenrl.extensions.planner.reading import candidate_of, costing_of, sized
+from digenrl.settle import allocated, with_task_size
 from tests.models.test_experiments import EXPERIMENTS
 
 PROFILES = (

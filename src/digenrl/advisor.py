@@ -1,0 +1,155 @@
+"""Between the core and whoever knows costs: what a run asks before it starts, and plain answers.
+
+With the planner installed, its `PlannerAdvisor` answers from costs, memory and simulated runs. Without the planner,
+`PlainAdvisor` answers with fixed defaults and predicts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from omegaconf import DictConfig, OmegaConf
+
+from digenrl.config import Composed
+from digenrl.config.compose import merge_words
+from digenrl.config.relations import needs_whole_batch
+from digenrl.extension import extension, installed
+
+SMALL_TASK = 8
+"""Most samples of a task of a model whose sizes nobody has counted. The planner tries no larger tasks either."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How the ranks of a settled run hold the model; the values for keys that are `auto`."""
+
+    sharding: str
+    """`parallel.sharding`."""
+    tsp_batch: int
+    """`schedule.tsp.batch`: denoising steps of a forward."""
+    gradient_checkpointing: Any
+    """`model.gradient_checkpointing`: one value, or a list in the order of the trainers."""
+    rollouts_evaluate: bool = True
+    """Whether rollouts have memory for the samples of an evaluation."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What an emulated rank builds in place of the configured model and rewards (`hardware.emulate`)."""
+
+    model: Mapping[str, Any]
+    """Configuration of a policy, with its `_target_`."""
+    reward: Mapping[str, Any]
+    """Configuration of a reward suite, with its `_target_`."""
+    line: Mapping[str, Any]
+    """Configuration of what becomes of messages between this rank and another one, with its `_target_`."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What every rank of a run is told when it starts."""
+
+    expected: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """(stage, rank) -> seconds, as `SchedulePolicy.expected` takes them; {}: lending measures its own."""
+    stand_ins: tuple[StandIn, ...] = ()
+    """One for each rank of an emulated run; () for a real run."""
+
+    def stand_in(self, rank: int) -> StandIn | None:
+        """Return what `rank` builds when the run is emulated. A rank that joined is as the last rollout."""
+        return self.stand_ins[min(rank, len(self.stand_ins) - 1)] if self.stand_ins else None
+
+
+class Advisor(Protocol):
+    """Questions whose good answers need costs, memory or a simulation."""
+
+    def task_size(self, composed: Composed, sizes: Sequence[int]) -> int:
+        """Return the one of `sizes` (ascending) for `sampling.task_size=auto`."""
+
+    def choose(self, composed: Composed, processes: int | None) -> Composed:
+        """Return the configuration with a schedule in place of `schedule.auto`, and with the best split of the ranks
+        where nothing else says one. Notes tell the user what was chosen.
+
+        Args:
+            processes: ranks that somebody else started; None: the hardware profile's.
+        """
+
+    def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
+        """Return how the ranks hold the model; `usual` is for a model whose sizes nobody has counted.
+
+        Raises:
+            ValueError: a rank does not fit into its GPU's memory, with a change that fits where there is one.
+        """
+
+    def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
+        """Return what the ranks of a settled run are told.
+
+        Raises:
+            ValueError: the run is to be emulated, and nobody knows for how long its networks would compute.
+        """
+
+    def memory_lines(self, composed: Composed, trainers: int, rollouts: int) -> list[str]:
+        """Return what each role's rank will hold, in words; [] where nobody knows."""
+
+
+class PlainAdvisor:
+    """Fixed defaults, for an installation without the planner and for models whose sizes nobody has counted."""
+
+    def task_size(self, composed: Composed, sizes: Sequence[int]) -> int:
+        """Return the largest size up to SMALL_TASK."""
+        return max(size for size in sizes if size <= SMALL_TASK)
+
+    def choose(self, composed: Composed, processes: int | None) -> Composed:
+        """Return `composed` with groups that are trained as they complete, where advantages allow it."""
+        if not composed.config.schedule.auto:
+            return composed
+        words = ["schedule.auto=false"]
+        if "schedule.gap" not in named(composed) and not needs_whole_batch(composed.config.algorithm.advantage):
+            words.append("schedule.gap=1")
+        said = f"schedule=auto: nothing is known to plan with here (docs/planner.md): {' '.join(words)}."
+        return replace(changed(composed, words), notes=(*composed.notes, said))
+
+    def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
+        """Return `usual`."""
+        return usual
+
+    def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
+        """Return nothing to expect; refuse emulation."""
+        if composed.config.hardware.emulate:
+            wanted, instead = "hardware.emulate = true", "install it, or set hardware.emulate=false"
+            extension("digenrl.extensions.planner.emulate.stand_ins", wanted, instead)
+        return Advice()
+
+    def memory_lines(self, composed: Composed, trainers: int, rollouts: int) -> list[str]:
+        """Return nothing."""
+        return []
+
+
+def advisor() -> Advisor:
+    """Return the planner's advisor where the planner is installed, else the plain one."""
+    if not installed("planner"):
+        return PlainAdvisor()
+    planner: Advisor = extension("digenrl.extensions.planner.advice.PlannerAdvisor", "advice", "use PlainAdvisor")()
+    return planner
+
+
+def named(composed: Composed) -> set[str]:
+    """Return the keys of the command line, which no advisor changes."""
+    return {word.lstrip("+").partition("=")[0] for word in composed.overrides} - {"schedule.auto"}
+
+
+def changed(composed: Composed, words: Sequence[str]) -> Composed:
+    """Return the configuration, changed by the words of a command line."""
+    tree: Any = OmegaConf.to_container(composed.config)
+    config = OmegaConf.create(tree)
+    if wrong := merge_words(config, list(words), "train"):
+        raise ValueError("\n".join(wrong))
+    return with_config(composed, config)
+
+
+def with_config(composed: Composed, tree: DictConfig | dict[str, Any]) -> Composed:
+    """Return `composed` with the configuration `tree`, read-only."""
+    config = OmegaConf.create(tree) if isinstance(tree, dict) else tree
+    OmegaConf.set_readonly(config, True)
+    return replace(composed, config=config)

@@ -1,0 +1,252 @@
+"""What the planner advises: values for `auto` from costs, memory and simulated runs (the core's `Advisor`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from digenrl.advisor import Advice, Holding, PlainAdvisor, changed, named
+from digenrl.config import Composed
+from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.emulate import stand_ins
+from digenrl.extensions.planner.floor import training_floor
+from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
+from digenrl.extensions.planner.outcome import Outcome
+from digenrl.extensions.planner.plan_text import explanation, overrides
+from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
+from digenrl.extensions.planner.reading import candidate_of, costing_of, given, sized, workload
+from digenrl.extensions.planner.remedies import way_out
+from digenrl.hardware import parse_hardware
+from digenrl.recompute import AUTO
+from digenrl.settle import shard_group
+
+NEARLY = 1.05
+"""Seconds of a sample, as a multiple of the least, that `sampling.task_size=auto` takes for as good as the best."""
+
+
+class PlannerAdvisor:
+    """The `Advisor` of an installation with the planner. For models whose sizes nobody has counted it answers as the
+    plain one."""
+
+    def task_size(self, composed: Composed, sizes: Sequence[int]) -> int:
+        """Return the smallest size that fits and at which a denoising step of a sample takes little longer than at the
+        best one, on every pool.
+
+        Small pictures are bound by launches, so that more of them cost nothing. Large ones are bound by arithmetic.
+        """
+        if not sized(composed):
+            return PlainAdvisor().task_size(composed, sizes)
+        config: Any = composed.config
+        # Seconds that were measured are those of one size, and do not say what another takes.
+        alone = replace(workload(composed), rollouts_evaluate=False)  # nor does it follow who evaluates
+        costing = Costing(alone, replace(parse_hardware(config.hardware), seconds={}))
+        costs, pools, stay = costing.costs, costing.hardware.pools, not config.model.get("offload_encoders", True)
+        room = USABLE * min(pool.memory_gib for pool in pools)
+        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay).gib <= room] or [1]
+        seconds = {size: [costs.step_seconds(pool, size) / size for pool in pools] for size in fitting}
+        best = [min(taken) for taken in zip(*seconds.values(), strict=True)]
+        good = (
+            size
+            for size in fitting
+            if all(taken <= NEARLY * least for taken, least in zip(seconds[size], best, strict=True))
+        )
+        return next(good, fitting[-1])
+
+    def choose(self, composed: Composed, processes: int | None) -> Composed:
+        """Return `composed` with the best run of a plan where the schedule is auto, and else with the best split."""
+        if composed.config.schedule.auto:
+            plan = planned_schedule(composed, processes)
+            composed = PlainAdvisor().choose(composed, processes) if plan is None else _chosen(composed, plan)
+        split = planned_split(composed, processes)
+        return composed if split is None else _divided(composed, split)
+
+    def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
+        """Return the first way to shard that fits: replicas, a copy of the weights per node, one over all trainers.
+
+        Steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish
+        first. Blocks are computed again only as far as each trainer's memory is short.
+        """
+        if not sized(composed):
+            return usual
+        config: Any = composed.config
+        costing = costing_of(composed)
+        candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
+        fitting = _held(config, costing, candidate)
+        if not fitting and not config.hardware.emulate:
+            if config.schedule.tsp.batch == AUTO:
+                candidate = candidate.but(tsp_batch=1)
+            raise ValueError(f"{'; '.join(costing.misfits(candidate))}: {way_out(costing, candidate)}")
+        candidate = next(iter(fitting), candidate)
+        names = [name for name, role in costing.placed(candidate) if role == "trainer"]
+        kept = [costing.recompute(candidate, costing.hardware.pool(name)).config for name in names]
+        return Holding(
+            candidate.sharding,
+            candidate.spec.tsp_batch,
+            kept if kept != kept[:1] * trainers else kept[0],
+            costing.work.rollouts_evaluate,
+        )
+
+    def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
+        """Return the seconds that the profile's costs give, and what emulated ranks build."""
+        expected = expected_seconds(composed, trainers, rollouts)
+        return Advice(expected, stand_ins(composed, trainers, rollouts))
+
+    def memory_lines(self, composed: Composed, trainers: int, rollouts: int) -> list[str]:
+        """Return what each role's rank will hold, in GiB, by what holds it."""
+        return memory_lines(composed, trainers, rollouts) if sized(composed) else []
+
+
+def planned_schedule(composed: Composed, processes: int | None = None) -> Plan | None:
+    """The plan that `schedule.auto` follows: on policy unless `schedule.async_steps` is given, with all that is given
+    and not `auto`. None where the model's sizes are not known, the pools are processors or not those that are there, or
+    nothing fits (`settled` says why).
+    """
+    config: Any = composed.config
+    pools = list(config.hardware.pools.values())
+    if not sized(composed) or any(pool.gpu == "cpu" for pool in pools):
+        return None
+    costing = costing_of(composed)
+    if processes is not None and processes != costing.hardware.gpus:
+        if len(pools) > 1:
+            return None
+        (pool,) = costing.hardware.pools
+        costing = replace(costing, hardware=replace(costing.hardware, pools=(replace(pool, count=processes),)))
+    try:
+        return make_plan(costing, None, given(composed, costing), bool(config.schedule.async_steps))
+    except PlanError:
+        return None
+
+
+def _chosen(composed: Composed, plan: Plan) -> Composed:
+    """Return `composed` with what the plan's best run needs."""
+    best = plan.outcomes[0]
+    words = [word for word in overrides(best) if word.partition("=")[0] not in named(composed)]
+    planned, after = _predicted(best), changed(composed, words)
+    keys = {word: word.partition("=")[0] for word in words}
+    new = [
+        w for w, key in keys.items() if OmegaConf.select(composed.config, key) != OmegaConf.select(after.config, key)
+    ]
+    gained = f", {planned['sync_step_s'] / best.step_s:.2f} x schedule=sync" if planned["sync_step_s"] else ""
+    figures, why, _ = explanation(plan, asynchronous=True)
+    said = (
+        f"schedule=auto: {best.candidate.name}, {best.candidate.trainers}+{best.candidate.rollouts}, is the best of "
+        f"{plan.simulated} simulated runs{gained} (predicted). {figures} {why} It sets {' '.join(new)}."
+    )
+    return replace(after, notes=(*composed.notes, said), planned=planned)
+
+
+def planned_split(composed: Composed, processes: int | None = None) -> Outcome | None:
+    """The simulated best of all splits of the ranks into trainers and rollouts, for the configured schedule; colocated
+    ranks where no split fits, because they shard what they generate with. None where there is nothing to choose (a
+    number or a role settles it), the model's sizes are not known, or nothing fits.
+    """
+    config: Any = composed.config
+    asked = (config.allocation.trainers, config.allocation.rollouts)
+    if asked != ("auto", "auto") or not sized(composed):
+        return None
+    costing = costing_of(composed)
+    ranks, steps = processes or costing.hardware.gpus, costing.work.trained_steps
+    if not any(pool.role == "auto" for pool in costing.hardware.pools) or not 1 < ranks <= costing.hardware.gpus:
+        return None
+    splits: list[Candidate] = []
+    for trainers in range(1, ranks + 1):
+        if trainers == ranks and splits:
+            break
+        try:
+            splits += _held(config, costing, candidate_of(config, trainers, ranks - trainers, steps))[:1]
+        except ValueError:  # the roles of the pools do not allow it
+            continue
+    return fastest(costing, splits, costing.bound())
+
+
+def _divided(composed: Composed, split: Outcome) -> Composed:
+    """Return `composed` with the split of the ranks that `split` simulated."""
+    trainers, rollouts = split.candidate.trainers, split.candidate.rollouts
+    said = (
+        f"allocation: {trainers}+{rollouts} is the fastest split for this schedule in simulation "
+        f"({split.step_s:.4g} s per step); schedule=auto and `make plan` compare schedules and colocated runs too."
+    )
+    after = changed(composed, [f"allocation.trainers={trainers}", f"allocation.rollouts={rollouts}"])
+    return replace(after, notes=(*composed.notes, said), planned=_predicted(split))
+
+
+def _predicted(outcome: Outcome) -> dict[str, Any]:
+    """What the simulation promises, for the run's records; `sync_step_s` is that of schedule=sync at its best split."""
+    candidate = outcome.candidate
+    sync = sync_run(outcome.costing, candidate.trainers + candidate.rollouts)
+    return {"schedule": candidate.name, "step_s": outcome.step_s, "sync_step_s": sync and sync.step_s}
+
+
+def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate]:
+    """`candidate` with each allowed `parallel.sharding`, from the fewest collectives to the least memory, and with
+    `auto` steps per forward as a number; those that fit."""
+    if candidate.trainers % candidate.spec.context:
+        return []
+    shardings = [candidate.sharding]
+    if config.parallel.sharding == AUTO and candidate.trainers > 1:
+        group = shard_group(config, candidate.trainers)
+        shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]
+    ways = []
+    for sharding in shardings:
+        trial: Candidate | None = candidate.but(sharding=sharding)
+        if config.schedule.tsp.batch == AUTO:
+            trial = _steps_that_fit(costing, candidate.but(sharding=sharding))
+        if trial is not None and not costing.misfits(trial):
+            ways.append(trial)
+    return ways
+
+
+def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
+    """`candidate` with that many steps per forward, of those that fit, whose blocks the trainers finish first."""
+    trials = [candidate.but(tsp_batch=batch) for batch in range(1, costing.work.trained_steps + 1)]
+    fitting = [trial for trial in trials if not costing.trainer_misfits(trial)]
+
+    def seconds(trial: Candidate) -> float:
+        fragment, updates = training_floor(costing.spec(trial), costing.cluster(trial))
+        return fragment + max(updates)
+
+    return min(fitting, key=lambda trial: (round(seconds(trial), 4), -trial.spec.tsp_batch), default=None)
+
+
+def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[tuple[str, int], float]:
+    """(stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes them; {} where the model's
+    sizes are not known."""
+    config: Any = composed.config
+    if not config.hardware.emulate and not sized(composed):
+        return {}
+    costing, scale = costing_of(composed), config.hardware.time_scale if config.hardware.emulate else 1.0
+    candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
+    cluster = costing.cluster(candidate)
+    expected: dict[tuple[str, int], float] = {}
+    for number, rank in enumerate(cluster.ranks):
+        seconds = {"generate": rank.task_seconds(config.sampling.steps)}
+        if rank.role == "trainer":
+            seconds |= {"train": rank.cell_seconds, "switch": cluster.switch_seconds}
+            seconds["generate"] += rank.encode_seconds if rollouts else 0.0  # a loan encodes its prompt again
+        expected |= {(stage, number): scale * value for stage, value in seconds.items()}
+    return expected
+
+
+def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
+    """Return what each role's rank will hold, in GiB, by what holds it."""
+    costing = costing_of(composed)
+    candidate = candidate_of(composed.config, trainers, rollouts, costing.work.trained_steps)
+    several = len({name for name, _ in costing.placed(candidate)}) > 1
+    lines = []
+    for (pool, role), use in costing.memory(candidate).items():
+        where = f"{role} on {pool}" if several else role
+        lines.append(f"memory    {where}: {use.gib:.1f} GiB ({_parts(use)})")
+        if role == "trainer":
+            lines[-1] += f", gradient checkpointing {costing.recompute(candidate, costing.hardware.pool(pool)).config}"
+    for pool, gib in costing.host_gib(candidate).items():
+        where = f"host of a node of {pool}" if several else "host"
+        lines.append(f"memory    {where}: {gib:.1f} GiB (off-loaded activations, published weights)")
+    return lines
+
+
+def _parts(use: Memory) -> str:
+    held = {name: size / GIB for name, size in vars(use).items()}
+    return ", ".join(f"{name} {gib:.1f}" for name, gib in held.items() if gib >= 0.05)

@@ -1,0 +1,158 @@
+"""A configuration as the planner reads it: a `Workload`, a `Candidate`, and their `Costing` on the hardware profile."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+from omegaconf import ListConfig, OmegaConf
+
+from digenrl.advisor import named
+from digenrl.config import Composed, config_directory
+from digenrl.config.relations import most_rollouts, needs_whole_batch
+from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.costs import as_sent
+from digenrl.extensions.planner.measured import with_measured
+from digenrl.extensions.planner.memory import USABLE, rollout_memory
+from digenrl.extensions.planner.workload import Workload
+from digenrl.facts import counted
+from digenrl.hardware import parse_hardware
+from digenrl.recompute import AUTO, parse_recompute
+from digenrl.schedule import ScheduleSpec, groups_of_step
+from digenrl.settle import evaluations, sharding, trained_steps, trainers_must_evaluate
+
+_STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+CHOICES = {
+    "parallel.sharding": "sharding",
+    "parallel.context": "context",
+    "sampling.task_size": "task_size",
+    "model.gradient_checkpointing": "recompute",
+    "model.offload_encoders": "encoders",
+    "schedule.gap": "gap",
+    "schedule.claims": "static_claims",
+    "schedule.tsp.batch": "tsp_batch",
+    "schedule.tsp.shard": "tsp_shard",
+    "schedule.tag": "tag",
+    "schedule.shares": "shares",
+    "schedule.stale_fraction": "stale_fraction",
+}
+"""Key -> field of `Candidate` or `ScheduleSpec`."""
+
+
+def sized(composed: Composed) -> bool:
+    """Whether the model is a real build whose sizes have been counted, on pools whose memory is known."""
+    config: Any = composed.config
+    known = composed.choices.get("model") in counted() and config.model.get("build") == "real"
+    return known and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
+
+
+def costing_of(composed: Composed) -> Costing:
+    """The experiment on its hardware profile; raises ValueError for a model without counted sizes."""
+    work, folder = workload(composed), config_directory() / "hardware" / "measured"
+    profile = parse_hardware(composed.config.hardware)
+    lines = {pools: as_sent(line, composed.config.network) for pools, line in profile.lines.items()}
+    return Costing(work, with_measured(replace(profile, lines=lines), work, folder))
+
+
+def workload(composed: Composed) -> Workload:
+    """The experiment's numbers. Raises ValueError for a model without counted sizes."""
+    config: Any = composed.config
+    model_name = composed.choices["model"]
+    if model_name not in counted():
+        raise ValueError(
+            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(counted()))}). A "
+            "small one is measured faster than planned: `python -m digenrl.cli.train "
+            f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} max_rl_steps=3` ends "
+            "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, once."
+        )
+    sampling, algorithm, model = config.sampling, config.algorithm, config.model
+    lora = model.get("lora")
+    embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
+    drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations(config)]
+    guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
+    work = Workload(
+        model=model_name,
+        height=sampling.height,
+        width=sampling.width,
+        frames=sampling.frames,
+        steps=sampling.steps,
+        trained_steps=trained_steps(config),
+        prompts=groups_of_step(config.data),
+        oversample=config.data.oversample,
+        group_size=config.data.group_size,
+        updates=algorithm.updates_per_batch,
+        updates_split=config.data.updates_split,
+        guidance=guided,
+        lora_rank=int(lora.rank) if lora else None,
+        trained_samples=_trained_samples(config),
+        stored_prompts=config.data.prompt_store is not None,
+        whole_batch=needs_whole_batch(config.algorithm.advantage),
+        lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
+        reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
+        ema=algorithm.get("ema") is not None,
+        rewards=tuple(config.reward.get("rewards", {})),
+        heldout=tuple(config.reward.get("heldout") or {}),
+        evaluated=max((min(n, sampling.eval.batch or n) for n in drawn), default=0),
+        engine="compiled" if model.get("compile", False) else "eager",
+        fused_attention=bool(model.get("attention_backend")),
+        storage_bytes=_STORAGE[sampling.storage_dtype],
+    )
+    most = most_rollouts(config.allocation.rollouts)
+    able = bool(drawn) and trainers_must_evaluate(config, 1 if most == AUTO else most) is None
+    asked = config.allocation.evaluation == "rollouts"
+    return replace(work, rollouts_evaluate=able and (asked or _has_room(config, work)))
+
+
+def _trained_samples(config: Any) -> int | None:
+    """2k of a group where only the k best and k worst have an advantage, nothing else holds the others, and cells
+    without a gradient are skipped; otherwise None."""
+    k = config.algorithm.advantage.get("best_and_worst")
+    skips = config.schedule.skip_zero and "surrogate" in config.algorithm and not config.algorithm.kl_weight
+    return 2 * k if k and skips and 2 * k < config.data.group_size else None
+
+
+def _has_room(config: Any, work: Workload) -> bool:
+    """Whether the samples of an evaluation fit beside the model on every GPU that a rollout may have."""
+    pools = [pool for pool in parse_hardware(config.hardware).pools if pool.role != "trainer"]
+    stay, size = not config.model.get("offload_encoders", True), config.sampling.task_size
+    need = rollout_memory(replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay).gib
+    return all(need <= USABLE * pool.memory_gib for pool in pools)
+
+
+def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Candidate:
+    """The configuration as the planner and the emulation see it; `trained` denoising steps."""
+    asked = config.model.get("gradient_checkpointing", False)
+    if isinstance(asked, ListConfig):  # settled for each trainer: the planner's own choice gives the same
+        asked = AUTO
+    return Candidate(
+        trainers,
+        rollouts,
+        replace(ScheduleSpec.from_config(config, trained), shares=(), measured_shares=False),
+        sharding=sharding(config),
+        shard_group=config.parallel.shard_group if isinstance(config.parallel.shard_group, int) else None,
+        recompute=None if asked == AUTO else parse_recompute(asked),
+        encoders=not config.model.get("offload_encoders", True),
+        shares=config.schedule.shares != "equal",
+        static_claims=config.schedule.claims == "split",
+    )
+
+
+def given(composed: Composed, costing: Costing) -> dict[str, Any]:
+    """What is not left to the planner, as `make_plan` takes it: keys of the command line, and values that are neither
+    `auto` nor off."""
+    config: Any = composed.config
+    trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
+    gpus = costing.hardware.gpus
+    fixed: dict[str, Any] = {"skip_zero": config.schedule.skip_zero}
+    if isinstance(trainers, int) or isinstance(rollouts, int):
+        fixed["trainers"] = trainers if isinstance(trainers, int) else gpus - rollouts
+        fixed["rollouts"] = rollouts if isinstance(rollouts, int) else max(0, gpus - trainers)
+    candidate = candidate_of(config, 1, 0, costing.work.trained_steps)
+    values = {**vars(candidate.spec), **vars(candidate)}
+    usual = {each.name: each.default for kind in (ScheduleSpec, Candidate) for each in fields(kind)}
+    for key, name in CHOICES.items():
+        differs = usual[name] is not MISSING and values[name] != usual[name]
+        if OmegaConf.select(config, key) != AUTO and (key in named(composed) or differs):
+            fixed[name] = values[name]
+    return fixed

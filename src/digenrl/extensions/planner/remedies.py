@@ -1,0 +1,60 @@
+"""What makes a run fit that does not: the fewest settings, for its own split of the ranks or for another."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+from digenrl.extensions.planner.candidate import Candidate, Costing
+
+CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("schedule.tsp.batch=1", {"tsp_batch": 1}),
+    ("model.gradient_checkpointing=auto", {"recompute": None}),
+    ("parallel.sharding=fsdp", {"sharding": "fsdp"}),
+    ("model.offload_encoders=true", {"encoders": False}),
+    ("sampling.task_size=1", {"task_size": 1}),
+)
+"""Settings that take less memory, the cheapest first, as words and as a candidate's choices."""
+
+
+def way_out(costing: Costing, candidate: Candidate) -> str:
+    """The fewest settings that make `candidate` fit, for this split or for another; or that there are none."""
+    one_by_one = Costing(replace(costing.work, evaluated=min(1, costing.work.evaluated)), costing.hardware)
+    apart = Costing(replace(costing.work, rollouts_evaluate=False), costing.hardware)
+    ways = ("", costing), ("sampling.eval.batch=1 ", one_by_one), ("allocation.evaluation=trainers ", apart)
+    for said, way in ways:
+        if (words := _changes(way, candidate)) is not None:
+            return f"set {said}{' '.join(words)}".rstrip() + "."
+    return (
+        "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA (model.lora), take a "
+        "smaller resolution or fewer frames, use more or larger GPUs, or correct memory_gib or host_gib of the "
+        "profile's pools."
+    )
+
+
+def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
+    """The words of `way_out`; None where nothing helps."""
+    tokens = [(f"parallel.context={n}", {"context": n}) for n in costing.contexts(candidate)[-1:]]
+    known = [(word, change) for word, change in (*CHANGES, *tokens) if candidate.but(**change) != candidate]
+    for count in range(len(known) + 1):
+        for chosen in itertools.combinations(known, count):
+            trial = candidate.but(**{key: value for _, change in chosen for key, value in change.items()})
+            if not costing.misfits(trial):
+                return [word for word, _ in chosen]
+    smallest = candidate.but(**{key: value for _, change in CHANGES for key, value in change.items()})
+    gpus = costing.hardware.gpus
+    for trainers in range(gpus, 0, -1):
+        sharding = "fsdp" if trainers > 1 else "ddp"
+        split = smallest.but(trainers=trainers, rollouts=gpus - trainers, sharding=sharding)
+        for context in (1, *costing.contexts(split)[-1:]):
+            try:
+                if costing.misfits(split.but(context=context)):
+                    continue
+            except ValueError:  # the roles of the pools do not allow it
+                break
+            words = [f"allocation.trainers={trainers}", f"allocation.rollouts={gpus - trainers}"]
+            words += [w for w, change in known if w not in dict(tokens) and (trainers > 1 or "sharding" not in change)]
+            words += [f"parallel.context={context}"] * (context != candidate.spec.context)
+            return words
+    return None

@@ -1,0 +1,225 @@
+"""Settle a configuration before anything is allocated: `auto` values become numbers, and contradictions are refused.
+
+What needs costs, memory or a simulation is the `Advisor`'s to answer (advisor.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from digenrl import hardware
+from digenrl.advisor import Holding, advisor, with_config
+from digenrl.config import Composed, instantiate
+from digenrl.config.relations import most_rollouts, relation_problems
+from digenrl.hardware import assign, parse_hardware
+from digenrl.recompute import AUTO
+from digenrl.schedule import groups_of_step, slices_of_group, steps_per_forward
+
+ROLLOUTS = "rollouts, while trainers go on"
+"""Who evaluates, in the words that precede a run."""
+
+
+def allocated(composed: Composed, processes: int | None = None) -> Composed:
+    """Return the settled configuration of a run: every `auto` is a value, and notes say what was chosen.
+
+    Args:
+        processes: ranks that torchrun or SLURM started; None: the hardware profile's pools say how many there are.
+
+    Raises:
+        ValueError: as `allocation` and `settled`.
+    """
+    composed = advisor().choose(with_task_size(composed), processes)
+    return settled(composed, *allocation(composed.config, processes))
+
+
+def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
+    """(trainers, rollouts) with every `auto` resolved: from the number of `processes` when somebody else started them,
+    else from the hardware profile's pools. A pool's role says what its devices do; devices without a role are shared
+    evenly (`planned_split` knows better where the model's sizes are known), and on processors one of each is the
+    default. Of {min, max} it is max.
+
+    Raises:
+        ValueError: {min, max} where somebody else starts a fixed number of processes.
+    """
+    trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
+    if processes is not None:
+        if rollouts != config.allocation.rollouts:
+            raise ValueError(
+                f"allocation.rollouts = {config.allocation.rollouts}: torchrun and SLURM start a fixed number of "
+                "ranks; give a number or auto and let others join (digenrl join), or start the run with launch=ray."
+            )
+        if trainers == "auto":
+            trainers = processes - rollouts if isinstance(rollouts, int) else max(1, processes // 2)
+        return int(trainers), int(processes - trainers if rollouts == "auto" else rollouts)
+    counts = {"trainer": 0, "rollout": 0, "auto": 0}
+    for pool in config.hardware.pools.values():
+        counts[pool.get("role", "auto")] += pool.count if pool.gpu != "cpu" else 2
+    if trainers == "auto":
+        room = counts["trainer"] + counts["auto"]
+        trainers = max(1, room - (rollouts if isinstance(rollouts, int) else (counts["auto"] + 1) // 2))
+    if rollouts == "auto":
+        rollouts = max(1, counts["rollout"] + counts["auto"] - max(0, trainers - counts["trainer"]))
+    return int(trainers), int(rollouts)
+
+
+def begins_with(config: Any) -> tuple[int, int]:
+    """Return (trainers, rollouts) that a settled run starts; a launcher with places of its own lets the rest of
+    {min, max} join when it has them."""
+    rollouts = config.allocation.rollouts
+    elastic = config.launch != "local" and rollouts != most_rollouts(rollouts)
+    return config.allocation.trainers, rollouts["min"] if elastic else most_rollouts(rollouts)
+
+
+def with_task_size(composed: Composed) -> Composed:
+    """Return the configuration with a number for `sampling.task_size`.
+
+    `auto` is a matter of model, sizes and hardware profile alone, so that samples are the same in every schedule. No
+    task has samples of two updates.
+    """
+    config: Any = composed.config
+    if config.sampling.task_size != AUTO:
+        return composed
+    portion = config.data.group_size // slices_of_group(config.data.updates_split, config.algorithm.updates_per_batch)
+    sizes = [size for size in range(1, portion + 1) if portion % size == 0]
+    tree: Any = OmegaConf.to_container(config)
+    tree["sampling"]["task_size"] = advisor().task_size(composed, sizes)
+    return with_config(composed, tree)
+
+
+def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
+    """Return the configuration with this allocation, and with values for `parallel.sharding`, `schedule.tsp.batch`,
+    `model.gradient_checkpointing` and `allocation.evaluation`.
+
+    For a model whose sizes nobody has counted, `auto` means replicas, all trained steps in one forward, and blocks that
+    are computed again where the build is real.
+
+    Raises:
+        ValueError: the numbers contradict another key, or a rank would not fit into its GPU's memory (with the
+            estimate, the pool, and a change that fits if there is one).
+    """
+    config: Any = composed.config
+    tree: Any = OmegaConf.to_container(config)
+    tree["allocation"]["trainers"] = trainers
+    if most_rollouts(tree["allocation"]["rollouts"]) != rollouts:  # auto; {min, max} stays
+        tree["allocation"]["rollouts"] = rollouts
+    evaluate = evaluators(config, rollouts)
+    if wrong := relation_problems(tree):
+        raise ValueError("\n".join(wrong))
+    steps = steps_per_forward(config.schedule.tsp.batch, trained_steps(config))
+    usual = Holding(sharding(config), steps, config.hardware.build == "real")
+    held, notes = advisor().hold(composed, trainers, rollouts, usual), composed.notes
+    tree["parallel"]["sharding"], tree["schedule"]["tsp"]["batch"] = held.sharding, held.tsp_batch
+    if config.model.get("gradient_checkpointing") == AUTO:
+        tree["model"]["gradient_checkpointing"] = held.gradient_checkpointing
+    if evaluate == ROLLOUTS and not held.rollouts_evaluate:
+        tree["allocation"]["evaluation"] = "trainers"
+        notes = (*notes, "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.")
+    numbers = with_config(composed, tree)
+    return replace(numbers, notes=(*notes, *without_effect(numbers.config)))
+
+
+def without_effect(config: Any) -> Iterator[str]:
+    """A line for each schedule setting that has no effect with the settled allocation and the other settings."""
+    schedule, trainers, rollouts = config.schedule, config.allocation.trainers, config.allocation.rollouts
+    updates = config.algorithm.updates_per_batch
+    groups = groups_of_step(config.data) * slices_of_group(config.data.updates_split, updates) // updates
+    idle = "schedule.{}: has no effect here, because {}.".format
+    if schedule.tag and rollouts == 0:
+        yield idle("tag = true", "colocated ranks take turns at generating and training")
+    if schedule.tsp.shard and trainers == 1:
+        yield idle("tsp.shard = true", "only one rank trains")
+    if schedule.gap > groups:
+        yield idle(f"gap = {schedule.gap}", f"an update has {groups} groups: it is the same as {groups}")
+    if schedule.shares != "equal" and trainers == 1:
+        yield idle(f"shares = {schedule.shares}", "only one rank trains")
+    elif schedule.shares == "measured" and config.parallel.sharding != "ddp":
+        yield (
+            "schedule.shares = measured: has no effect beyond the profile's speeds, because under "
+            f"{config.parallel.sharding} trainers compute each forward together and cannot be timed apart."
+        )
+    elif schedule.shares != "equal" and config.parallel.sharding == "fsdp":
+        yield (
+            f"schedule.shares = {schedule.shares}: has no effect on predicted times, because under fsdp they take each "
+            "forward as one of all trainers."
+        )
+    if schedule.async_steps and schedule.stale_fraction == 0:
+        yield idle("async_steps = 1", "schedule.stale_fraction=0 lets no group use older weights")
+
+
+def evaluators(config: Any, rollouts: int) -> str | None:
+    """Who evaluates, and why trainers where they do; None where nobody does.
+
+    Raises:
+        ValueError: rollouts are asked to, and cannot.
+    """
+    if not evaluations(config):
+        return None
+    cause = trainers_must_evaluate(config, rollouts)
+    if cause is not None and config.allocation.evaluation == "rollouts":
+        raise ValueError(
+            f"allocation.evaluation = rollouts: cannot be, because {cause}; set allocation.evaluation=auto, with which "
+            "trainers evaluate there."
+        )
+    return ROLLOUTS if cause is None else f"trainers ({cause})"
+
+
+def trainers_must_evaluate(config: Any, rollouts: int) -> str | None:
+    """Why trainers evaluate by themselves, as settled or for the configuration as it is; None: rollouts do. Rollouts
+    hold weights in the dtype that every forward casts them to, so that samples are the same."""
+    if config.allocation.evaluation == "trainers":
+        return "allocation.evaluation=trainers says so"
+    if config.replay is not None or rollouts == 0:
+        return "no rank only generates"
+    if len(evaluations(config)) > 1:
+        return f"there are {len(evaluations(config))} evaluations among the callbacks, and rollouts make one"
+    copied = config.model.get("keep_reference") and config.model.get("lora") is None
+    if copied and any(node.get("kl_samples", 1) for node in evaluations(config)):
+        return "trainers alone keep the base model, and callbacks.evaluation.kl_samples asks for the distance to it"
+    return None
+
+
+def evaluations(config: Any) -> list[Any]:
+    """Return the evaluations among the callbacks."""
+    return [node for node in (config.callbacks or {}).values() if str(node["_target_"]).endswith("Evaluation")]
+
+
+def sharding(config: Any) -> str:
+    """`parallel.sharding`; replicas where nobody has settled `auto`."""
+    return "ddp" if config.parallel.sharding == AUTO else str(config.parallel.sharding)
+
+
+def shard_group(config: Any, trainers: int) -> int:
+    """`parallel.shard_group` as a number: `auto` follows the smallest node of the pools that may train."""
+    if isinstance(config.parallel.shard_group, int):
+        return int(config.parallel.shard_group)
+    pools = [pool for pool in config.hardware.pools.values() if pool.get("role", "auto") != "rollout"]
+    nodes = [int(pool.get("per_node", min(pool.count, 8))) for pool in pools]
+    return hardware.shard_group(trainers, min(nodes, default=trainers))
+
+
+def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ...]:
+    """Speed of each trainer rank on its pool: by the profile's measured seconds per cell where it has them, else by the
+    peak."""
+    profile = parse_hardware(config.hardware)
+    pools = [profile.pool(name) for name, _ in assign(profile, trainers, rollouts)[:trainers]]
+    measured = profile.seconds.get("train", {})
+    if all(pool.name in measured for pool in pools):
+        return tuple(1.0 / measured[pool.name] for pool in pools)
+    return tuple(pool.tflops for pool in pools)
+
+
+def trained_steps(config: Any) -> int:
+    """S: what `algorithm.train_steps` counts among sampling.steps. Its class is imported, and torch if that needs it.
+
+    Raises:
+        ValueError: the selection does not fit into sampling.steps.
+    """
+    selection = config.algorithm.train_steps
+    try:
+        return int(instantiate(selection).count(config.sampling.steps))
+    except ValueError as error:
+        raise ValueError(f"algorithm.train_steps = {OmegaConf.to_container(selection)}: {error}") from error
