@@ -66,7 +66,7 @@ TORCH_FREE = (
     "digenrl.advisor",
     "digenrl.settle",
     "digenrl.config",
-    "digenrl.config.multirun",
+    "digenrl.extensions.sweeps.multirun",
     "digenrl.images",
     "digenrl.prompts",
     "digenrl.rewards.needs",
