@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reward_models": {"types", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
     "data": {"types", "prompts", "schedule"},
-    "report": {"record", "gallery", "schedule"},
+    "report": {"record", "gallery", "schedule", "extension"},
     "display": {"report", "record"},
     "devices": {"cluster", "hardware", "config.relations"},
     "cluster": {"record", "schedule"},

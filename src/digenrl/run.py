@@ -195,7 +195,7 @@ def link_maker(config: DictConfig, stand_in: StandIn | None = None) -> LinkMaker
     lines = None if stand_in is None else partial(_emulated_line, stand_in)
     if not asked and not installed("links"):
         return socket_link if lines is None else partial(socket_link, lines=lines)
-    wanted = ", ".join(f"network.{key} = {network[key]}" for key in asked)
+    wanted = ", ".join(f"network.{key} = {str(network[key]).lower()}" for key in asked)
     instead = "use " + " ".join(f"network.{key}={plain[key]}" for key in asked)
     make: LinkMaker = extension("digenrl.extensions.links.make.link_maker", wanted, instead)(config, lines)
     return make

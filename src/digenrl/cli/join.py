@@ -68,13 +68,13 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
     visit = joining.Visit(
         access, handshake, composed.run_dir, trainers, rollouts, request.device, Limits(**config.limits), network
     )
-    passport = joining.passport_of(visit)
-    if passport["code"] != code_version():
+    credentials = joining.credentials_of(visit)
+    if credentials["code"] != code_version():
         raise ValueError(
-            f"the run at {visit.place} runs {passport['code']}, this is {code_version()}: start the rollout from the "
-            "same checkout and environment as the run."
+            f"the run at {visit.place} runs {credentials['code']}, this is {code_version()}: start the rollout from "
+            "the same checkout and environment as the run."
         )
-    if different := disagreements(passport["configuration"], identity(config)):
+    if different := disagreements(credentials["configuration"], identity(config)):
         raise ValueError(
             f"{request.run}/config.yaml is not the configuration of the run at {visit.place}: {'; '.join(different)}. "
             "Copy config.yaml anew from the run's directory, and change nothing."

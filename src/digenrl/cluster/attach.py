@@ -36,7 +36,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, Outcome
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.members import PASSPORT, Members, Terms
+from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network, source_address
 from digenrl.cluster.signals import StopSignals, obeyed
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
@@ -206,7 +206,7 @@ def attach(
     on_hang: Callable[[Path, str], None],
     stop_grace: Callable[[Path], float],
     signals: StopSignals,
-    passport: Mapping[str, Any],
+    credentials: Mapping[str, Any],
     max_lost: int | None = None,
 ) -> tuple[Path, Outcome]:
     """Run this process's rank to its end; returns the run directory and how it ended.
@@ -219,7 +219,7 @@ def attach(
         network: where this machine's ranks listen.
         on_hang: called with the run directory and the cause where process 0 hangs and can report nothing itself.
         max_lost: of the rollouts that join; those that were started must live.
-        rank_main, stop_grace, signals, passport: as in `launcher.Launch`; the grace is told the run directory.
+        rank_main, stop_grace, signals, credentials: as in `launcher.Launch`; the grace is told the run directory.
     """
     host = network.address(place.host)
     network.announce(host)
@@ -247,7 +247,7 @@ def attach(
         if server is not None:
             own, terms = Control(StoreClient(*session.store), 0), Terms(trainers, place.size - trainers, max_lost)
             members = Members(own, server, terms, run_dir, limits, names)
-            own.set(PASSPORT, json.dumps(passport))
+            own.set(CREDENTIALS, json.dumps(credentials))
             _judge(own, members, names, limits, hangs)
         else:
             ended.callback(monitored(partial(_say_death, session, world.rank)).stop)

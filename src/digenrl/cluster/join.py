@@ -22,7 +22,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake, NotOfThisRun
 from digenrl.cluster.launcher import Outcome, fork_rank
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.members import PASSPORT, end_key
+from digenrl.cluster.members import CREDENTIALS, end_key
 from digenrl.cluster.network import Network, source_address
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.store import StoreClient, StoreLost
@@ -54,7 +54,7 @@ class Visit:
         return f"{self.access.host}:{self.access.port}"
 
 
-def passport_of(visit: Visit) -> Mapping[str, Any]:
+def credentials_of(visit: Visit) -> Mapping[str, Any]:
     """What the run wants to see of who joins.
 
     Raises:
@@ -62,7 +62,7 @@ def passport_of(visit: Visit) -> Mapping[str, Any]:
     """
     try:
         control = Control(_connect(visit), rank=-1)
-        shown, cause, *ends = control.get_all([PASSPORT, "abort", "stop", "done"])
+        shown, cause, *ends = control.get_all([CREDENTIALS, "abort", "stop", "done"])
     except NotOfThisRun as error:
         raise ValueError(
             f"the token is not that of the run at {visit.place}: take {visit.run_dir}/access.json anew from the run's "

@@ -34,7 +34,7 @@ from digenrl.cluster.access import ACCESS, Access, leave_access
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.members import PASSPORT, Members, Terms
+from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals, held_back
 from digenrl.cluster.store import StoreClient, StoreServer
@@ -148,7 +148,7 @@ class Launch:
     """As `Launcher.places`."""
     handshake: Handshake = field(default_factory=Handshake)
     """With a token of its own for each run."""
-    passport: Mapping[str, Any] = field(default_factory=dict)
+    credentials: Mapping[str, Any] = field(default_factory=dict)
     """What a rollout that joins must show, in JSON values: the configuration, the version of the code."""
     limits: Limits = field(default_factory=Limits)
     """How long ranks are waited for."""
@@ -209,7 +209,7 @@ def launch(spec: Launch) -> Outcome:
             server = StoreServer(listener, spec.handshake)
             ended.callback(server.close)
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
-            control.set(PASSPORT, json.dumps(spec.passport))
+            control.set(CREDENTIALS, json.dumps(spec.credentials))
             leave_access(spec.run_dir, Access(host, port, spec.handshake.token, epoch))
             ended.callback((spec.run_dir / ACCESS).unlink, missing_ok=True)
             for rank in ranks:

@@ -26,7 +26,7 @@ from digenrl.cluster.vitals import ConditionTimer, watch_key
 from digenrl.record.run_dir import JOINED, LEFT, LOST, append_event
 from digenrl.schedule.claims import ClaimError, Claims
 
-PASSPORT = "passport"
+CREDENTIALS = "credentials"
 """Store key of what a rank that joins must show."""
 _TOGETHER_S = 0.5
 """A stop of the whole run may reach its ranks before the launcher: a rollout goes so long after it asked."""
