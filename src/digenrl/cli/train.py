@@ -18,6 +18,7 @@ import os
 import sys
 
 from digenrl.cluster.signals import StopSignals, outlast_terminal
+from digenrl.extension import extension
 
 
 def main(words: list[str]) -> int:
@@ -25,9 +26,14 @@ def main(words: list[str]) -> int:
     with StopSignals() as signals:  # nothing else is imported before signals are taken
         signals.leave_after(0, 2, "stopped by {signal}; no rank was running")
         outlast_terminal()
-        from digenrl.config.multirun import is_multirun, sweep
+        from digenrl.config.loading import is_multirun
 
         return sweep(words) if is_multirun(words) else train(words, signals)
+
+
+def sweep(words: list[str]) -> int:
+    """Run every combination of the words' values; return the exit code."""
+    return int(extension("digenrl.extensions.sweeps.multirun.sweep", "-m", "start each run by itself")(words))
 
 
 def train(words: list[str], signals: StopSignals) -> int:

@@ -50,7 +50,7 @@ _DEFAULT = Limits()
 _Queued = tuple[Message, Buffers]
 """A message, and its buffers where its line leaves it as it is."""
 Routes = Mapping[int, Sequence[int]]
-"""Rank that gets a message from here -> ranks to which that rank passes it on."""
+"""Receiving rank -> further ranks, to which the receiving rank passes the message on."""
 
 
 class Link(Protocol):
@@ -105,7 +105,7 @@ class PlainLine:
 
 
 Lines = Callable[[int], Line]
-"""Peer -> the line of one direction of one connection with it."""
+"""Makes the line of one direction of a connection, given the peer."""
 
 
 class LinkMaker(Protocol):

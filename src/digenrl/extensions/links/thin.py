@@ -125,7 +125,7 @@ def _is_end(message: Message) -> bool:
 
 
 class _Buckets:
-    """The newest version that has gone over one direction of one connection. A bucket is let go when its successor
+    """Buckets of the newest version that went over a connection in one direction. A bucket is let go when its successor
     comes, so that both ends hold little more than one version."""
 
     def __init__(self) -> None:

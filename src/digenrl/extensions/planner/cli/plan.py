@@ -23,7 +23,7 @@ from typing import Any
 from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.compose import own_directories
-from digenrl.config.multirun import is_multirun, sweep
+from digenrl.config.loading import is_multirun
 from digenrl.config.relations import most_rollouts
 from digenrl.extension import extension
 from digenrl.extensions.planner.advice import planned_schedule, planned_split
@@ -46,7 +46,8 @@ STOCK_STRATEGY = "digenrl.strategy.disaggregated.DisaggregatedStrategy"
 def main(words: list[str]) -> int:
     """Plan once (or, with -m, once per combination); returns the exit code."""
     if is_multirun(words):
-        return sweep(words, "digenrl.extensions.planner.cli.plan", "plan")
+        sweep = extension("digenrl.extensions.sweeps.multirun.sweep", "-m", "plan each combination by itself")
+        return int(sweep(words, "digenrl.extensions.planner.cli.plan", "plan"))
     machine = "--json" in words
     composed = configuration.load_or_exit([word for word in words if word != "--json"], "plan", __doc__)
     settings: Any = composed.config
