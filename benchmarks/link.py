@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._shared import BenchRank, Report, on_ranks, options
-from digenrl.transport.wire import Kind, Message
+from digenrl.transport.wire import Message, MessageKind
 
 MIB = 1 << 20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -38,8 +38,8 @@ def with_gloo(here: BenchRank, payload: torch.Tensor, count: int) -> None:
 
 def with_link(here: BenchRank, payload: torch.Tensor, count: int) -> None:
     for _ in range(count):
-        here.link.send(1, Message(Kind.CELLS, {}, {"x": payload})) if here.rank == 0 else here.receive()
-    here.receive() if here.rank == 0 else here.link.send(0, Message(Kind.CELLS, {}))
+        here.link.send(1, Message(MessageKind.CELLS, {}, {"x": payload})) if here.rank == 0 else here.receive()
+    here.receive() if here.rank == 0 else here.link.send(0, Message(MessageKind.CELLS, {}))
 
 
 def measure(

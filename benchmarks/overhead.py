@@ -37,7 +37,7 @@ from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy.worker import TaskRunner
 from digenrl.transport.cells import Part, Placement, StepBoard, pack
-from digenrl.transport.wire import Kind, Message
+from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import Prompt, Trajectory
 
 BAR_MS = 3.0
@@ -167,7 +167,7 @@ def trainer(here: BenchRank, groups: int, size: int) -> float:
         board, complete, kept = StepBoard(SPEC, one_trainer, here.rank, 0, {"reward": 1.0}), None, []
         for _ in range(SPEC.tasks):
             kept.append(here.receive())  # as the board keeps its parts: memory that is not in the cache
-            here.link.send(1, Message(Kind.CELLS, {}))
+            here.link.send(1, Message(MessageKind.CELLS, {}))
             message = here.receive()
             began = time.perf_counter()
             part = Part(message)
@@ -176,7 +176,7 @@ def trainer(here: BenchRank, groups: int, size: int) -> float:
             complete = next_fragment(SPEC, [(0,)], board.completed)
             here.control.check()
             seconds.append(1e3 * (time.perf_counter() - began))
-            here.link.send(1, Message(Kind.CELLS, {}))
+            here.link.send(1, Message(MessageKind.CELLS, {}))
         if complete is None:
             raise SystemExit("the group never became complete")
     return statistics.median(seconds)

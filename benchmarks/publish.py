@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks._shared import BenchRank, Report, on_ranks, options
 from digenrl.transport.weights import Arrivals, adopt, publish
-from digenrl.transport.wire import Kind, Message
+from digenrl.transport.wire import Message, MessageKind
 
 MIB = 1 << 20
 SIZES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
@@ -32,7 +32,7 @@ def publish_and_adopt(here: BenchRank, parameters: dict[str, torch.Tensor], arri
         while version is None:
             version = arrivals.add(here.receive())
         adopt(parameters, version)
-        here.link.send(0, Message(Kind.CELLS, {}))
+        here.link.send(0, Message(MessageKind.CELLS, {}))
         return
     rollouts = range(1, dist.get_world_size())
     publish(number, parameters, here.link, dict.fromkeys(rollouts, ()), lambda digest: None)

@@ -19,7 +19,7 @@ from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.network import Network
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.transport.link import SocketLink
-from digenrl.transport.wire import Kind, Message
+from digenrl.transport.wire import Message, MessageKind
 from tests.strategy.processes import TINY
 
 IPV6 = "::1"
@@ -48,7 +48,7 @@ def test_a_store_and_two_links_over_ipv6_in_a_range_of_three_ports(ports: tuple[
     links = [SocketLink(controls[rank], rank, IPV6, ours, network=network) for rank in range(2)]
     try:
         sent = torch.arange(5.0)
-        links[0].send(1, Message(Kind.CELLS, {}, {"x": sent}))
+        links[0].send(1, Message(MessageKind.CELLS, {}, {"x": sent}))
         message = links[1].receive(10.0)
         assert message is not None
         assert torch.equal(message.tensors["x"], sent)

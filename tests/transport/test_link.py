@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from digenrl.cluster.control import Aborted, Control
-from digenrl.cluster.handshake import Gate, Handshake
+from digenrl.cluster.handshake import AuthenticatedListener, Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.transport.link import SocketLink
-from digenrl.transport.wire import Kind, Message, WireError, encode
+from digenrl.transport.wire import Message, MessageKind, WireError, encode
 
 pytestmark = pytest.mark.processes
 HOST = "127.0.0.1"
@@ -50,7 +50,7 @@ def links(controls: list[Control]) -> Iterator[list[SocketLink]]:
 
 
 def cells(number: int, size: int = 3) -> Message:
-    return Message(Kind.CELLS, {"number": number}, {"x": torch.full((size,), float(number))})
+    return Message(MessageKind.CELLS, {"number": number}, {"x": torch.full((size,), float(number))})
 
 
 def received(link: SocketLink, seconds: float = 10.0) -> Message:
@@ -142,7 +142,7 @@ def test_a_full_queue_blocks_until_the_run_is_aborted(controls: list[Control], l
         def never_read(sock: socket.socket, rank: int) -> None:
             awake.wait(30.0)
 
-        gate = Gate(deaf, OURS, "link 9", never_read)
+        gate = AuthenticatedListener(deaf, OURS, "link 9", never_read)
         controls[0].set("address/9", f"{HOST}:{deaf.getsockname()[1]}")
         threading.Timer(1.0, lambda: controls[1].abort("enough")).start()
         sent = [0]
@@ -218,5 +218,5 @@ def test_a_wait_ends_with_its_patience(store: StoreServer) -> None:
 
 def test_meta_is_plain_json(links: list[SocketLink]) -> None:
     meta = {"list": [1, 2.5, None, True], "nested": {"text": "größer"}}
-    links[0].send(1, Message(Kind.STATE, meta))
+    links[0].send(1, Message(MessageKind.STATE, meta))
     assert json.loads(json.dumps(received(links[1]).meta)) == meta

@@ -24,7 +24,7 @@ from digenrl.strategy.gradients import assert_equal_digests
 from digenrl.transport import link as sockets
 from digenrl.transport.link import Routes, SocketLink
 from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, attest, buckets, exchanged, publish, table
-from digenrl.transport.wire import Kind, Message, decode, encode
+from digenrl.transport.wire import Message, MessageKind, decode, encode
 from tests.models.tiny_policies import make, randomise_lora
 from tests.namespaces import bytes_sent, inside, two_machines
 from tests.transport.test_wire import reader
@@ -238,7 +238,7 @@ def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() 
                 while version is None:
                     message = rollout.receive(10.0)
                     assert message is not None, "nothing arrived"
-                    assert message.kind is Kind.WEIGHTS
+                    assert message.kind is MessageKind.WEIGHTS
                     version = arrivals.add(message)
                 adopt(own, version)
                 assert version.number == number

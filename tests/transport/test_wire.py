@@ -21,8 +21,8 @@ from digenrl.transport.wire import (
     MAGIC,
     MAX_META_BYTES,
     MAX_TENSORS,
-    Kind,
     Message,
+    MessageKind,
     WireError,
     decode,
     encode,
@@ -62,7 +62,7 @@ plain = st.recursive(
 )
 messages = st.builds(
     Message,
-    st.sampled_from(list(Kind)),
+    st.sampled_from(list(MessageKind)),
     st.dictionaries(st.text(max_size=6), plain, max_size=4),
     st.dictionaries(st.text(max_size=8), tensors(), max_size=4),
 )
@@ -147,13 +147,13 @@ def test_each_violation_is_refused_by_name_before_anything_is_allocated(data: by
 
 def test_what_cannot_travel_fails_in_its_authors_stack() -> None:
     with pytest.raises(WireError, match=r"'x' has dtype torch\.complex64"):
-        encode(Message(Kind.CELLS, {}, {"x": torch.zeros(2, dtype=torch.complex64)}))
+        encode(Message(MessageKind.CELLS, {}, {"x": torch.zeros(2, dtype=torch.complex64)}))
     with pytest.raises(WireError, match=r"'x' has dtype .* and 9 dimensions"):
-        encode(Message(Kind.CELLS, {}, {"x": torch.zeros((1,) * 9)}))
+        encode(Message(MessageKind.CELLS, {}, {"x": torch.zeros((1,) * 9)}))
     with pytest.raises(TypeError):
-        encode(Message(Kind.CELLS, {"x": object()}))
+        encode(Message(MessageKind.CELLS, {"x": object()}))
     with pytest.raises(WireError, match="too large"):
-        encode(Message(Kind.CELLS, {}, {str(i): torch.zeros(1) for i in range(MAX_TENSORS + 1)}))
+        encode(Message(MessageKind.CELLS, {}, {str(i): torch.zeros(1) for i in range(MAX_TENSORS + 1)}))
 
 
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

@@ -25,7 +25,7 @@ from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl, replaced, unwritten
 from digenrl.rewards.hacking_alarms import Alarm, canary, of_evaluations
 from digenrl.rollout.engine import RolloutEngine
-from digenrl.rollout.evaluation import Canaries, FixedSamples, Pictures, Piece, joined, split
+from digenrl.rollout.evaluation import FixedSamples, Pictures, Piece, ReferenceSamples, joined, split
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
@@ -174,7 +174,7 @@ class Evaluation(pl.Callback):
         self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
         self.kl_samples = min(kl_samples, samples_per_prompt)
         self._first: Pictures | None = None
-        self._canaries = Canaries()
+        self._reference_samples = ReferenceSamples()
         self._open: int | None = None
         """RL step whose weights rollouts evaluate at present."""
 
@@ -217,7 +217,7 @@ class Evaluation(pl.Callback):
             if not trainer.is_global_zero:
                 return
             numbers = self.measure(_engine(trainer), pictures)
-        self._tell(trainer, rl_step, pictures, numbers, [self._canaries.look(pictures, _engine(trainer))])
+        self._tell(trainer, rl_step, pictures, numbers, [self._reference_samples.look(pictures, _engine(trainer))])
 
     def _finish(self, trainer: pl.Trainer) -> None:
         """Wait for the evaluation in progress, if there is one. All trainers come here with the weights it is of."""
@@ -236,12 +236,12 @@ class Evaluation(pl.Callback):
                 parts |= zip(missing, split(own, self.samples_per_prompt), strict=True)
             pictures = joined([parts[number] for number in range(len(self.prompts))])
             numbers = self.measure(_engine(trainer), pictures)
-        self._tell(trainer, rl_step, pictures, numbers, [piece.canaries for piece in pieces.values()])
+        self._tell(trainer, rl_step, pictures, numbers, [piece.reference_scores for piece in pieces.values()])
 
     def _sampled(self, trainer: pl.Trainer, pieces: Sequence[int]) -> Pictures:
         """Make `pieces` with all trainers together, and return their pictures on every trainer."""
-        consent = getattr(trainer.strategy, "consent", None)
-        begin = (lambda: None) if consent is None else consent.begin
+        stop_vote = getattr(trainer.strategy, "stop_vote", None)
+        begin = (lambda: None) if stop_vote is None else stop_vote.begin
         with getattr(trainer.lightning_module, "averaged", nullcontext)():  # the moving average, where there is one
             local = self.sample(_engine(trainer), trainer.global_rank, trainer.world_size, begin, pieces)
         begin()
@@ -255,7 +255,7 @@ class Evaluation(pl.Callback):
         numbers: Mapping[str, float],
         looked: Iterable[Mapping[str, Tensor]],
     ) -> None:
-        """Write and log an evaluation; `looked`: `Piece.canaries` of everybody who has looked."""
+        """Write and log an evaluation; `looked`: `Piece.reference_scores` of everybody who has looked."""
         run_dir, weights = Path(trainer.default_root_dir), _engine(trainer).reward_weights
         samples = run_dir / SAMPLES / f"eval-{rl_step}.npz"
         try:

@@ -20,6 +20,7 @@ from digenrl.config.help import configuration_help, show
 from digenrl.config.schema import REPLAYABLE
 from digenrl.config.stored import REPLAYED, changes, read_stored, unconfirmed_hosts
 
+SWEEP_FLAGS = ("-m", "--multirun")
 EXIT_CODE = 2
 """Exit code of a refused configuration, as of wrong command line arguments elsewhere."""
 
@@ -200,3 +201,8 @@ def command_line_list(key: str, words: Sequence[str], tree: DictConfig) -> list[
     value = tree.get(key)
     items = OmegaConf.to_container(value) if OmegaConf.is_list(value) else []
     return [item for item in items if isinstance(item, str) and item.strip()] if isinstance(items, list) else []
+
+
+def is_multirun(argv: Sequence[str]) -> bool:
+    """Return whether a command line asks for a sweep."""
+    return any(word in SWEEP_FLAGS for word in argv)

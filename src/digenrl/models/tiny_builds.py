@@ -105,6 +105,11 @@ def build(facts: Facts | str, folder: Path, seed: int = 0) -> None:
             if parameter.ndim > 1 and not parameter.detach().any():
                 nn.init.normal_(parameter, std=0.02)
     pipeline.save_pretrained(folder)
+    if not list(folder.glob("transformer/*.safetensors")):
+        raise RuntimeError(
+            f"the tiny build of {facts.family} has no weights: in a process group rank 0 alone writes them; "
+            "call tiny_builds.ensure before the group begins"
+        )
 
 
 def _digest(facts: Facts) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.types import Prompt
 
-CANARIES = 4
+REFERENCE_SAMPLES = 4
 """Pictures of the first evaluation that every later one scores again, to notice a reward model that changed."""
 
 
@@ -34,7 +34,7 @@ class Pictures:
 
 
 def joined(parts: Sequence[Pictures]) -> Pictures:
-    """All of them, in this order."""
+    """Concatenate `parts` in their order."""
     return Pictures(
         media=torch.cat([part.media for part in parts]),
         prompts=tuple(prompt for part in parts for prompt in part.prompts),
@@ -56,17 +56,20 @@ def split(pictures: Pictures, rows: int) -> list[Pictures]:
     ]
 
 
-class Canaries:
-    """Scores of the first few pictures of the first evaluation, again and again."""
+class ReferenceSamples:
+    """The first few pictures of the first evaluation, which every later evaluation scores again."""
 
     def __init__(self) -> None:
         self._first: tuple[Tensor, tuple[Prompt, ...], Mapping[str, Tensor]] | None = None
 
     def look(self, pictures: Pictures, engine: RolloutEngine) -> dict[str, Tensor]:
-        """name -> [2, CANARIES at most]: the scores that the first `pictures` were given once, as stored with 8 bits,
-        and today's; nothing at the first look."""
+        """Score the reference pictures again. The first call keeps the first `pictures`, as stored with 8 bits.
+
+        Returns:
+            name -> [2, REFERENCE_SAMPLES at most]: scores of the first call, and of this one. Empty at the first call.
+        """
         if self._first is None:
-            media, prompts = pictures.media[:CANARIES].clone(), pictures.prompts[:CANARIES]
+            media, prompts = pictures.media[:REFERENCE_SAMPLES].clone(), pictures.prompts[:REFERENCE_SAMPLES]
             self._first = media, prompts, engine.rescore(media.float() / 255.0, prompts)
             return {}
         media, prompts, once = self._first
@@ -81,11 +84,11 @@ class FixedSamples:
     prompts: tuple[Prompt, ...]
     per_prompt: int
     seed: int
-    """Of the noise."""
+    """Seed of the noise."""
     steps: int | None
-    """Of the ODE; None = `sampling.eval.steps`."""
+    """Steps of the ODE. None: `sampling.eval.steps`."""
     kl_samples: int
-    """Of each prompt, whose divergence from the base model is measured, where there is one."""
+    """Samples of each prompt whose divergence from the base model is measured, if there is a base model."""
 
     def draw(
         self, engine: RolloutEngine, numbers: Sequence[int], before_step: Callable[[], None] = lambda: None
@@ -106,8 +109,8 @@ class Piece:
     """A piece that another rank has made."""
 
     pictures: Pictures
-    canaries: Mapping[str, Tensor] = field(default_factory=dict)
-    """What `Canaries.look` told its maker; empty where it has just looked."""
+    reference_scores: Mapping[str, Tensor] = field(default_factory=dict)
+    """What `ReferenceSamples.look` returned on the rank that made the piece. Empty if that rank looked just before."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The piece without its prompt."""
@@ -115,7 +118,7 @@ class Piece:
             "media": self.pictures.media,
             "kl": self.pictures.kl,
             **{f"rewards/{name}": scores for name, scores in self.pictures.rewards.items()},
-            **{f"canaries/{name}": scores for name, scores in self.canaries.items()},
+            **{f"reference_scores/{name}": scores for name, scores in self.reference_scores.items()},
         }
 
     @classmethod
@@ -126,4 +129,6 @@ class Piece:
             return {key.removeprefix(kind): value for key, value in tensors.items() if key.startswith(kind)}
 
         media = tensors["media"]
-        return cls(Pictures(media, (prompt,) * len(media), named("rewards/"), tensors["kl"]), named("canaries/"))
+        return cls(
+            Pictures(media, (prompt,) * len(media), named("rewards/"), tensors["kl"]), named("reference_scores/")
+        )

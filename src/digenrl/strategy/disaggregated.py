@@ -43,15 +43,15 @@ from digenrl.schedule.ranks import Roles
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read
 from digenrl.strategy.checkpoint_storage import PREFIX
-from digenrl.strategy.consent import Consent
 from digenrl.strategy.context import Context
-from digenrl.strategy.evaluating import Evaluations, Examiner, number_of_evaluated
+from digenrl.strategy.evaluating import Evaluations, EvaluationWorker, evaluation_version
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.lending import Hooks, Lending
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.measured_shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
-from digenrl.strategy.stream import FragmentStream, Inbox, NoRecord, Record, Source
+from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.stream import FragmentSource, FragmentStream, Inbox, NoTrajectoryRecord, TrajectoryRecord
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.transport.link import LinkMaker, socket_link
@@ -102,8 +102,8 @@ class DisaggregatedStrategy(DDPStrategy):
         split_claims: bool = False,
         expected: Mapping[tuple[str, int], float] | None = None,
         record_bytes: float = math.inf,
-        recording: Record | None = None,
-        source: Callable[[Inbox, Hooks, PromptSampler, SpanLog], Source] | None = None,
+        recording: TrajectoryRecord | None = None,
+        source: Callable[[Inbox, Hooks, PromptSampler, SpanLog], FragmentSource] | None = None,
         evaluated: FixedSamples | None = None,
         checkpoint_io: Any = None,
         link: LinkMaker = socket_link,
@@ -114,7 +114,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.sharding, self._shard_group, self._split_claims = sharding, shard_group, split_claims
         self._unequal = unequal and sharding == "ddp"
         self._expected, self._record_bytes = expected or {}, record_bytes
-        self._recording, self._make_source = recording or NoRecord(), source
+        self._recording, self._make_source = recording or NoTrajectoryRecord(), source
         self._sampler, self._last_step, self._evaluated, self._make_link = sampler, last_step, evaluated, link
         self.micro_batches_per_update = micro_batches_per_update(spec, world.trainers)
         self.version = 0
@@ -233,20 +233,22 @@ class DisaggregatedStrategy(DDPStrategy):
             agree=self._agree,
             versions=lambda: (self.previous, self.current),
         )
-        self.consent = Consent(self.control, world, self._sharded, self._droppable)
+        self.stop_vote = StopVote(self.control, world, self._sharded, self._droppable)
         self.evaluations = Evaluations(
             self._evaluated,
             world,
             self.control,
-            self.consent,
+            self.stop_vote,
             self.spans,
             self.ledger,
             self.inbox.receive,
             self._agree,
             self._publish_evaluated,
         )
-        self._lending = Lending(self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.consent)
-        self._source: Source = self._lending
+        self._lending = Lending(
+            self.spec, world, self.runner, hooks, self.control, self.link, self.spans, self.stop_vote
+        )
+        self._source: FragmentSource = self._lending
         if self._make_source is not None:
             self._source = self._make_source(self.inbox, hooks, self._sampler, self.spans)
 
@@ -315,7 +317,7 @@ class DisaggregatedStrategy(DDPStrategy):
         if self.world.is_trainer and self.lightning_module.trainer.training:
             per_update = self.micro_batches_per_update
             return FragmentStream(
-                self.spec, per_update, lambda: self.version, self.inbox, self._source, self.ledger, self.consent
+                self.spec, per_update, lambda: self.version, self.inbox, self._source, self.ledger, self.stop_vote
             )
         return dataloader
 
@@ -384,7 +386,7 @@ class DisaggregatedStrategy(DDPStrategy):
             self.ledger.end_fragment()  # what follows belongs to the update
             if self.world.trainers > 1:
                 with self.spans.span("wait", cause="straggler", step=self.version):
-                    self.consent.begin_update()
+                    self.stop_vote.begin_update()
                     dist.barrier()
             with self.spans.span("optimizer", step=self.version, what="reduce"):
                 trained = self._trained().values()
@@ -444,7 +446,7 @@ class DisaggregatedStrategy(DDPStrategy):
             return ""
         with self.spans.span("publish", version=version, evaluated=True) as facts:
             if self.is_global_zero:
-                like, number = self.engine.policy.generating_parameters(), number_of_evaluated(version)
+                like, number = self.engine.policy.generating_parameters(), evaluation_version(version)
                 made = publish(number, source, self.link, self._routes(version), lambda digest: None, like)
                 facts["digest"] = made.digest
                 return made.digest
@@ -535,8 +537,13 @@ class DisaggregatedStrategy(DDPStrategy):
         model = self.engine.policy
         if self.world.joined:
             self.control.join(self.world.rank)
-        leave, examiner = self.session.leave, Examiner(self._evaluated, self.engine, self.control, self.world.rank)
-        RolloutWorker(self.world, self.runner, model, self.control, self.link, self.spans, leave, examiner).run()
+        leave, evaluation_worker = (
+            self.session.leave,
+            EvaluationWorker(self._evaluated, self.engine, self.control, self.world.rank),
+        )
+        RolloutWorker(
+            self.world, self.runner, model, self.control, self.link, self.spans, leave, evaluation_worker
+        ).run()
         if leave.is_set():
             self.link.drain()  # what this rank has given away is on its way when it says that it has left
 

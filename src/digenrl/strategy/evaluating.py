@@ -27,20 +27,21 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
-from digenrl.rollout.evaluation import Canaries, FixedSamples, Piece
+from digenrl.rollout.evaluation import FixedSamples, Piece, ReferenceSamples
 from digenrl.schedule.claims import MAX_ATTEMPTS
-from digenrl.strategy.consent import Consent
 from digenrl.strategy.step_ledger import StepLedger
+from digenrl.strategy.stop_vote import StopVote
 from digenrl.transport.weights import Version, exchanged
-from digenrl.transport.wire import Kind, Message
+from digenrl.transport.wire import Message, MessageKind
 
 _OPEN = "evaluation"
 _POLL_S = 0.2
 """Longest wait for a message before trainer 0 looks at everything again."""
 
 
-def number_of_evaluated(version: int) -> int:
-    """Under which the weights are published that the evaluation of `version` is of, where they are not its own."""
+def evaluation_version(version: int) -> int:
+    """Return the version number under which the weights for evaluating `version` are published, if they differ from
+    the policy's (for example a moving average). It is negative, so it never collides with a training version."""
     return -1 - version
 
 
@@ -52,32 +53,32 @@ def _owner_keys(version: int, pieces: Iterable[int]) -> list[str]:
     return [f"{_counter(version)}/{piece}" for piece in pieces]
 
 
-class Examiner:
-    """A rollout rank's part in evaluations.
+class EvaluationWorker:
+    """A rollout rank's part in evaluations: it takes pieces, and makes them.
 
     Args:
-        drawn: what they draw; None: rollouts make none.
+        drawn: samples of every evaluation. None: rollouts evaluate nothing.
     """
 
     def __init__(self, drawn: FixedSamples | None, engine: RolloutEngine, control: Control, rank: int) -> None:
         self._drawn, self._engine, self._control, self._rank = drawn, engine, control, rank
-        self._canaries = Canaries()
+        self._reference_samples = ReferenceSamples()
         self._looked = -1
-        """Version at whose evaluation they were last scored."""
+        """Version at whose evaluation the reference samples were last scored."""
         self._weights: Version | None = None
-        """That were published for an evaluation."""
+        """Weights received for the open evaluation, or None."""
         self._wanted = ""
-        """Digest of those that the open evaluation is of; "": of the version's own."""
+        """Digest of the weights that the open evaluation needs. "": the version's own weights."""
         self.away = False
-        """The engine has weights of an evaluation in use, not the version's own."""
+        """Whether the engine holds an evaluation's weights instead of the version's own."""
 
     def hold(self, weights: Version) -> None:
-        """Keep weights that were published for an evaluation, instead of those of the one before."""
+        """Keep weights that were published for an evaluation, and drop those of the evaluation before."""
         self._weights = weights
 
     def adopted(self, version: int) -> None:
-        """This rank goes on to `version`: evaluations of earlier ones are complete."""
-        if self._weights is not None and self._weights.number > number_of_evaluated(version):
+        """Drop the weights of evaluations before `version`, which this rank has adopted."""
+        if self._weights is not None and self._weights.number > evaluation_version(version):
             self._weights = None
 
     def take(self, version: int) -> int | None:
@@ -115,9 +116,9 @@ class Examiner:
         assert self._drawn is not None, "a piece was taken"
         with self._in_use():
             pictures = self._drawn.draw(self._engine, [number], before_step)
-        looked = {} if self._looked == version else self._canaries.look(pictures, self._engine)
+        looked = {} if self._looked == version else self._reference_samples.look(pictures, self._engine)
         self._looked = version
-        return Message(Kind.EVALUATION, {"version": version, "piece": number}, Piece(pictures, looked).tensors())
+        return Message(MessageKind.EVALUATION, {"version": version, "piece": number}, Piece(pictures, looked).tensors())
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -150,14 +151,14 @@ class Evaluations:
         drawn: FixedSamples | None,
         world: World,
         control: Control,
-        consent: Consent,
+        stop_vote: StopVote,
         spans: SpanLog,
         ledger: StepLedger,
         receive: Callable[[float], bool],
         agree: Callable[[int], int],
         publish: Callable[[int], str],
     ) -> None:
-        self._drawn, self._world, self._control, self._consent = drawn, world, control, consent
+        self._drawn, self._world, self._control, self._stop_vote = drawn, world, control, stop_vote
         self._spans, self._ledger, self._receive, self._agree = spans, ledger, receive, agree
         self._publish = publish
         self._version = -1
@@ -201,7 +202,7 @@ class Evaluations:
         with self._ledger.paused():
             with self._spans.span("wait", cause="evaluation", step=self._version):
                 missing = self._missing() if self._world.rank == 0 else []
-                self._consent.begin()
+                self._stop_vote.begin()
                 together = self._agree(sum(1 << number for number in missing))
             then(self._arrived, [number for number in range(together.bit_length()) if together >> number & 1])
         if self._world.rank == 0:
@@ -221,7 +222,7 @@ class Evaluations:
             if self._without_maker(left) == left:
                 break
             self._control.check()
-            self._consent.check()
+            self._stop_vote.check()
             self._receive(_POLL_S)
         return left
 

@@ -18,7 +18,7 @@ from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, Task, fragments
 from digenrl.schedule.order import later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN
-from digenrl.strategy.consent import Consent
+from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.worker import Interrupt, TaskRunner
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import Link
@@ -65,10 +65,10 @@ class Lending:
         control: Control,
         link: Link,
         spans: SpanLog,
-        consent: Consent,
+        stop_vote: StopVote,
     ) -> None:
         self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
-        self._hooks, self._control, self._link, self._spans, self._consent = hooks, control, link, spans, consent
+        self._hooks, self._control, self._link, self._spans, self._stop_vote = hooks, control, link, spans, stop_vote
         self._stage = "lend" if world.rollouts else "generate"
         chooses = spec.tag or not world.rollouts
         self._together = runner.policy.roles.lockstep and chooses
@@ -88,7 +88,7 @@ class Lending:
             return fragment
         while True:
             first = self._wait(board, update, pending) if self._world.rank == 0 else None
-            self._consent.begin(self._hooks.receive)
+            self._stop_vote.begin(self._hooks.receive)
             choice = self._hooks.agree(-1 if first is None else pending.index(first))
             if choice >= 0:
                 self._wait_for_cells(board, pending[choice])
@@ -148,13 +148,13 @@ class Lending:
             while not board.is_complete(needed):
                 self._hooks.receive(_POLL_S)
                 self._control.check()
-                self._consent.check()
+                self._stop_vote.check()
 
     def _pause(self) -> None:
         self._hooks.receive(_POLL_S)
         self._runner.settle()
         self._control.check()
-        self._consent.check()
+        self._stop_vote.check()
 
     # ---- generating
 
@@ -165,7 +165,7 @@ class Lending:
             return
 
         def interrupt(task: Task, steps_left: int) -> int | None:
-            self._consent.between_steps()
+            self._stop_vote.between_steps()
             if not self._world.rollouts:
                 return None
             while self._hooks.receive(0.0):
@@ -181,7 +181,7 @@ class Lending:
         """One task on every trainer rank; where none is left, one that is thrown away keeps the collectives in step."""
 
         def interrupt(task: Task, steps_left: int) -> None:
-            self._consent.begin()
+            self._stop_vote.begin()
 
         task = self._runner.claim(step)
         if task is None:

@@ -12,7 +12,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 def run_free(trainer: pl.Trainer) -> None:
     """Replicas must not wait for each other inside an update, as they do where Lightning broadcasts before every
     micro-batch whether rank 0 got SIGTERM; its handler would start a collective that nobody joins. Stops are agreed at
-    the end of a step (`Control.stopping`), or at a piece of it (`Consent`)."""
+    the end of a step (`Control.stopping`), or at a piece of it (`StopVote`)."""
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 

@@ -1,7 +1,7 @@
 """The fragment stream of a trainer rank: what the Strategy gives Lightning in place of the train dataloader.
 
     rollout ranks, lending trainers --cells, rewards--> Inbox: one StepBoard per RL step
-    FragmentStream: waits for the next complete fragment     (its `Source`: a lending trainer generates meanwhile)
+    FragmentStream: waits for the next complete fragment    (`FragmentSource`: a lending trainer generates meanwhile)
                     -> yields its micro-batches -> Lightning: training_step, backward
     after the last micro-batch of an update: reduction, optimizer step; after the last update: publication,
     which lets rollout ranks begin what waits for the new version
@@ -21,15 +21,15 @@ from torch import Tensor
 from digenrl.schedule import ScheduleSpec, fragments
 from digenrl.schedule.claims import Claims
 from digenrl.schedule.policy import SchedulePolicy
-from digenrl.strategy.consent import Consent
 from digenrl.strategy.step_ledger import StepLedger
+from digenrl.strategy.stop_vote import StopVote
 from digenrl.transport.cells import Part, StepBoard
 from digenrl.transport.link import Link
-from digenrl.transport.wire import Kind, Message
+from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import CellBlock, TrainBatch
 
 
-class Source(Protocol):
+class FragmentSource(Protocol):
     """Where fragments come from: ranks that generate (`lending`), or an extension such as a recorded run."""
 
     def predicted_end(self, step: int) -> float | None:
@@ -39,7 +39,7 @@ class Source(Protocol):
         """The fragment of `pending` to train now, as soon as there is one."""
 
 
-class Record(Protocol):
+class TrajectoryRecord(Protocol):
     """What is told everything that a trainer trains on. An extension may write it down."""
 
     def take(self, step: int, message: Message) -> None:
@@ -55,8 +55,8 @@ class Record(Protocol):
         """End the record with the last finished step."""
 
 
-class NoRecord:
-    """A `Record` that forgets everything."""
+class NoTrajectoryRecord:
+    """A `TrajectoryRecord` that forgets everything."""
 
     def take(self, step: int, message: Message) -> None:
         """Forget the message."""
@@ -110,11 +110,11 @@ class Inbox:
         message = self._link.receive(timeout)
         if message is None:
             return False
-        if message.kind is Kind.ASK:
+        if message.kind is MessageKind.ASK:
             self._serve(int(message.meta["rank"]))
-        if message.kind is Kind.EVALUATION:
+        if message.kind is MessageKind.EVALUATION:
             self._evaluated(message)
-        if message.kind is Kind.CELLS:
+        if message.kind is MessageKind.CELLS:
             part = Part(message)
             step, version = part.meta["step"], part.meta["version"]
             # Refused: a late result of a task that went back when its owner was lost.
@@ -153,12 +153,12 @@ class FragmentStream:
         micro_batches: int,
         step: Callable[[], int],
         inbox: Inbox,
-        source: Source,
+        source: FragmentSource,
         ledger: StepLedger,
-        consent: Consent,
+        stop_vote: StopVote,
     ) -> None:
         self._spec, self._micro_batches, self._step = spec, micro_batches, step
-        self._inbox, self._source, self._ledger, self._consent = inbox, source, ledger, consent
+        self._inbox, self._source, self._ledger, self._stop_vote = inbox, source, ledger, stop_vote
 
     def __len__(self) -> int:
         return self._micro_batches * self._spec.updates_per_batch
@@ -174,6 +174,6 @@ class FragmentStream:
                 pending.remove(fragment)
                 self._ledger.begin_fragment(board, fragment)
                 for batch in board.batches(fragment, last=not pending):
-                    self._consent.begin_micro_batch()
+                    self._stop_vote.begin_micro_batch()
                     yield batch
                 self._ledger.end_fragment()

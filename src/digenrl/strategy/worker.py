@@ -29,12 +29,12 @@ from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
-from digenrl.strategy.evaluating import Examiner
+from digenrl.strategy.evaluating import EvaluationWorker
 from digenrl.transport.cells import Placement, owned_positions, pack
 from digenrl.transport.link import Link
 from digenrl.transport.suspended import Suspended, pack_state
 from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, publish
-from digenrl.transport.wire import Kind, Message
+from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import Prompt, Trajectory
 
 Interrupt = Callable[[Task, int], int | None]
@@ -197,7 +197,7 @@ class TaskRunner:
                 facts["handed_to"] = receiver
         claim = self._held.pop((task.step, task.index))
         if receiver == NOBODY:
-            return self.claims.let_go(task.version, claim)
+            return self.claims.release(task.version, claim)
         if receiver is not None:
             self.announce(task.version)
             self._link.send(receiver, pack_state(task, generation.state, claim))
@@ -280,9 +280,9 @@ class RolloutWorker:
         link: Link,
         spans: SpanLog,
         leave: threading.Event,
-        examiner: Examiner,
+        evaluation_worker: EvaluationWorker,
     ) -> None:
-        self._examiner = examiner
+        self._evaluation_worker = evaluation_worker
         self._runner, self._world, self._leave = runner, world, leave
         self._rank = world.rank
         self._parameters = model.trained_parameters()
@@ -346,7 +346,7 @@ class RolloutWorker:
 
     def _evaluate_once(self) -> bool:
         """Make a piece of the evaluation of the version in use; False when there is none for this rank."""
-        number = self._examiner.take(self._version)
+        number = self._evaluation_worker.take(self._version)
         if number is None:
             return False
         self._end_wait("tail")
@@ -354,7 +354,9 @@ class RolloutWorker:
             self._runner.settle(wait=True)
         try:
             with self._spans.span("eval", step=self._version, piece=number):
-                self._link.send(0, self._examiner.make(self._version, number, self._between_steps_of_evaluation))
+                self._link.send(
+                    0, self._evaluation_worker.make(self._version, number, self._between_steps_of_evaluation)
+                )
         except _Leaving:
             pass
         return True
@@ -373,7 +375,7 @@ class RolloutWorker:
         self._version = weights.number
         with self._spans.span("adopt", version=self._version, digest=weights.digest):
             adopt(self._parameters, weights)
-        self._examiner.adopted(self._version)
+        self._evaluation_worker.adopted(self._version)
         self._runner.announce(self._version)
         self._serve()
 
@@ -398,15 +400,15 @@ class RolloutWorker:
         """Sort arriving messages; wait up to `timeout` seconds for the first."""
         while (message := self._link.receive(timeout)) is not None:
             timeout = 0.0
-            if message.kind is Kind.WEIGHTS:
+            if message.kind is MessageKind.WEIGHTS:
                 version = self._arrivals.add(message)
                 if version is not None and version.number < 0:
-                    self._examiner.hold(version)
+                    self._evaluation_worker.hold(version)
                 elif version is not None and (message.meta["sender"] == 0 or self._wanted(version)):
                     self._weights.append(version)
-            elif message.kind is Kind.STATE:
+            elif message.kind is MessageKind.STATE:
                 self._suspended.append(Suspended.of(message, self._rank))
-            elif message.kind is Kind.ASK:
+            elif message.kind is MessageKind.ASK:
                 self._asked.append((int(message.meta["rank"]), int(message.meta["version"])))
         if self._asked:
             self._serve()
@@ -427,11 +429,11 @@ class RolloutWorker:
         )
         near = [rank for rank, host in zip(holders, hosts, strict=True) if host == own]
         self._source = next(iter((*near, *holders)), 0)
-        self._link.send(self._source, Message(Kind.ASK, {"rank": self._rank, "version": int(newest)}, {}))
+        self._link.send(self._source, Message(MessageKind.ASK, {"rank": self._rank, "version": int(newest)}, {}))
 
     def _serve(self) -> None:
         """Send the version in use to those that wait for it; not while a piece of an evaluation has others in use."""
-        if self._examiner.away:
+        if self._evaluation_worker.away:
             return
         served = [(rank, version) for rank, version in self._asked if version <= self._version]
         for rank, _ in served:

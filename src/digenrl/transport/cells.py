@@ -22,7 +22,7 @@ from digenrl.schedule.claims import Claim
 from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE, decided, left_out, update_groups
 from digenrl.schedule.staleness import StalenessError
 from digenrl.schedule.timesteps import without
-from digenrl.transport.wire import Kind, Message, WireError
+from digenrl.transport.wire import Message, MessageKind, WireError
 from digenrl.types import CellBlock, TrainBatch, Trajectory
 
 _FIELDS = ("step", "index", "group", "uid", "first_sample", "version")
@@ -80,7 +80,7 @@ def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds
             tensors["final"] = trajectory.final
         if trajectory.means is not None:
             tensors["means"] = at_positions(trajectory.means)
-    return Message(Kind.CELLS, meta, tensors)
+    return Message(MessageKind.CELLS, meta, tensors)
 
 
 def joined(messages: Sequence[Message]) -> Message:

@@ -17,7 +17,7 @@ from torch import Tensor
 from digenrl.diffusion.denoise import SampleKey, SampleState
 from digenrl.schedule import Task
 from digenrl.schedule.claims import Claim
-from digenrl.transport.wire import Kind, Message, WireError
+from digenrl.transport.wire import Message, MessageKind, WireError
 from digenrl.types import move
 
 _KEPT = ("kept_latents", "kept_next_latents", "kept_log_probs", "kept_means")
@@ -32,7 +32,7 @@ def pack_state(task: Task, state: SampleState, claim: Claim) -> Message:
             tensors[name] = torch.stack(kept)
     meta = {"task": asdict(task), "next_step": state.next_step, "seed": state.key.seed, "uid": state.key.uid}
     meta |= {"position": claim.position, "attempt": claim.attempt}
-    return Message(Kind.STATE, meta, tensors)
+    return Message(MessageKind.STATE, meta, tensors)
 
 
 @dataclass(frozen=True)

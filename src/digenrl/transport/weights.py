@@ -26,15 +26,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from digenrl.transport.link import Link, Routes
-from digenrl.transport.wire import Kind, Message, tensor_bytes
+from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
 _BUCKET_BYTES = 4 << 20
 _MOST_BUCKETS = 32
-"""Of a version: fewer than a link queues for a peer, so that a slow peer does not hold up the trainer."""
+"""Buckets of a version: fewer than a link queues for a peer, so that a slow peer does not hold up the trainer."""
 _PIECE_BYTES = 16 << 20
-"""Of a parameter, that `attest` looks at at once."""
+"""Bytes of a parameter that `attest` hashes at once."""
 _ALIGNMENT = 64
-"""Of a tensor within its bucket, as torch allocates: kernels then take the same path on every rank."""
+"""Bytes to which a tensor is aligned in its bucket, as torch does: kernels then take the same path on every rank."""
 
 
 class WeightsError(RuntimeError):
@@ -86,7 +86,7 @@ def table(parameters: Mapping[str, Tensor]) -> str:
 
 
 def buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
-    """Which parameters travel together; a function of what `table` covers.
+    """Return which parameters travel together: a function of what `table` covers.
 
     A bucket is filled up to a power of two, in which torch hands out pinned memory: the next version finds the blocks
     of the one before.
@@ -143,12 +143,12 @@ def publish(
     for index, bucket in enumerate(plan):
         data = bucket.filled(parameters, like)
         if not there:
-            link.multicast(routes, Message(Kind.WEIGHTS, meta | {"bucket": index}, {"data": data}))
+            link.multicast(routes, Message(MessageKind.WEIGHTS, meta | {"bucket": index}, {"data": data}))
         digests.append(xxhash.xxh3_64_hexdigest(tensor_bytes(data)))
         tensors |= bucket.views(data, like)
     digest = _combined(digests)
     agree(digest)
-    link.multicast(routes, Message(Kind.WEIGHTS, meta | {"digest": digest}))
+    link.multicast(routes, Message(MessageKind.WEIGHTS, meta | {"digest": digest}))
     return Version(number, digest, tensors)
 
 
@@ -188,7 +188,7 @@ class Arrivals:
         """Sender -> messages of the version that comes from it."""
 
     def add(self, message: Message) -> Version | None:
-        """Take one message; the version that it completes, if it does.
+        """Take one message, and return the version that the message completes, if there is one.
 
         Raises:
             WeightsError: other names or shapes than this rank's, a bucket out of turn, or bytes that do not give the

@@ -41,7 +41,7 @@ MAX_META_BYTES = 16 << 20
 MAX_TENSORS = 4096
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is about."""
 
     CELLS = 1
@@ -63,7 +63,7 @@ class WireError(ConnectionError):
 class Message:
     """One message: JSON-plain `meta`, and tensors by name (names travel in the meta)."""
 
-    kind: Kind
+    kind: MessageKind
     meta: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     digest: str | None = None
@@ -123,7 +123,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
 
     max_count = min(MAX_TENSORS, max_bytes)  # each counts at least a byte
     magic, kind, meta_size, count = _HEAD.unpack(take(_HEAD.size))
-    if magic != MAGIC or kind not in Kind._value2member_map_ or meta_size > MAX_META_BYTES or count > max_count:
+    if magic != MAGIC or kind not in MessageKind._value2member_map_ or meta_size > MAX_META_BYTES or count > max_count:
         raise WireError(
             f"not a digenrl message: magic {magic!r}, kind {kind}, meta {meta_size} bytes, {count} tensors."
         )
@@ -140,9 +140,9 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
     ):
         raise WireError(f"message meta announces {names!r} for {count} tensors.")
     layout = _layout(names, take(_ROW.size * count), max_bytes)
-    hasher = xxhash.xxh3_64() if kind == Kind.WEIGHTS else None
+    hasher = xxhash.xxh3_64() if kind == MessageKind.WEIGHTS else None
     tensors: dict[str, Tensor] = {}
-    pin = kind == Kind.WEIGHTS and torch.cuda.is_available()  # on their way to the GPU
+    pin = kind == MessageKind.WEIGHTS and torch.cuda.is_available()  # on their way to the GPU
     for name, (dtype, shape) in zip(names, layout, strict=True):
         tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=pin)
         raw = tensor_bytes(tensors[name])
@@ -151,7 +151,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
             read(raw[start : start + piece])
             if hasher is not None:
                 hasher.update(raw[start : start + piece])
-    return Message(Kind(kind), meta, tensors, hasher.hexdigest() if hasher is not None else None)
+    return Message(MessageKind(kind), meta, tensors, hasher.hexdigest() if hasher is not None else None)
 
 
 def _layout(names: Sequence[str], rows: bytearray, max_bytes: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:

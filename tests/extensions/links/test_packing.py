@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from digenrl.extensions.links.packing import PACKED, packed, unpacked
-from digenrl.transport.wire import DTYPES, Kind, Message, WireError, decode
+from digenrl.transport.wire import DTYPES, Message, MessageKind, WireError, decode
 from tests.transport.test_wire import LIMIT, messages, reader, written
 
 ODD = {
@@ -30,14 +30,17 @@ def passed(message: Message) -> Message:
 
 
 def test_packed_tensors_are_smaller_and_arrive_bit_for_bit() -> None:
-    whole, small = (Message(Kind.CELLS, {"a": 1}, ODD), Message(Kind.WEIGHTS, {}, {"delta": ODD["delta"]}))
+    whole, small = (
+        Message(MessageKind.CELLS, {"a": 1}, ODD),
+        Message(MessageKind.WEIGHTS, {}, {"delta": ODD["delta"]}),
+    )
     found = passed(whole)
     assert (found.meta, list(found.tensors)) == ({"a": 1}, list(ODD))
     for name, tensor in ODD.items():
         assert (found.tensors[name].dtype, found.tensors[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found.tensors[name], tensor)
     assert len(written(packed(whole))) < 0.9 * len(written(whole))
-    latents = Message(Kind.CELLS, {}, {"x": ODD["latents"].repeat(20, 1, 1, 1)})
+    latents = Message(MessageKind.CELLS, {}, {"x": ODD["latents"].repeat(20, 1, 1, 1)})
     assert 0.6 < len(written(packed(latents))) / len(written(latents)) < 0.72  # signs and exponents of 16 bit
     assert len(written(packed(small))) < 600
     assert passed(small).digest is None, "the digest of packed bytes is not that of the bucket"
@@ -53,12 +56,12 @@ def test_any_message_arrives_as_it_was(message: Message) -> None:
 
 
 def test_a_message_that_does_not_shrink_is_sent_as_it_is() -> None:
-    message = Message(Kind.CELLS, {}, {"small": ODD["small"], "none": ODD["none"]})
+    message = Message(MessageKind.CELLS, {}, {"small": ODD["small"], "none": ODD["none"]})
     assert packed(message) is message
 
 
 def test_a_damaged_packed_message_is_refused() -> None:
-    good = written(packed(Message(Kind.CELLS, {}, {"x": ODD["latents"]})))
+    good = written(packed(Message(MessageKind.CELLS, {}, {"x": ODD["latents"]})))
     for position in range(len(good) - 1000, len(good), 7):
         bad = bytearray(good)
         bad[position] ^= 1
@@ -92,4 +95,4 @@ BYTE = DTYPES.index(torch.uint8)
 )
 def test_each_impossible_announcement_is_refused_by_name(table: object, tensor: Tensor, cause: str) -> None:
     with pytest.raises(WireError, match=cause):
-        unpacked(Message(Kind.CELLS, {PACKED: table}, {"x": tensor}), LIMIT)
+        unpacked(Message(MessageKind.CELLS, {PACKED: table}, {"x": tensor}), LIMIT)

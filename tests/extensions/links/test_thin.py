@@ -21,7 +21,7 @@ from digenrl.extensions.links.thin import ThinLine, ThinSettings, said_mb_s
 from digenrl.transport import link as sockets
 from digenrl.transport.link import SocketLink
 from digenrl.transport.weights import Arrivals, Version, adopt, buckets, publish
-from digenrl.transport.wire import Kind, Message, WireError, decode, on_host
+from digenrl.transport.wire import Message, MessageKind, WireError, decode, on_host
 from tests.transport.test_weights import HOST, MIB, TO_1, Wire, slow_line, weights
 from tests.transport.test_wire import reader, written
 
@@ -166,7 +166,7 @@ def test_the_profile_says_which_lines_are_thin() -> None:
     node["links"] = {"wan": {"between": ["p", "far"], "gb_s": 0.5}}
     assert said_mb_s(node, 1, 2, 0) == (math.inf, 500.0, 500.0)
     assert said_mb_s(node, 1, 2, 7) == (500.0, math.inf, math.inf), "who joined stands where the last rollout does"
-    cells = Message(Kind.CELLS, {}, {"x": torch.zeros(1 << 12)})
+    cells = Message(MessageKind.CELLS, {}, {"x": torch.zeros(1 << 12)})
     assert ThinLine(ThinSettings(thin_mb_s=400.0), 500.0).outgoing(cells) is cells
     assert len(written(ThinLine(ThinSettings(thin_mb_s=600.0), 500.0).outgoing(cells))) < 0.1 * len(written(cells))
     assert ThinLine(ThinSettings(compress=False, thin_mb_s=600.0), 500.0).outgoing(cells) is cells
@@ -188,7 +188,7 @@ def test_a_line_that_is_seen_to_carry_little_counts_as_thin_and_packs() -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sockets._BUFFER)
         size = 9 * probe.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
-    zeros, seconds = Message(Kind.CELLS, {}, {"x": torch.zeros(size, dtype=torch.uint8)}), []
+    zeros, seconds = Message(MessageKind.CELLS, {}, {"x": torch.zeros(size, dtype=torch.uint8)}), []
     opened = threading.Event()
     opened.set()
     try:

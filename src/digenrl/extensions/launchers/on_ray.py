@@ -27,7 +27,7 @@ from typing import Any
 
 from digenrl import devices
 from digenrl.cluster.access import ACCESS
-from digenrl.cluster.attach import SOMEWHERE
+from digenrl.cluster.attach import UNUSED_ADDRESS
 from digenrl.cluster.control import Control
 from digenrl.cluster.launcher import PR_SET_PDEATHSIG, NoPlace, RankMain, live
 from digenrl.cluster.network import source_address
@@ -49,10 +49,10 @@ _OLD = 10.0
 
 @dataclass(frozen=True)
 class Places:
-    """Where ranks shall live."""
+    """Resources and times that a run asks of Ray."""
 
     address: str | None
-    """Of a cluster; None: that of RAY_ADDRESS, else a cluster of this machine alone, for this run."""
+    """Address of the cluster; None: RAY_ADDRESS, else a cluster of this machine alone, for this run."""
     wants: tuple[Mapping[str, float], ...]
     """Rank -> Ray's resources: CPU, GPU, or any other name."""
     first: int
@@ -170,7 +170,7 @@ class RayRank:
 
 
 def driver_host(address: str | None) -> str:
-    """Where the store listens: this machine's address on the route to the cluster, loopback for one of its own.
+    """Return the address on which the store listens: this machine's on the route to the cluster; loopback without one.
 
     Raises:
         ValueError: the address is that of a Ray client, which its cluster does not reach.
@@ -183,7 +183,7 @@ def driver_host(address: str | None) -> str:
             f"ray.address = {address}: ranks could not reach this process; start it on a node of the cluster "
             "(ray job submit), with ray.address=auto."
         )
-    return source_address(SOMEWHERE if address == "auto" else address.rpartition(":")[0])
+    return source_address(UNUSED_ADDRESS if address == "auto" else address.rpartition(":")[0])
 
 
 @contextmanager
@@ -247,8 +247,8 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
 def _fill(
     life: RayRank | None, seat: Callable[[], Any], run_dir: Path, respawn_s: float, over: threading.Event
 ) -> None:
-    """Until the run is over, have a rollout join from a like place for each that died there, and for one that has not
-    lived yet."""
+    """Replace the rollout of one place by one that joins, each time that it dies, until the run is over. `life`: the
+    rollout that lives there; None: none has yet."""
     pause_s, born = respawn_s, time.monotonic()
     while not over.wait(_LOOK_S):
         if life is None and (run_dir / ACCESS).is_file():
@@ -283,7 +283,7 @@ def _say_what_lacks(places: Places) -> None:
 
 
 def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
-    """Until every rank has one.
+    """Wait until every rank has a place.
 
     Raises:
         NoPlace: that took too long.

@@ -4,10 +4,11 @@
     announce (socket), broadcast the bytes  ------------>  take part, digest, inbox
     after a version's last message: reduce  <----------->  proof that everybody has all of it
 
-The group (NCCL, or gloo on processors) is formed when all are there, before the first bytes. It does not outlive a
-member. Who finds it broken, because one is lost or a piece stands still for `limits.silent_s`, says so on the control
-store; all leave it, and the version in progress, from its first message on, and all later ones travel as streams. What
-somebody has already is not taken twice. Whoever joins is no member, and gets streams.
+The group (NCCL, or gloo on processors) is formed before the first bytes, when all members are there. The group does not
+outlive a member. A rank that finds the group broken (a member is lost, or a piece stands still for `limits.silent_s`)
+says so on the control store, and all ranks leave the group. The version in progress travels again from its first
+message, as a stream, and later versions do likewise. A rollout skips the messages that it has already. A rank that
+joins the run is no member, and gets streams.
 
 On the control store:
     broadcast/group    the prefix of torch's own keys
@@ -35,7 +36,7 @@ from torch import Tensor
 from digenrl.cluster.control import Aborted
 from digenrl.cluster.store import StoreLost
 from digenrl.transport.link import RELAY, Routes, SocketLink
-from digenrl.transport.wire import Kind, Message, tensor_bytes
+from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
 _SHARED = "broadcast"
 """Key of a message's meta: bytes that a broadcast brings; null: the message brings them itself."""
@@ -43,9 +44,9 @@ _FORM = "form"
 """In place of the bytes: the group is formed now."""
 _ENDED = "broadcast/ended"
 _PIECE_BYTES = 64 << 20
-"""Of a message, that a GPU holds at once."""
+"""Bytes of a message that a GPU holds at once."""
 _LOOK_S = 0.1
-"""Between two looks at the control store."""
+"""Seconds between two looks at the control store."""
 
 
 class _Over(RuntimeError):
@@ -59,9 +60,9 @@ class Audience:
     ranks: Sequence[int]
     """Launch ranks; the first one sends."""
     store: dist.Store
-    """Over which the group is formed."""
+    """Store over which the group is formed."""
     device: torch.device
-    """Of this rank: CUDA has NCCL."""
+    """Device of this rank: CUDA uses NCCL."""
     tell: Callable[[str, Mapping[str, Any]], None]
     """Kind, facts: into the run's events."""
 
@@ -190,7 +191,7 @@ class BroadcastLink(SocketLink):
 
     def _announce(self, meta: Mapping[str, Any]) -> None:
         for rank in self._audience.ranks[1:]:
-            super().send(rank, Message(Kind.WEIGHTS, meta))
+            super().send(rank, Message(MessageKind.WEIGHTS, meta))
 
     def _end(self, cause: str) -> None:
         """Send streams from now on; said once."""
@@ -315,12 +316,12 @@ class BroadcastLink(SocketLink):
             raise _Over(cause)
 
     def _lost(self) -> str:
-        """Which members are gone, in words; "": none."""
+        """Return which members are gone, in words; "": none."""
         gone = sorted(self._control.lost_ranks().intersection(self._audience.ranks))
         return f"rank {', '.join(map(str, gone))} is gone" if gone else ""
 
     def _leave(self) -> None:
-        """Be a member no more. torch ends what is in progress when it likes: not in this thread."""
+        """Leave the group. A thread of its own waits for torch to end the operation in progress."""
         group, self._group, self._ended = self._group, None, True
         if group is not None:
             threading.Thread(target=_drop, args=(group,), name="broadcast-end", daemon=True).start()

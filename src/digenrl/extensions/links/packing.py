@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from digenrl.transport.link import MAX_MESSAGE_BYTES
-from digenrl.transport.wire import DTYPES, MAX_DIMS, Kind, Message, WireError, tensor_bytes
+from digenrl.transport.wire import DTYPES, MAX_DIMS, Message, MessageKind, WireError, tensor_bytes
 
 PACKED = "packed"
 """Key of a message's meta: name of each packed tensor -> [index of its dtype, *shape]."""
@@ -50,7 +50,7 @@ def unpacked(message: Message, limit: int = MAX_MESSAGE_BYTES) -> Message:
         return message
     meta = dict(message.meta)
     whole = _announced(message, meta.pop(PACKED), limit)
-    pin = message.kind is Kind.WEIGHTS and torch.cuda.is_available()  # on their way to the GPU
+    pin = message.kind is MessageKind.WEIGHTS and torch.cuda.is_available()  # on their way to the GPU
     tensors = dict(message.tensors)
     for name, (dtype, shape) in whole.items():
         tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=pin)

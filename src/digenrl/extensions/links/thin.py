@@ -20,7 +20,7 @@ from torch import Tensor
 
 from digenrl.extensions.links.packing import packed, unpacked
 from digenrl.hardware import assign, parse_hardware
-from digenrl.transport.wire import Kind, Message, WireError
+from digenrl.transport.wire import Message, MessageKind, WireError
 
 BASE = "base"
 """Key of a message's meta: the version with which the bucket is combined."""
@@ -116,16 +116,16 @@ class ThinLine:
 
 def _is_bucket(message: Message) -> bool:
     """Return whether the message brings a part of a version."""
-    return message.kind is Kind.WEIGHTS and "data" in message.tensors and "bucket" in message.meta
+    return message.kind is MessageKind.WEIGHTS and "data" in message.tensors and "bucket" in message.meta
 
 
 def _is_end(message: Message) -> bool:
     """Return whether the message is the last one of a version."""
-    return message.kind is Kind.WEIGHTS and "digest" in message.meta
+    return message.kind is MessageKind.WEIGHTS and "digest" in message.meta
 
 
 class _Buckets:
-    """The newest version that has gone over one direction of one connection. A bucket is let go when its successor
+    """Buckets of the newest version that went over a connection in one direction. A bucket is let go when its successor
     comes, so that both ends hold little more than one version."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from digenrl.extensions.planner.emulate import Durations
 from digenrl.models.policy import Policy
 from digenrl.models.prompt_store import Wording
 from digenrl.transport.link import PlainLine
-from digenrl.transport.wire import Kind, Message
+from digenrl.transport.wire import Message, MessageKind
 
 LATENT = (16, 4)
 """Shape [N, C] of the stand-in latents."""
@@ -36,12 +36,12 @@ class EmulatedLine(PlainLine):
 
     def outgoing(self, message: Message) -> Message:
         """Wait while a task, finished or suspended, would be on its way."""
-        time.sleep(self._send if message.kind in (Kind.CELLS, Kind.STATE) else 0.0)
+        time.sleep(self._send if message.kind in (MessageKind.CELLS, MessageKind.STATE) else 0.0)
         return message
 
     def incoming(self, message: Message) -> Message:
         """Wait at the end of a version while its buckets would be on their way."""
-        time.sleep(self._fetch if message.kind is Kind.WEIGHTS and not message.tensors else 0.0)
+        time.sleep(self._fetch if message.kind is MessageKind.WEIGHTS and not message.tensors else 0.0)
         return message
 
 

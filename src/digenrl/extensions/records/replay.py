@@ -21,14 +21,14 @@ from digenrl.schedule.claims import Claim
 from digenrl.strategy.lending import Hooks
 from digenrl.strategy.stream import Inbox
 from digenrl.transport.cells import Part, StepBoard, joined, owned_positions, pack
-from digenrl.transport.wire import Kind, Message, decode, encode
+from digenrl.transport.wire import Message, MessageKind, decode, encode
 from digenrl.types import CellBlock, Trajectory
 
 Fragment = tuple[int, ...]
 
 
 class Recording:
-    """Writes the messages of a trainer into `files`: a `digenrl.strategy.stream.Record`."""
+    """Writes the messages of a trainer into `files`: a `digenrl.strategy.stream.TrajectoryRecord`."""
 
     def __init__(self, files: TrajectoryFiles) -> None:
         self._files = files
@@ -44,7 +44,7 @@ class Recording:
     def keep_base_means(self, block: CellBlock, means: Tensor) -> None:
         """Write the base model's transition means [b, K, *L] of a block's cells."""
         cells = {"group": block.group, "first_sample": block.first_sample, "steps": block.steps.tolist()}
-        self._files.take(block.step, encode(Message(Kind.BASE_MEANS, cells, {"base_means": means.cpu()})))
+        self._files.take(block.step, encode(Message(MessageKind.BASE_MEANS, cells, {"base_means": means.cpu()})))
 
     def finish(self, step: int) -> None:
         """Complete the record of RL step `step`, which is trained."""
@@ -73,7 +73,7 @@ class Replay:
         """Nobody generates, so nothing is predicted."""
 
     def next_fragment(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment:
-        """As of `stream.Source`.
+        """As of `stream.FragmentSource`.
 
         Raises:
             TrajectoryError: the record is damaged, or is not of this schedule and these prompts.
@@ -95,7 +95,7 @@ class Replay:
             by_rank.append({})
             for message in self._messages(rank, step):
                 task = message.meta["group"], message.meta["first_sample"]
-                if message.kind is Kind.CELLS:
+                if message.kind is MessageKind.CELLS:
                     by_rank[-1][task] = message
                 else:
                     means = message.tensors["base_means"].unbind(1)

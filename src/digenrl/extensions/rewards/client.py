@@ -30,9 +30,9 @@ import torch
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 from torch import Tensor
 
+from digenrl.extensions.rewards import frames
 from digenrl.extensions.rewards.breaker import Breaker, retry_after_s
 from digenrl.images import ImageError
-from digenrl.rewards import frames
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.types import Prompt
 

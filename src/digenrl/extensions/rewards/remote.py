@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from digenrl.extensions.rewards.client import ClientOptions, RewardClient
-from digenrl.rewards.frames import DtypeName
+from digenrl.extensions.rewards.frames import DtypeName
 from digenrl.rewards.protocol import Identity
 from digenrl.types import Prompt
 

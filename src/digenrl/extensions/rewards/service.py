@@ -2,7 +2,7 @@
 
     GET  /health    200 {"status": "ok"}: the process lives; open to everybody.
     GET  /identity  `ServiceDescription`: what scores, and what a request may hold.
-    POST /score     a request frame (`digenrl.rewards.frames`) -> `ScoreResponse`.
+    POST /score     a request frame (`digenrl.extensions.rewards.frames`) -> `ScoreResponse`.
 
 The body is checked while it streams in: its header declares every length, and nothing beyond the limits is kept. A
 request beyond `max_pending` is refused with 429 before its body is read. With a token, every path but /health needs it.
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from digenrl.rewards import frames
+from digenrl.extensions.rewards import frames
 from digenrl.rewards.protocol import (
     Identity,
     RewardUnavailable,

@@ -25,12 +25,13 @@ from pydantic import Field
 
 from digenrl.config.help import Arguments, RunDirectory, own_command
 from digenrl.config.schema import AtLeast1, Port, Positive
+from digenrl.extensions.page import html
+from digenrl.extensions.page.plots import PICTURES, Plot, drawn
+from digenrl.extensions.page.showing import Showing, showing
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import END, EVENTS, METRICS, SAMPLES, Row
-from digenrl.report import html
-from digenrl.report.plots import PICTURES, Plot, attempt, drawn
+from digenrl.report.build import attempt
 from digenrl.report.read_run import JsonlTail, Run, append_step, is_number, read_run
-from digenrl.report.showing import Showing, showing
 from digenrl.report.summary import build_summary
 from digenrl.report.tables import duration, number
 
@@ -131,9 +132,7 @@ class Live:
             attempt(name, partial(_keep, pictures, name, run, plot), summary["warnings"])
         attempt("the gallery", lambda: shown.append(showing(run)), summary["warnings"])
         live = {"nonce": self._nonce, "version": version}
-        return html.render(
-            run, summary, pictures, shown[0] if shown else None, "watch.html.j2", "digenrl.extensions.page", **live
-        )
+        return html.render(run, summary, pictures, shown[0] if shown else None, "watch.html.j2", **live)
 
 
 def _keep(pictures: dict[str, bytes], name: str, run: Run, plot: Plot) -> None:

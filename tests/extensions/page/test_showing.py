@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from digenrl import gallery
+from digenrl.extensions.page.html import render
+from digenrl.extensions.page.showing import CHANGES, MOMENTS, showing
 from digenrl.gallery import Tile
-from digenrl.report.html import render
 from digenrl.report.read_run import read_run
-from digenrl.report.showing import CHANGES, MOMENTS, showing
 from digenrl.report.summary import build_summary
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from digenrl.extensions.page.timeline import lanes, time_by_rank, timeline, typical_window
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
 from digenrl.report.read_run import finishes, read_run
 from digenrl.report.style import CAUSE_COLOURS, STAGE_COLOURS, paper_style
-from digenrl.report.timeline import lanes, time_by_rank, timeline, typical_window
 from tests.report.synthetic import write_run
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from digenrl.extensions.page import curves, timeline
 from digenrl.record.run_dir import BEFORE_AFTER, PLOTS, replaced
-from digenrl.report import curves, timeline
+from digenrl.report.build import attempt
 from digenrl.report.pictures import Samples, before_after, read_samples, sample_files
 from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, VERMILION, paper_style
@@ -98,15 +98,3 @@ def _draw(run: Run, path: Path, plot: Plot) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as temporary:
         temporary.write_bytes(png)
-
-
-def attempt(name: str, make: Callable[[], None], warnings: list[str]) -> None:
-    """Make a file of a report. An error becomes a warning."""
-    try:
-        make()
-    except OSError as error:
-        warnings.append(f"{name} could not be made: {error.strerror or error}")
-    except Exception as error:  # the files of a run may hold anything, and a defect must cost one file; it is reported
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}:{place.lineno}"
-        warnings.append(f"{name} could not be made: {type(error).__name__}: {error} ({where})")

@@ -24,19 +24,13 @@ from omegaconf import OmegaConf
 from digenrl.config.compose import VERSION_BASE, compose_words, initialize_config_dir
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import configuration_help
-from digenrl.config.loading import EXIT_CODE, load, without_flags
+from digenrl.config.loading import EXIT_CODE, SWEEP_FLAGS, load, without_flags
 from digenrl.config.shipped import config_directory
-from digenrl.config.sweep_table import Job, result_of, write_tables
+from digenrl.extensions.sweeps.table import Job, result_of, write_tables
 from digenrl.record.redact import redact_text
 
-FLAGS = ("-m", "--multirun")
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
-def is_multirun(argv: Sequence[str]) -> bool:
-    """Whether a command line asks for a sweep."""
-    return any(word in FLAGS for word in argv)
 
 
 def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[Job]]:
@@ -45,7 +39,7 @@ def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[
     Raises:
         ConfigError: the words cannot be parsed, or what they have in common cannot be composed.
     """
-    words = [word for word in argv if word not in FLAGS]
+    words = [word for word in argv if word not in SWEEP_FLAGS]
     single = [word for word in words if not _is_sweep(word)]
     config, problems = compose_words([word for word in single if not word.startswith("resume=")], config_name)
     if problems:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.cli.new import KINDS, main
+from digenrl.extensions.tools.cli.new import KINDS, main
 
 REFUSED = {
     "kind": (["rewrad", "bright"], "kind = rewrad: there is none; nearest: reward"),

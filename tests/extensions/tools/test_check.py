@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.cli import setup
+from digenrl.extensions.tools.cli import check as setup
 
 
 def levels(findings: list[setup.Finding]) -> list[str]:

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from digenrl.cli import report
+from digenrl.extensions.page import plots
+from digenrl.extensions.page.plots import PICTURES
 from digenrl.record.run_dir import append_event
-from digenrl.report import plots
 from digenrl.report.build import finish, rebuild
 from digenrl.report.pictures import comparison, read_samples
-from digenrl.report.plots import PICTURES
 from digenrl.report.style import paper_style
 from tests.report.synthetic import write_run
 

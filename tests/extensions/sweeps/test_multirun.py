@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from digenrl.config.multirun import Job, expand, is_multirun, sweep
-from digenrl.config.sweep_table import result_of, rows
+from digenrl.config.loading import is_multirun
+from digenrl.extensions.sweeps.multirun import Job, expand, sweep
+from digenrl.extensions.sweeps.table import result_of, rows
 
 pytestmark = pytest.mark.processes
 

@@ -22,7 +22,7 @@ _SELDOM_S = 0.05
 """Between two looks at the store from within a task, however short its denoising steps are."""
 
 
-class Consent:
+class StopVote:
     """One trainer's view of the pieces.
 
     Args:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from digenrl.cli import report
+from digenrl.extensions.page import plots
+from digenrl.extensions.page.plots import PICTURES
 from digenrl.record.run_dir import append_jsonl
-from digenrl.report import plots
 from digenrl.report.build import rebuild
-from digenrl.report.plots import PICTURES
 from digenrl.report.read_run import is_number, read_run
 from tests.report.synthetic import EPOCH, write_run
 

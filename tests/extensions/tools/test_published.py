@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.cli import prompts as command
+from digenrl.extensions.tools.cli import prompts as command
+from digenrl.extensions.tools.published import SETS, PublishedSet, Source, blob_id
 from digenrl.prompts import read
-from digenrl.prompts.published import SETS, PublishedSet, Source, blob_id
 
 TRAIN, TEST = "a cat\na dog\na cat\na bird\n", "a dog\na fish\n"
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from digenrl.rewards import frames
+from digenrl.extensions.rewards import frames
 from digenrl.rewards.protocol import Identity
 from digenrl.types import Prompt
 

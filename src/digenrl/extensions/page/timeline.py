@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from statistics import median
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from digenrl.extensions.page.curves import WIDTH
 from digenrl.record.spans import Span, clipped
-from digenrl.report.curves import WIDTH
 from digenrl.report.read_run import Run, label_of
 from digenrl.report.style import CAUSE_COLOURS, FAINT, GRID, INK, STAGE_COLOURS
 from digenrl.report.summary import wall_seconds
@@ -159,3 +160,16 @@ def time_by_rank(run: Run) -> Figure | None:
     axes.xaxis.grid(color=GRID)
     draw_legend(figure, labels)
     return figure
+
+
+def gantt(spans: Sequence[Span], step_ends: Sequence[float], path: Path) -> None:
+    """Draw one bar per rank over the last of some steps, coloured by stage, to the file `path`."""
+    start = step_ends[-2] if len(step_ends) > 1 else 0.0
+    ranks = len({span.rank for span in spans})
+    figure = Figure(figsize=(11, 1.5 + 0.2 * ranks), layout="constrained")
+    axes = figure.subplots()
+    draw_gantt(axes, spans, start, step_ends[-1])
+    axes.set(xlabel="seconds", title="one RL step")
+    draw_legend(figure, {label_of(span) for span in clipped(spans, start, step_ends[-1])})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

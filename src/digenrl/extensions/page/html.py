@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from digenrl.extensions.page.plots import PICTURES
+from digenrl.extensions.page.showing import Showing
 from digenrl.report.learning_alarms import alarms
-from digenrl.report.plots import PICTURES
 from digenrl.report.read_run import Run, is_number
-from digenrl.report.showing import Showing
 from digenrl.report.tables import DASH, duration, facts, number
 
 _MAX_EVENTS = 60
@@ -25,7 +25,6 @@ def render(
     pictures: Mapping[str, bytes],
     shown: Showing | None,
     template: str = "report.html.j2",
-    package: str = "digenrl.report",
     **more: Any,
 ) -> str:
     """The whole page. Every text from the run is escaped: a prompt or a cause cannot become markup.
@@ -34,10 +33,9 @@ def render(
         pictures: name, as in `PICTURES`, -> PNG.
         shown: the gallery.
         template: name of the page's template; another one extends "report.html.j2" and takes `more`.
-        package: Python package in which `template` lies.
     """
     pages = Environment(
-        loader=ChoiceLoader([PackageLoader("digenrl.report", ""), PackageLoader(package, "")]),
+        loader=PackageLoader("digenrl.extensions.page", ""),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

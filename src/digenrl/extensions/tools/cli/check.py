@@ -28,7 +28,7 @@ from digenrl.config.help import command_help, show, wants_help
 
 Level = Literal["ok", "warning", "fix"]
 _STYLES = {"ok": "green", "warning": "yellow", "fix": "bold red"}
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[5]
 _GIB = 1 << 30
 MIN_MEMORY_GIB = 4.0
 """Two ranks, the launcher and the report of the first run take about 2 GiB together."""

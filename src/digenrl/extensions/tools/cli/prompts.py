@@ -16,7 +16,7 @@ from pydantic import Field
 
 from digenrl.config.errors import nearest
 from digenrl.config.help import Arguments, Folder, own_command
-from digenrl.prompts.published import SETS, check
+from digenrl.extensions.tools.published import SETS, check
 
 
 class Request(Arguments):

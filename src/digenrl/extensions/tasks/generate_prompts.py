@@ -1,5 +1,7 @@
-"""Writes the project's own prompt sets, the same bytes every time: `python -m digenrl.prompts.generate [DIRECTORY]`.
-With a number, training sets of so many prompts instead: `python -m digenrl.prompts.generate DIRECTORY 20000`.
+"""Write the project's own prompt sets, the same bytes every time.
+
+    python -m digenrl.extensions.tasks.generate_prompts [DIRECTORY]
+    python -m digenrl.extensions.tasks.generate_prompts DIRECTORY 20000    # training sets of 20,000 prompts instead
 
 A set and its held-out split come from one stream, so that they have the same distribution and share no prompt; no
 held-out sign has the text of a training sign. A candidate whose words overlap too much with an accepted prompt is

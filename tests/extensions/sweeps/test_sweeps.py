@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from digenrl import config as configuration
-from digenrl.config.multirun import expand
+from digenrl.extensions.sweeps.multirun import expand
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.processes

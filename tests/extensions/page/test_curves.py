@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.report import curves
+from digenrl.extensions.page import curves
 from digenrl.report.read_run import Run, read_run
 from digenrl.report.style import paper_style
 
