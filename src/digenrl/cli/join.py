@@ -65,28 +65,28 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
     config = composed.config
     trainers, rollouts = begins_with(config)
     handshake, network = Handshake(**config.handshake), Network.of(config.network)
-    visit = joining.Visit(
+    asked = joining.JoinRequest(
         access, handshake, composed.run_dir, trainers, rollouts, request.device, Limits(**config.limits), network
     )
-    credentials = joining.credentials_of(visit)
+    credentials = joining.credentials_of(asked)
     if credentials["code"] != code_version():
         raise ValueError(
-            f"the run at {visit.place} runs {credentials['code']}, this is {code_version()}: start the rollout from "
+            f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start the rollout from "
             "the same checkout and environment as the run."
         )
     if different := disagreements(credentials["configuration"], identity(config)):
         raise ValueError(
-            f"{request.run}/config.yaml is not the configuration of the run at {visit.place}: {'; '.join(different)}. "
+            f"{request.run}/config.yaml is not the configuration of the run at {asked.place}: {'; '.join(different)}. "
             "Copy config.yaml anew from the run's directory, and change nothing."
         )
     devices.check(config, {trainers + rollouts - 1: request.device}, request.device + 1, devices.found())
     check_open_files(trainers + rollouts + 1)
     advice = advisor().advise(composed, trainers, rollouts)
-    print(f"joins the run at {visit.place}; Ctrl-C lets this rollout leave", file=sys.stderr, flush=True)
+    print(f"joins the run at {asked.place}; Ctrl-C lets this rollout leave", file=sys.stderr, flush=True)
     try:
-        outcome = joining.join(visit, partial(run.fit, config, None, advice), signals)
+        outcome = joining.join(asked, partial(run.fit, config, None, advice), signals)
     except (StoreLost, OSError) as error:
-        raise Failed(f"the run at {visit.place} has ended ({error}).") from error
+        raise Failed(f"the run at {asked.place} has ended ({error}).") from error
     if outcome.status == "failed":
         raise Failed(str(outcome.cause))
     return "the run is complete" if outcome.status == "completed" else "left the run, which goes on"

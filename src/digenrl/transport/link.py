@@ -33,9 +33,9 @@ from typing import Any, Protocol
 import torch
 
 from digenrl.cluster.control import Aborted, Control, PeerLost
-from digenrl.cluster.handshake import Gate, Handshake
+from digenrl.cluster.handshake import AuthenticatedListener, Handshake
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.network import ANYWHERE, Network
+from digenrl.cluster.network import ANY_NETWORK, Network
 from digenrl.cluster.store import StoreLost
 from digenrl.cluster.world import Session, World
 from digenrl.transport.wire import Buffers, Message, WireError, decode, encode, on_host
@@ -132,7 +132,7 @@ class SocketLink:
         host: str,
         handshake: Handshake,
         queue_depth: int = 64,
-        network: Network = ANYWHERE,
+        network: Network = ANY_NETWORK,
         watched: bool = True,
         limits: Limits = _DEFAULT,
         stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
@@ -145,7 +145,7 @@ class SocketLink:
         self._lines = lines
         self._opening, self._closing = threading.Lock(), threading.Event()
         listener = network.listen(host)
-        self._gate = Gate(listener, handshake, _purpose(rank), self._reader)
+        self._acceptor = AuthenticatedListener(listener, handshake, _purpose(rank), self._reader)
         control.set(f"address/{rank}", f"{host}:{listener.getsockname()[1]}")
         if not watched and rank > 0:
             self.open(0)  # which then sees this rank's death, also while nothing is sent
@@ -205,7 +205,7 @@ class SocketLink:
     def close(self) -> None:
         self.drain(self._limits.leave_s)
         self._closing.set()
-        self._gate.close()
+        self._acceptor.close()
 
     def _finished(self) -> bool:
         """Whether the trainers have ended the run and need nothing more."""
