@@ -29,7 +29,7 @@ TOKEN = "DIGENRL_RUN_TOKEN"
 
 
 class Request(Arguments):
-    """What the command line asks for."""
+    """Keys of the command line."""
 
     run: RunDirectory = Field(description="that is running; or a copy of its config.yaml and access.json")
     address: str | None = Field(None, description="HOST:PORT of its store; null: as access.json says")
@@ -41,11 +41,11 @@ class Failed(RuntimeError):
 
 
 def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
-    """Be a rollout until the run ends or this process is asked to leave; what happened, in words.
+    """Be a rollout until the run ends or this process is asked to leave. Return what happened, in words.
 
     Raises:
         ConfigError, ValueError, OSError: this process cannot join.
-        Failed: it joined, and ended before its time.
+        Failed: this process joined, and ended before the run did.
     """
     access = _access(request)
     composed = configuration.load(words, stored=request.run)
@@ -93,10 +93,10 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
 
 
 def _access(request: Request) -> Access:
-    """How to reach the run: its access.json, changed by `address` and by the environment's token.
+    """Return how to reach the run: its access.json, changed by `address` and by the environment's token.
 
     Raises:
-        ValueError: it is not running, or `address` is none.
+        ValueError: the run is not running, or `address` is malformed.
     """
     try:
         access = take_access(request.run)
@@ -115,7 +115,7 @@ def _access(request: Request) -> Access:
 
 
 def _why_closed(run: Path) -> str:
-    """Why nobody can join the run in this directory, and what to do."""
+    """Return why no process can join the run in this directory, and what to do."""
     if (run / SUMMARY).is_file():
         return f"this run has ended; continue it first (make resume RUN={run}), then join."
     return (
@@ -125,8 +125,11 @@ def _why_closed(run: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0 when the run is complete, or goes on without this rollout as it was asked to leave; 2 when it could
-    not join; 1 when it ended before its time."""
+    """Run the command and return the exit code.
+
+    0: the run is complete, or goes on without this rollout, which was asked to leave. 1: the rollout ended before the
+    run did. 2: the rollout could not join.
+    """
     outlast_terminal()
     with StopSignals() as signals:
 
