@@ -323,7 +323,7 @@ class RewardClient:
         return bytes(raw)
 
     async def _cause(self, response: httpx.Response) -> str:
-        """What a service says about its refusal, as ": ...", without the token; "" where it says nothing."""
+        """Return what a service says about its refusal, as ": ...", without the token; "" where it says nothing."""
         async for raw in response.aiter_raw(1024):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 cause = " ".join(str(json.loads(raw)["error"]).split())

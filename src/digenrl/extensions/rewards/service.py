@@ -162,7 +162,7 @@ class RewardService:
         self._pending -= 1
 
     async def _read(self, request: Request) -> tuple[frames.ScoreRequest, bytearray]:
-        """The request and its payload. Raises _Refused as soon as a limit is passed."""
+        """Return the request and its payload. Raises _Refused as soon as a limit is passed."""
         limit = self.limits.max_body_bytes
         declared = request.headers.get("content-length")
         if declared is not None and (not declared.isdecimal() or int(declared) > limit):
