@@ -6,7 +6,6 @@ import gc
 import os
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 # Set before torch is imported by any test: with several test processes on two cores, more threads only contend.
@@ -31,24 +30,24 @@ settings.register_profile("random", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTALLED = {path.parent.name for path in (ROOT / "src/digenrl/extensions").glob("*/__init__.py")}
+DELETED = frozenset(os.environ.get("DIGENRL_TESTS_WITHOUT", "").split())
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out test files that need an extension which was deleted (I18)."""
-    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+    """Leave out test files that need an extension which was deleted (tests/test_deleting.py)."""
+    if not DELETED or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
-    return True if _extensions_needed(collection_path) - INSTALLED else None
+    return True if _extensions_needed(collection_path) & DELETED else None
 
 
-@cache
+@lru_cache(maxsize=None)
 def _extensions_needed(path: Path) -> frozenset[str]:
-    """Return the extensions that a test file imports or names, and the modules of tests that it imports."""
+    """Return the extensions that a test file names, and those that its helper modules name."""
     text = path.read_text(encoding="utf-8")
-    needed = frozenset(re.findall(r"\bdigenrl\.extensions\.(\w+)\.\w", text))
-    helpers = (
-        ROOT / f"{name.replace('.', '/')}.py" for name in re.findall(r"^from (tests\.[\w.]+) import", text, re.M)
-    )
+    needed = frozenset(re.findall(r"\bdigenrl\.extensions\.(\w+)", text))
+    imported = re.findall(r"^from ((?:tests|benchmarks)[\w.]*) import (.*)", text, re.MULTILINE)
+    modules = {name for module, names in imported for name in (module, *(f"{module}.{n}" for n in names.split(", ")))}
+    helpers = (ROOT / f"{name.replace('.', '/')}.py" for name in modules)
     return needed.union(*(_extensions_needed(helper) for helper in helpers if helper.is_file()))
 
 

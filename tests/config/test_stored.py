@@ -74,9 +74,6 @@ def test_a_stored_host_off_this_machine_must_be_confirmed(run: Path, load: Load,
 
 
 def test_a_token_comes_from_our_own_variables_only(run: Path) -> None:
-    words = ["reward=remote", "reward.rewards.remote.scorer.token_env=WANDB_API_KEY"]
-    with pytest.raises(config.ConfigError, match=r"token_env = WANDB_API_KEY: .* variables named DIGENRL_"):
-        config.load(words)
     edited(run, ("reward.heldout.judge_b.scorer.token_env", "HF_TOKEN"))
     with pytest.raises(config.ConfigError, match="token_env = HF_TOKEN"):
         config.load([f"resume={run}"])

@@ -13,6 +13,7 @@ import yaml
 from torch import Tensor
 
 from digenrl.config import config_directory
+from digenrl.facts import families
 from digenrl.models.latents import pack
 
 Call = dict[str, Any]
@@ -151,7 +152,7 @@ class Row:
     """Constants of diffusers that are another for small pictures."""
 
 
-FAMILIES: dict[str, Row] = {
+_ROWS: dict[str, Row] = {
     "wan": Row(
         published={"wan21_14b": (14.29, 210, 307), "wan21_1_3b": (1.42, 47, 87)},
         layers=(2 * 8, 2 * 10),
@@ -281,7 +282,8 @@ FAMILIES: dict[str, Row] = {
         result=normalised,
     ),
 }
-"""Family -> its row."""
+FAMILIES = {family: row for family, row in _ROWS.items() if family in families()}
+"""Family -> its row; of the families that are installed."""
 
 
 def experiments(unusual: bool = False) -> list[str]:

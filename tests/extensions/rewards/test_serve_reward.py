@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from digenrl.config import ConfigError, load
 from digenrl.extensions.rewards.cli.serve_reward import main, service_token
 from digenrl.extensions.rewards.client import RewardClient
 from digenrl.types import Prompt
@@ -102,3 +103,9 @@ def test_mistakes_are_explained(words, code, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_client_reads_its_token_from_our_own_variables_only() -> None:
+    words = ["reward=remote", "reward.rewards.remote.scorer.token_env=WANDB_API_KEY"]
+    with pytest.raises(ConfigError, match=r"token_env = WANDB_API_KEY: .* variables named DIGENRL_"):
+        load(words)
