@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
@@ -40,7 +41,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if _extensions_needed(collection_path) & DELETED else None
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def _extensions_needed(path: Path) -> frozenset[str]:
     """Return the extensions that a test file names, and those that its helper modules name."""
     text = path.read_text(encoding="utf-8")
