@@ -142,7 +142,7 @@ def test_full_fine_tuning_trains_every_weight_that_the_output_reads(family):
     assert len(frozen) == ROWS[family].unread
 
 
-@pytest.mark.parametrize("family", ["sd3", MASKED[0]])
+@pytest.mark.parametrize("family", ["sd3", *MASKED[:1]])
 def test_replay_in_bfloat16_is_exact_at_the_same_geometry(family):
     policy = make(family, guidance_scale=4.0, dtype="bfloat16")
     randomise_lora(policy)
