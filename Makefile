@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 setup: $(STAMP)  ## Only the environment: .venv with everything, then a self-check
-	@$(PY) -m digenrl.cli.setup $(ARGS)
+	@$(PY) -m digenrl check $(ARGS)
 
 train: $(STAMP)  ## Train. EXP=experiment HW=hardware ARGS="key=value ..."; alone: the first run, on CPU
 	@$(PY) -m digenrl.cli.train $(WORDS)
@@ -69,7 +69,7 @@ profile: $(STAMP)  ## Measure seconds per unit on this machine, for a hardware p
 
 prompts: $(STAMP)  ## Use a published prompt set: what to download, its check, its settings. NAME=
 	$(call need,NAME,NAME=pickscore)
-	@$(PY) -m digenrl.cli.prompts name=$(NAME) $(ARGS)
+	@$(PY) -m digenrl prompts name=$(NAME) $(ARGS)
 
 encode: $(STAMP)  ## Encode the prompts of a run into the prompt store, and nothing else. EXP= HW=
 	@$(PY) -m digenrl.cli.encode $(WORDS)

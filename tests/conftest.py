@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 # Set before torch is imported by any test: with several test processes on two cores, more threads only contend.
@@ -29,6 +31,25 @@ settings.register_profile("random", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ROOT = Path(__file__).resolve().parents[1]
+INSTALLED = {path.parent.name for path in (ROOT / "src/digenrl/extensions").glob("*/__init__.py")}
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out test files that need an extension which was deleted (I18)."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    return True if _extensions_needed(collection_path) - INSTALLED else None
+
+
+@cache
+def _extensions_needed(path: Path) -> frozenset[str]:
+    """Return the extensions that a test file imports or names, and the modules of tests that it imports."""
+    text = path.read_text(encoding="utf-8")
+    needed = frozenset(re.findall(r"\bdigenrl\.extensions\.(\w+)\.\w", text))
+    helpers = (
+        ROOT / f"{name.replace('.', '/')}.py" for name in re.findall(r"^from (tests\.[\w.]+) import", text, re.M)
+    )
+    return needed.union(*(_extensions_needed(helper) for helper in helpers if helper.is_file()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

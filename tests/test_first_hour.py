@@ -1,10 +1,9 @@
 """What a newcomer reads: the messages of docs/troubleshooting.md are the code's, the keys of docs/configuration.md the
-schema's, the columns of docs/planner.md the plan's, and the Python of docs/quickstart.md runs."""
+schema's, and the Python of docs/quickstart.md runs."""
 
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from digenrl.cli.commands import commands
 from digenrl.cli.main import main
 from digenrl.cli.reward import reward_config
 from digenrl.config.reference import page
-from digenrl.extensions.planner.plan_text import table
 from digenrl.record.spans import WAIT_CAUSES
 from tests.conftest import ROOT
 from tests.extensions.export.test_export import make_run
@@ -46,14 +44,6 @@ def test_every_message_is_one_of_the_codes() -> None:
 
 def test_the_reference_of_keys_is_fresh() -> None:
     assert (DOCS / "configuration.md").read_text(encoding="utf-8") == page(), "run `make docs`"
-
-
-def test_the_planners_columns_are_explained() -> None:
-    explained = re.findall(r"^\| ([^|]+?) \|", (DOCS / "planner.md").read_text(encoding="utf-8"), re.MULTILINE)[1:]
-    nodes = ast.walk(ast.parse(inspect.getsource(table)))
-    texts = {str(node.value).strip() for node in nodes if isinstance(node, ast.Constant)}
-    assert len(explained) == 14
-    assert set(explained) <= texts
 
 
 def test_the_glossary_knows_the_waits() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from digenrl import config
-from digenrl.config.multirun import expand
 from digenrl.config.output_dir import prepare_run_dir
+from digenrl.extensions.sweeps.multirun import expand
 
 EXPERIMENT = "# @package _global_\ndefaults:\n  - digits_flowgrpo\n  - override /reward: flat\n\nmax_rl_steps: 3\n"
 REWARD = """\

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from digenrl import prompts
 from digenrl.data import PromptData, PromptSampler, load_prompts
-from digenrl.prompts import generate
+from digenrl.extensions.tasks import generate_prompts as generate
 from digenrl.schedule import ScheduleSpec, queue
 from digenrl.types import Prompt
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate import init_empty_weights
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,6 +19,7 @@ from benchmarks import _families
 from benchmarks._policy_bench import Build, composed
 from benchmarks._random_builds import FAMILY, REAL, fill, random_weights
 from digenrl import config as configuration
+from digenrl.config import config_directory
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
@@ -154,7 +156,9 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
 @pytest.mark.parametrize("model", FAMILY)
 def test_text_encoders_stay_on_the_device(model: str) -> None:
     """The whole pipeline where it counts no tokens; otherwise the networks in it."""
-    settings = composed(model, REAL, *Build().words, "model.offload_encoders=false").config.model
+    usual = OmegaConf.load(config_directory() / "model" / f"{model}.yaml").max_sequence_length
+    words = ("model.offload_encoders=false", f"model.max_sequence_length={usual}")
+    settings = composed(model, REAL, *Build().words, *words).config.model
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with mock.patch.object(nn.Module, "_apply", plainly), fake, random_weights(model, REAL, CUDA), torch.no_grad():
         policy = configuration.instantiate(settings)

@@ -16,7 +16,7 @@ class Command:
     does: str
     """One line for the list of commands."""
     run_key: str | None = None
-    """Key that the command's first bare word is the value of; None: the command takes `key=value` words only."""
+    """Key for the command's first bare word; None: the command takes `key=value` words only."""
     run_required: bool = True
     """Whether a command with a `run_key` refuses to start without a run."""
 
@@ -25,7 +25,6 @@ CORE: dict[str, Command] = {
     "train": Command("digenrl.cli.train", "train: experiment=NAME hardware=NAME key=value; -m sweeps"),
     "resume": Command("digenrl.cli.train", "continue a run from its last checkpoint: resume RUN", "resume"),
     "join": Command("digenrl.cli.join", "add one rollout to a running run, from any machine: join RUN", "run"),
-    "prompts": Command("digenrl.cli.prompts", "use a published prompt set: its download, its check, its settings"),
     "encode": Command("digenrl.cli.encode", "encode the prompts of a run into the prompt store"),
     "report": Command("digenrl.cli.report", "rebuild summary, pictures and report of a run: report RUN", "run"),
     "eval": Command(
@@ -33,11 +32,7 @@ CORE: dict[str, Command] = {
         "evaluate a run's model again, with other prompts, steps or rewards: eval RUN",
         "run",
     ),
-    "new": Command(
-        "digenrl.cli.new", "write a working skeleton with its test: new reward|model|hardware|experiment NAME"
-    ),
     "tiny": Command("digenrl.cli.tiny", "build the tiny model of every family (made on first use otherwise)"),
-    "check": Command("digenrl.cli.setup", "check this machine: versions, devices, memory, disk"),
 }
 
 

@@ -3,8 +3,8 @@
 `.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, ...metadata}` a line, with images
 as paths relative to the file: `image` (or `images`, a list), `last_image`, `target_image`. Blank lines are skipped; a
 byte order mark and CRLF are accepted. Text is kept as written: no Unicode normalisation. A file is checked line by line
-and stays on disk: in memory are the places of its lines.
-The files beside this module are the project's own sets; `python -m digenrl.prompts.generate` writes them again.
+and stays on disk: in memory are the places of its lines. The files beside this module are the project's own sets;
+`python -m digenrl.extensions.tasks.generate_prompts` writes them again.
 """
 
 from __future__ import annotations

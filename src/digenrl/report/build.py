@@ -6,29 +6,26 @@ Each is made on its own: one that fails, on a full disk for example, becomes a w
 from __future__ import annotations
 
 import os
-from functools import partial
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from digenrl.extension import extension, installed
 from digenrl.record.run_dir import (
     END,
     EVENTS,
-    REPORT,
     SUMMARY,
     TRACE,
     append_urgent,
     free_space,
     release_reserve,
-    replaced,
     tell_unwritten,
     write_json,
     write_trace,
 )
 from digenrl.record.spans import perfetto
-from digenrl.report import html
-from digenrl.report.plots import attempt, draw_all
 from digenrl.report.read_run import read_run
-from digenrl.report.showing import Showing, showing
 from digenrl.report.summary import build_summary
 
 
@@ -83,17 +80,20 @@ def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     known, warnings = len(summary["warnings"]), summary["warnings"]
     attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), warnings)
     attempt(TRACE, lambda: write_trace(run.path / TRACE, perfetto(run.spans)), warnings)
-    warnings += draw_all(run)
-    pictures = {name: (run.path / name).read_bytes() for name in html.PICTURES if (run.path / name).is_file()}
-    shown: list[Showing | None] = []
-    attempt("the gallery", lambda: shown.append(showing(run)), warnings)
-    page = partial(html.render, run, summary, pictures, shown[0] if shown else None)
-    attempt(REPORT, lambda: _write_page(run.path / REPORT, page()), warnings)
+    if installed("page"):  # pictures and report.html
+        extension("digenrl.extensions.page.draw.draw", "report.html", "read summary.json")(run, summary, warnings)
     if len(warnings) > known:
         attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), [])
     return summary
 
 
-def _write_page(path: Path, page: str) -> None:
-    with replaced(path) as temporary:
-        temporary.write_text(page, encoding="utf-8", errors="replace")
+def attempt(name: str, make: Callable[[], None], warnings: list[str]) -> None:
+    """Make a file of a report. An error becomes a warning."""
+    try:
+        make()
+    except OSError as error:
+        warnings.append(f"{name} could not be made: {error.strerror or error}")
+    except Exception as error:  # the files of a run may hold anything, and a defect must cost one file; it is reported
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        warnings.append(f"{name} could not be made: {type(error).__name__}: {error} ({where})")

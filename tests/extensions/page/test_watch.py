@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from digenrl.extensions.page.cli import watch
-from digenrl.report.plots import PICTURES
+from digenrl.extensions.page.plots import PICTURES
 from tests.conftest import ROOT
 from tests.report.synthetic import evaluation, write_lines, write_run
 

@@ -16,8 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
+from digenrl.extensions.rewards import frames
 from digenrl.extensions.rewards.service import Limits, RewardService
-from digenrl.rewards import frames
 from digenrl.rewards.protocol import RewardUnavailable
 
 

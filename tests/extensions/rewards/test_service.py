@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from digenrl.data import load_prompts
+from digenrl.extensions.rewards import frames
 from digenrl.extensions.rewards.client import ClientOptions, RewardClient
 from digenrl.extensions.rewards.service import Limits, RewardService, is_loopback, serve
-from digenrl.rewards import frames
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, source_images
 from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt

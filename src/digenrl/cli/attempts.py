@@ -1,0 +1,175 @@
+"""Runs whose ranks this process starts: attempts, each from the newest checkpoint, until one ends well or they are too
+many."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from digenrl import run
+from digenrl.cli.announce import announce
+from digenrl.cli.ending import end_alone, stop_grace
+from digenrl.cli.job import Job, launcher_of, newest
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.launcher import Launch, Launcher, Outcome, launch
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.restarts import Restarts
+from digenrl.cluster.signals import StopSignals
+from digenrl.config import Composed, prepare_run_dir_or_exit
+from digenrl.data import PromptData
+from digenrl.display import Display
+from digenrl.record.run_dir import METRICS, POISON, RESTART, append_event
+from digenrl.report.read_run import JsonlTail
+from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, step_of, verify
+
+
+def fork(job: Job, signals: StopSignals) -> tuple[Path, Outcome]:
+    """Start every rank, and show the run until the last one is gone; return the run directory and how the run ended.
+
+    When ranks die before the last RL step is saved, the run begins again from the newest checkpoint, as long as
+    `Restarts` allows it.
+    """
+    signals.count_all()  # what exists from here on is ended in order
+    run_dir = prepare_run_dir_or_exit(job.composed)
+    allocation, steps = job.composed.config.allocation, job.composed.config.max_rl_steps
+    restarts = Restarts(allocation.max_restarts, allocation.restart_pause_s, steps)
+    launcher, checkpoint, metrics = launcher_of(job.composed), job.checkpoint, JsonlTail(run_dir / METRICS)
+    metrics.read()
+    while True:
+        announce(job, run_dir, checkpoint)
+        try:
+            outcome = launch(_attempt(job, launcher, run_dir, checkpoint, signals))
+        except OSError as error:  # no free port
+            return run_dir, Outcome("failed", str(error), 1)
+        began = 0 if checkpoint is None else step_of(checkpoint)
+        finished = [int(row["rl_step"]) for row in metrics.read() if row.get("kind") == "step"][-1:] or [began]
+        if not outcome.died or signals.count or _is_saved(run_dir, steps):
+            return run_dir, outcome
+        again = _begin_again(job.composed, run_dir, outcome, restarts, began, finished[0])
+        if again.refusal is not None:
+            outcome.cause = again.refusal
+            return run_dir, outcome
+        checkpoint = again.checkpoint
+        if number := _pause(restarts.pause_s, signals):
+            return run_dir, Outcome("stopped", f"signal {number.name}, before it began again", 128 + number)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Decision whether a run starts again after ranks died."""
+
+    refusal: str | None
+    """Reason against another attempt; None: the run starts again."""
+    checkpoint: Path | None = None
+    """Checkpoint of the next attempt; None: the beginning of the run."""
+
+
+def _begin_again(
+    composed: Composed, run_dir: Path, outcome: Outcome, restarts: Restarts, began: int, finished: int
+) -> _Again:
+    """Decide whether a run starts again, record the decision, and print it.
+
+    Args:
+        began: RL step from which the attempt that died had started.
+        finished: last RL step that the attempt finished.
+    """
+    checkpoint = None
+    try:
+        refusal = restarts.refuse(str(outcome.cause), began, finished)
+        checkpoint = None if refusal else _checkpoint_after_death(run_dir)
+    except CheckpointError as error:
+        refusal = f"{outcome.cause}; {error}"
+    if refusal is not None:
+        _leave_evidence(composed, run_dir, finished, restarts.causes(finished))
+        return _Again(refusal)
+    facts = {"cause": outcome.cause, "rl_step": finished, "checkpoint": checkpoint and checkpoint.name}
+    append_event(run_dir, RESTART, facts)
+    source = "its beginning" if checkpoint is None else checkpoint.name
+    print(f"begins again from {source} in {restarts.pause_s:g} s: {outcome.cause}", file=sys.stderr, flush=True)
+    return _Again(None, checkpoint)
+
+
+def _attempt(job: Job, launcher: Launcher, run_dir: Path, checkpoint: Path | None, signals: StopSignals) -> Launch:
+    """Return the launch of one attempt, from `checkpoint`."""
+    config, (trainers, rollouts) = job.composed.config, job.ranks
+    shown = _Shown(run_dir, config.max_rl_steps)
+    return Launch(
+        launcher.rank_main(partial(run.fit, config, checkpoint, job.advice)),
+        trainers,
+        rollouts,
+        run_dir,
+        host=launcher.host,
+        places=launcher.places,
+        max_lost=job.max_lost,
+        patience_s=config.allocation.patience_s,
+        fewest=1 if isinstance(span := config.allocation.rollouts, int) else span.min,
+        credentials=job.credentials,
+        handshake=Handshake(**config.handshake),
+        limits=Limits(**config.limits),
+        network=job.network,
+        stop_grace=partial(stop_grace, config, run_dir),
+        stop_save_s=config.allocation.stop_save_s,
+        signals=signals,
+        on_tick=shown.tick,
+        on_end=shown.end,
+        on_orphaned=partial(end_alone, job.attempt, run_dir),
+    )
+
+
+class _Shown:
+    """The display of one attempt."""
+
+    def __init__(self, run_dir: Path, steps: int) -> None:
+        self._run_dir, self._steps = run_dir, steps
+        self._display: Display | None = None
+
+    def tick(self, states: Callable[[], dict[int, str]]) -> None:
+        """Show what is new. The display is made with the first tick, when all ranks are forked."""
+        self._display = self._display or Display(self._run_dir, self._steps, states)
+        self._display.poll()
+
+    def end(self) -> None:
+        """Leave the terminal as it was."""
+        if self._display is not None:
+            self._display.close()
+
+
+def _checkpoint_after_death(run_dir: Path) -> Path | None:
+    """Return the checkpoint from which a run starts again; None: no save was ever complete.
+
+    Raises:
+        CheckpointError: a save was complete once, but no checkpoint is whole now.
+    """
+    found = (run_dir / "checkpoints").glob("*step-*")
+    return newest(run_dir) if any(not path.name.startswith(UNFINISHED) for path in found) else None
+
+
+def _is_saved(run_dir: Path, step: int) -> bool:
+    """Return whether the run has a whole checkpoint of RL step `step`."""
+    try:
+        verify(run_dir / "checkpoints" / f"step-{step:06d}")
+    except CheckpointError:
+        return False
+    return True
+
+
+def _leave_evidence(composed: Composed, run_dir: Path, finished: int, causes: Sequence[str]) -> None:
+    """Record the prompts of the step in which a run died twice, with the causes."""
+    if len(causes) > 1 and finished < composed.config.max_rl_steps:
+        prompts = [
+            prompt.text for prompt in PromptData(composed.config.data, composed.config.seed).sampler.batch(finished)
+        ]
+        append_event(run_dir, POISON, {"rl_step": finished + 1, "causes": causes, "prompts": prompts})
+
+
+def _pause(seconds: float, signals: StopSignals) -> signal.Signals | None:
+    """Wait, and return the signal that ended the wait, if any."""
+    deadline = time.monotonic() + seconds
+    while not signals.count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return signal.Signals(signals.number) if signals.count else None

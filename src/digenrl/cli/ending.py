@@ -1,0 +1,82 @@
+"""The end of a run: time for the last step, the report, and the message if the run ended early."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+from digenrl.cluster.attach import scheduler_limit
+from digenrl.cluster.launcher import Outcome
+from digenrl.config import redact_text
+from digenrl.display import final_table
+from digenrl.record.attempt import ResumeAttempt
+from digenrl.record.run_dir import METRICS
+from digenrl.report.build import close, finish
+from digenrl.report.read_run import JsonlTail, is_number
+
+_LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
+"""Values of `allocation.stop_grace_s=auto`: factor for the longest of the last ten steps; least seconds; seconds before
+the first step."""
+
+
+def stop_grace(config: DictConfig, run_dir: Path) -> float:
+    """Return the seconds that a stop leaves to the step in progress, and say so on standard error."""
+    seconds = config.allocation.stop_grace_s
+    if seconds == "auto":
+        measured = [row["step_s"] for row in JsonlTail(run_dir / METRICS).read() if is_number(row.get("step_s"))]
+        wanted = max(_LEAST_S, _LONGEST_STEPS * max(measured[-10:])) if measured else _UNKNOWN_STEP_S
+        seconds = min(wanted, scheduler_limit(time.time()) / 2)  # the other half is for saving
+    print(
+        f"stopping after the step in progress, for which there are {seconds:.0f} s; a second signal gives it up. "
+        "Finished steps are saved either way.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return float(seconds)
+
+
+def report(run_dir: Path, outcome: Outcome, attempt: ResumeAttempt | None) -> None:
+    """Write summary, trace, pictures and report, and show the end of the run.
+
+    A resume that ended before its ranks had loaded the checkpoint is undone instead. The run's earlier report then
+    stays.
+    """
+    cause = None if outcome.cause is None else redact_text(outcome.cause)
+    if outcome.status != "completed" and attempt is not None and attempt.undone():
+        return _say_end(run_dir, outcome.status, cause, undone=True)
+    summary = finish(run_dir, outcome.status, cause)
+    Console(stderr=True).print(final_table(summary))
+    for cause in summary["restarted"]:
+        print(f"began again after: {cause}", file=sys.stderr)
+    for loss in summary["lost"]:
+        print(f"went on without a rank: {loss}", file=sys.stderr)
+    if outcome.status != "completed":
+        _say_end(run_dir, outcome.status, cause)
+
+
+def end_alone(attempt: ResumeAttempt | None, run_dir: Path, cause: str) -> None:
+    """Close a run whose launcher, or process 0, can no longer do so."""
+    undone = attempt is not None and attempt.undone()
+    if not undone:
+        close(run_dir, "failed", cause)
+    print(run_dir, flush=True)
+    _say_end(run_dir, "failed", cause, undone)
+
+
+def _say_end(run_dir: Path, status: str, cause: str | None, undone: bool = False) -> None:
+    """Print why a run ended early, and how to continue if that is possible."""
+    print(f"{status}: {cause}", file=sys.stderr, flush=True)
+    if undone:
+        print(
+            f"the checkpoint was not loaded, and the run is as it was; see {run_dir}/logs", file=sys.stderr, flush=True
+        )
+    elif any((run_dir / "checkpoints").glob("step-*")):
+        print(
+            f"to continue: make resume RUN={run_dir} (without a checkout: digenrl resume {run_dir})",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,207 @@
+"""A run that is ready to start: settled, checked, and with the checkpoint that it continues from."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from digenrl import devices, run
+from digenrl.advisor import Advice, advisor
+from digenrl.cluster.attach import Place, check_allocation, find_place
+from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
+from digenrl.cluster.network import Network
+from digenrl.config import EXIT_CODE, Composed
+from digenrl.config.relations import most_rollouts
+from digenrl.config.stored import identity
+from digenrl.extension import extension
+from digenrl.hardware import numbering, parse_hardware
+from digenrl.record.attempt import ResumeAttempt
+from digenrl.record.code_version import code_version
+from digenrl.rewards.needs import require_weights
+from digenrl.settle import allocated, begins_with
+from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is going to run, and where."""
+
+    composed: Composed
+    """Settled: no value is `auto`."""
+    advice: Advice
+    """What every rank is told."""
+    place: Place | None
+    """What a scheduler gave this process, which is one rank; None: this process starts the ranks."""
+    checkpoint: Path | None
+    """Directory that a resumed run continues from; None for a new run."""
+    attempt: ResumeAttempt | None
+    """Undoes a resume that ends before its ranks have loaded the checkpoint; None for a new run."""
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """(trainers, rollouts) that the run begins with."""
+        return begins_with(self.composed.config)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this process writes the report."""
+        return self.place is None or self.place.rank == 0
+
+    @property
+    def network(self) -> Network:
+        """The `network` group."""
+        return Network.of(self.composed.config.network)
+
+    @property
+    def max_lost(self) -> int | None:
+        """Rollouts that may die; None: all."""
+        if self.composed.config.schedule.claims == "split":  # nobody may claim the part of a rank that died
+            return 0
+        most = self.composed.config.allocation.max_lost_rollouts
+        return None if most == "auto" else int(most)
+
+    @property
+    def credentials(self) -> dict[str, Any]:
+        """What a rollout that joins must show: the same code and the same configuration; {} where none can join."""
+        config = self.composed.config
+        if not config.allocation.rollouts or config.schedule.claims == "split":
+            return {}
+        return {"code": code_version(), "configuration": identity(config)}
+
+
+class NotStarted(Exception):
+    """Nothing was started. The text says why; `run_dir` is the run that is complete already."""
+
+    def __init__(self, cause: object, exit_code: int, run_dir: Path | None = None) -> None:
+        super().__init__(cause)
+        self.exit_code, self.run_dir = exit_code, run_dir
+
+    def said(self) -> int:
+        """Print the cause, and the complete run as the last line of standard output; return the exit code."""
+        print(self, file=sys.stderr)
+        if self.run_dir is not None:
+            print(self.run_dir)
+        return self.exit_code
+
+
+def settle(composed: Composed) -> Job:
+    """Return the job of a configuration.
+
+    Raises:
+        NotStarted: the run is complete, has no whole checkpoint, lacks weights, or cannot run as configured.
+    """
+    config = composed.config
+    try:
+        require_weights({} if config.hardware.emulate else config.reward, config.callbacks)
+    except ValueError as error:
+        raise NotStarted(error, EXIT_CODE) from error
+    checkpoint = _continued(composed)
+    attempt, place = None if checkpoint is None else ResumeAttempt(composed.run_dir), find_place()
+    try:
+        composed = allocated(composed, None if place is None else place.size)
+        run.check(composed.config)
+        check_place(composed, place)
+        check_open_files(most_ranks(composed))
+        advice = advisor().advise(composed, *begins_with(composed.config))
+    except (ValueError, OSError) as error:
+        raise NotStarted(error, EXIT_CODE) from error
+    return Job(composed, advice, place, checkpoint, attempt)
+
+
+def _continued(composed: Composed) -> Path | None:
+    """Return the checkpoint that a resumed run continues from; None for a new run.
+
+    Raises:
+        NotStarted: the run is complete, or has no whole checkpoint.
+    """
+    if not composed.resumed:
+        return None
+    try:
+        checkpoint = newest(composed.run_dir)
+    except CheckpointError as error:
+        raise NotStarted(error, 1) from error
+    step = step_of(checkpoint)
+    if step < composed.config.max_rl_steps:
+        return checkpoint
+    said = (
+        f"{composed.run_dir} is complete at RL step {step}; nothing was started or written. To go on, raise "
+        f'max_rl_steps: make resume RUN={composed.run_dir} ARGS="max_rl_steps={2 * step}", or digenrl resume with '
+        "these."
+    )
+    raise NotStarted(said, 0, composed.run_dir)
+
+
+def newest(run_dir: Path) -> Path:
+    """Return the newest whole checkpoint; damaged ones are named on standard error.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return newest_valid(run_dir / "checkpoints", partial(print, file=sys.stderr))
+
+
+def most_ranks(composed: Composed) -> int:
+    """Return the most ranks of a settled run."""
+    return int(composed.config.allocation.trainers + most_rollouts(composed.config.allocation.rollouts))
+
+
+def launcher_of(composed: Composed) -> Launcher:
+    """Return what gives ranks their places where no scheduler did: this machine, or the extension that `launch` names.
+
+    Raises:
+        ExtensionMissing: no such extension is installed.
+    """
+    if (name := composed.config.launch) == "local":
+        return ThisMachine(composed)
+    target = f"digenrl.extensions.launchers.on_{name}.{name.capitalize()}Launcher"
+    launcher: Launcher = extension(target, f"launch = {name}", "use launch=local")(composed.config)
+    return launcher
+
+
+class ThisMachine:
+    """The `Launcher` whose ranks are forked here; rank r has GPU r."""
+
+    host = "127.0.0.1"
+    places = None
+
+    def __init__(self, composed: Composed) -> None:
+        self._composed = composed
+
+    @property
+    def ranks_here(self) -> int:
+        return most_ranks(self._composed)
+
+    def check(self) -> None:
+        count = sum(begins_with(self._composed.config))
+        if not self._composed.config.hardware.emulate:
+            devices.check(self._composed.config, {rank: rank for rank in range(count)}, count, devices.found())
+
+    def rank_main(self, fit: RankMain) -> RankMain:
+        return fit
+
+
+def check_place(composed: Composed, place: Place | None) -> None:
+    """Refuse a run whose ranks on this machine cannot have their GPUs, interface or ports, or whose settings need an
+    extension that is not installed.
+
+    Args:
+        place: what a scheduler gave this process; None: no scheduler started it.
+
+    Raises:
+        ValueError: as `Launcher.check`, `devices.check`, `devices.found`, `Network.check`, `run.link_maker`.
+    """
+    if place is None:
+        launcher = launcher_of(composed)
+        launcher.check()
+        here = launcher.ranks_here
+    else:
+        here, (trainers, rollouts) = place.local_size, begins_with(composed.config)
+        if not composed.config.hardware.emulate:
+            check_allocation(place, trainers, rollouts)
+            rank = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)[place.rank]
+            devices.check(composed.config, {rank: place.local_rank}, place.local_size, devices.found())
+    Network.of(composed.config.network).check(1 + here)
+    run.link_maker(composed.config)

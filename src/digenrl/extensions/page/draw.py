@@ -1,0 +1,30 @@
+"""Pictures and report.html of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from digenrl.extensions.page import html
+from digenrl.extensions.page.plots import draw_all
+from digenrl.extensions.page.showing import Showing, showing
+from digenrl.record.run_dir import REPORT, replaced
+from digenrl.report.build import attempt
+from digenrl.report.read_run import Run
+
+
+def draw(run: Run, summary: Mapping[str, Any], warnings: list[str]) -> None:
+    """Write every picture and report.html of a run. Failures are added to `warnings`."""
+    warnings += draw_all(run)
+    pictures = {name: (run.path / name).read_bytes() for name in html.PICTURES if (run.path / name).is_file()}
+    shown: list[Showing | None] = []
+    attempt("the gallery", lambda: shown.append(showing(run)), warnings)
+    page = partial(html.render, run, summary, pictures, shown[0] if shown else None)
+    attempt(REPORT, lambda: _write_page(run.path / REPORT, page()), warnings)
+
+
+def _write_page(path: Path, page: str) -> None:
+    with replaced(path) as temporary:
+        temporary.write_text(page, encoding="utf-8", errors="replace")

@@ -1,0 +1,198 @@
+"""`make setup` ends with this self-check: versions, devices, memory, disk, each ok, warning or fix.
+
+    digenrl check
+
+A `warning` line says what will be slower or unavailable; a `fix` line says what to do before anything runs, and makes
+the exit code 1.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from digenrl.config.help import command_help, show, wants_help
+
+Level = Literal["ok", "warning", "fix"]
+_STYLES = {"ok": "green", "warning": "yellow", "fix": "bold red"}
+_ROOT = Path(__file__).resolve().parents[5]
+_GIB = 1 << 30
+MIN_MEMORY_GIB = 4.0
+"""Two ranks, the launcher and the report of the first run take about 2 GiB together."""
+MIN_DISK_GIB = 2.0
+MIN_OPEN_FILES = 1024
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the self-check."""
+
+    subject: str
+    level: Level
+    text: str
+
+
+def python_version() -> Iterator[Finding]:
+    """Python itself."""
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def packages(requirements: list[str] | None = None) -> Iterator[Finding]:
+    """Every dependency is there, and whether it is the version that the tests ran with. Extras may be absent."""
+    required = importlib.metadata.requires("digenrl") or [] if requirements is None else requirements
+    pinned, missing, absent, different = _pinned(), [], set(), []
+    for line in required:
+        name = re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0]
+        extra = re.search(r"extra == ['\"]([\w-]+)", line)
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if extra:
+                absent.add(extra[1])
+            else:
+                missing.append(name)
+            continue
+        wanted = pinned.get(_canonical(name))
+        if wanted is not None and version.partition("+")[0] != wanted:
+            different.append(f"{name} {version} (tested: {wanted})")
+    if missing:
+        yield Finding("packages", "fix", f"missing: {', '.join(missing)}; run `rm -f .venv/.stamp && make setup`")
+    if different:
+        yield Finding("packages", "warning", f"not the tested versions: {', '.join(different)}")
+    if not missing and not different:
+        yield Finding("packages", "ok", f"{len(required)} dependencies, the tested versions")
+    if absent:
+        extras = ",".join(sorted(absent))
+        yield Finding("extras", "ok", f"not installed: {extras}; `pip install -e '.[{extras}]'` adds them")
+
+
+def _pinned() -> dict[str, str]:
+    file = _ROOT / "constraints.txt"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    return {_canonical(name): version.strip() for name, version in pairs}
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def torch_and_devices() -> Iterator[Finding]:
+    """torch with its sister package, and what it can compute on."""
+    try:
+        import torch
+        import torchvision
+    except Exception as error:
+        yield Finding(
+            "torch", "fix", f"cannot be imported ({type(error).__name__}: {error}); `rm -rf .venv && make setup`"
+        )
+        return
+    yield Finding("torch", "ok", f"torch {torch.__version__}, torchvision {torchvision.__version__}")
+    if not torch.cuda.is_available():
+        yield Finding("devices", "ok", "no GPU: runs on CPU, with tiny models (hardware=cpu_tiny) and the digits")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        name, memory = torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)
+        free, total = (value / _GIB for value in memory)
+        level: Level = "ok" if free > 0.8 * total else "warning"
+        note = "" if level == "ok" else "; another process uses it"
+        yield Finding(f"gpu {index}", level, f"{name}, {free:.0f} of {total:.0f} GiB free{note}")
+    if torch.cuda.is_available() and not torch.distributed.is_nccl_available():
+        yield Finding("nccl", "fix", "torch was built without NCCL; install the CUDA build of torch from PyPI")
+
+
+def processor() -> Iterator[Finding]:
+    """Cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    slow = "1: rollout and trainer ranks take turns, expect twice the time"
+    yield Finding("cores", "ok", str(cores)) if cores > 1 else Finding("cores", "warning", slow)
+
+
+def memory() -> Iterator[Finding]:
+    """Available host memory and shared memory."""
+    available = psutil.virtual_memory().available / _GIB
+    level: Level = "ok" if available >= MIN_MEMORY_GIB else "warning"
+    note = "" if level == "ok" else f"; the first run wants {MIN_MEMORY_GIB:.0f}"
+    yield Finding("memory", level, f"{available:.1f} GiB available{note}")
+
+
+def disk() -> Iterator[Finding]:
+    """Room for runs, and permission to write them."""
+    here = Path.cwd()
+    free = shutil.disk_usage(here).free / _GIB
+    if not os.access(here, os.W_OK):
+        yield Finding("disk", "fix", f"{here} is not writable; run elsewhere or set output_root=/a/writable/directory")
+    elif free < MIN_DISK_GIB:
+        yield Finding("disk", "warning", f"{free:.1f} GiB free in {here}; runs of large models need {MIN_DISK_GIB:.0f}")
+    else:
+        yield Finding("disk", "ok", f"{free:.0f} GiB free in {here}")
+
+
+def limits() -> Iterator[Finding]:
+    """Open files: every rank holds a few sockets to every other."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    level: Level = "ok" if soft >= MIN_OPEN_FILES else "warning"
+    note = "" if level == "ok" else f": raise it (`ulimit -n {min(hard, 65536)}`) for many ranks"
+    yield Finding("open files", level, f"limit {soft}{note}")
+
+
+def configurations() -> Iterator[Finding]:
+    """The first run's configuration composes and its prompts are there."""
+    from digenrl import config
+
+    try:
+        composed = config.load([])
+    except config.ConfigError as error:
+        yield Finding("configuration", "fix", " ".join(error.problems))
+        return
+    counts = ", ".join(
+        f"{len(names)} {name}" for name, names in config.group_options(config.config_directory()).items()
+    )
+    yield Finding("configuration", "ok", f"{composed.config.experiment_name} composes; {counts}")
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    python_version,
+    packages,
+    torch_and_devices,
+    processor,
+    memory,
+    disk,
+    limits,
+    configurations,
+)
+
+
+def main(words: Sequence[str] = ()) -> int:
+    """Print every finding; exit code 1 if something must be fixed first."""
+    if wants_help(words):
+        show(command_help(__doc__))
+        return 0
+    if words:
+        print(f"{' '.join(words)}: the self-check has no settings.", file=sys.stderr)
+        return 2
+    findings = [finding for check in CHECKS for finding in check()]
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for finding in findings:
+        style = _STYLES[finding.level]
+        table.add_row(f"[{style}]{finding.level}[/{style}]", finding.subject, finding.text)
+    Console().print(table)
+    broken = any(finding.level == "fix" for finding in findings)
+    print("Fix the lines above first." if broken else "Ready: `make train`, or `digenrl train`, starts the first run.")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
