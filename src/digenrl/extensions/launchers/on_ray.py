@@ -29,7 +29,7 @@ from digenrl import devices
 from digenrl.cluster.access import ACCESS
 from digenrl.cluster.attach import UNUSED_ADDRESS
 from digenrl.cluster.control import Control
-from digenrl.cluster.launcher import PR_SET_PDEATHSIG, NoPlace, RankMain, live
+from digenrl.cluster.launcher import PR_SET_PDEATHSIG, PlacementError, RankMain, run_rank
 from digenrl.cluster.network import source_address
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
@@ -124,7 +124,7 @@ class Seat:
             )
             Control(StoreClient(*session.store), world.rank).report(True, error)
             return 1
-        return live(rank_main, world, session)
+        return run_rank(rank_main, world, session)
 
     def join(self, run_dir: str) -> int:
         """Be one more rollout of the run in that directory; the exit code of `digenrl join`."""
@@ -191,12 +191,12 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
     """Inside, every rank has a place: trainers in one placement group, each rollout by itself. Afterwards all are gone.
 
     Raises:
-        NoPlace: no Ray, no cluster at the address, or not what the ranks want.
+        PlacementError: no Ray, no cluster at the address, or not what the ranks want.
     """
     try:
         import ray
     except ImportError as error:
-        raise NoPlace("launch=ray needs Ray: pip install 'digenrl[ray]'.") from error
+        raise PlacementError("launch=ray needs Ray: pip install 'digenrl[ray]'.") from error
     from ray.util import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -205,7 +205,7 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
     try:
         ray.init(address=places.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise NoPlace(f"ray.address = {places.address}: no cluster answers there ({error}).") from error
+        raise PlacementError(f"ray.address = {places.address}: no cluster answers there ({error}).") from error
     try:
         remote: Any = ray.remote(Seat)
         environment = {"env_vars": {name: os.environ[name] for name in _INHERITED if name in os.environ}}
@@ -286,7 +286,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
     """Wait until every rank has a place.
 
     Raises:
-        NoPlace: that took too long.
+        PlacementError: that took too long.
     """
     import ray
 
@@ -298,7 +298,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
             try:
                 ray.get(list(answers))
             except ray.exceptions.RayError as error:
-                raise NoPlace(
+                raise PlacementError(
                     f"ranks could not start: {error}; digenrl must be installed on every node, in one version."
                 ) from error
             return
@@ -310,7 +310,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
         )
         lack = f"{len(ranks)} ranks have no place yet ({wants}); the cluster has {has}, of which {free} are free"
         if time.monotonic() > deadline:
-            raise NoPlace(
+            raise PlacementError(
                 f"{lack}, after {places.wait_s:g} s: add nodes, change ray.resources, or set a smaller allocation; "
                 "raise ray.wait_s where nodes still start."
             )
