@@ -28,10 +28,10 @@ class TransformersDetector:
 
     Args:
         path: directory of the detector.
-        colours: directory of the CLIP model; None = lines that ask for colours cannot be scored. least: lowest score of
-            a detection that counts. max_overlap: largest intersection over union of two boxes of a class. Of boxes that
-            overlap more, only the one
-                with the higher score stays.
+        colours: directory of the CLIP model; None = lines that ask for colours cannot be scored.
+        least: lowest score of a detection that counts.
+        max_overlap: largest intersection over union of two boxes of a class. Of boxes that overlap more, only the one
+            with the highest score stays.
 
     Raises:
         SuiteError: the directory does not exist or holds no such model.
