@@ -176,3 +176,9 @@ def test_each_invariant_and_fault_names_a_test_that_exists(document: Path, lette
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             }
             assert test in functions, f"{letter}{number}: {file} has no {test}"
+
+
+def test_an_entry_of_the_changes_has_at_most_two_lines() -> None:
+    entries = re.findall(r"^- .*(?:\n  .*)*", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(entries) > 50
+    assert [entry for entry in entries if entry.count("\n") > 1 or max(map(len, entry.splitlines())) > 145] == []

@@ -98,34 +98,86 @@ def build(
         callbacks: further Lightning callbacks (tests record gradients with them).
         advice: what the ranks are told (`Advisor.advise`); None: nothing.
     """
-    advice = advice or Advice()
-    emulated = advice.stand_in(world.rank)
-    threads = os.environ.get("OMP_NUM_THREADS")
-    torch.set_num_threads(int(threads) if threads else 1)
-    torch.manual_seed(config.seed)
-    # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    # First, because reward models, streams and contexts are made on the device that is current.
-    device = devices.take(world.local_rank) if emulated is None else None
-    policy: Policy = configuration.instantiate(model_of(config, world) if emulated is None else emulated.model)
-    if not world.is_trainer:
-        policy.only_generate()
-    rewards: RewardSuite = configuration.instantiate(config.reward if emulated is None else emulated.reward)
-    rewards.on_missing = partial(_write_missing, session.run_dir, world.rank)
-    rewards.stage = session.progress.stage
+    given = Given(config, world, session, advice or Advice())
+    device = _prepare_process(given)  # first: reward models, streams and contexts are made on the current device
+    policy = _policy(given)
+    rewards = _rewards(given)
     module = configuration.instantiate(config.algorithm, policy=policy)
     module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
     engine = engine_of(config, module, rewards)
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
     data = PromptData(config.data, config.seed)
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
-    drawn = _drawn_by_rollouts(config, named, world)
-    trainers_score = _trainers_score(config, spec, named, world)
+    _check_rewards(given, rewards, spec, data, named)
+    strategy = _strategy(given, spec, engine, data, named)
+    trainer = _trainer(given, spec, strategy, [*named, *callbacks], device)
+    _encode(config, policy, data, named, world.rank, session)
+    _announce_record(config, world, engine, spec, data, session.run_dir, base=module.needs_base_means)
+    return Rank(trainer, module, data, strategy)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every step of `build` reads."""
+
+    config: DictConfig
+    world: World
+    session: Session
+    advice: Advice
+
+    @property
+    def stand_in(self) -> StandIn | None:
+        """What an emulated rank builds in place of networks; None: the rank is real."""
+        return self.advice.stand_in(self.world.rank)
+
+
+def _prepare_process(given: Given) -> int | None:
+    """Seed this process, bound its threads, and take its GPU; return the number, None without one or when emulated."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    torch.set_num_threads(int(threads) if threads else 1)
+    torch.manual_seed(given.config.seed)
+    # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+    return devices.take(given.world.local_rank) if given.stand_in is None else None
+
+
+def _policy(given: Given) -> Policy:
+    """Return the network of this rank; a rank that only generates keeps nothing for training."""
+    stand_in = given.stand_in
+    policy: Policy = configuration.instantiate(
+        model_of(given.config, given.world) if stand_in is None else stand_in.model
+    )
+    if not given.world.is_trainer:
+        policy.only_generate()
+    return policy
+
+
+def _rewards(given: Given) -> RewardSuite:
+    """Return the rewards, which record what they could not score and tell their stages."""
+    stand_in = given.stand_in
+    rewards: RewardSuite = configuration.instantiate(given.config.reward if stand_in is None else stand_in.reward)
+    rewards.on_missing = partial(_write_missing, given.session.run_dir, given.world.rank)
+    rewards.stage = given.session.progress.stage
+    return rewards
+
+
+def _check_rewards(
+    given: Given, rewards: RewardSuite, spec: ScheduleSpec, data: PromptData, callbacks: Sequence[pl.Callback]
+) -> None:
+    """Refuse prompts that a scorer could never score, on the ranks that score; record the scorers once."""
+    world, trainers_score = given.world, _trainers_score(given.config, spec, callbacks, given.world)
     if trainers_score or not world.is_trainer:  # nobody else builds reward models
         rewards.check_prompts(data.prompts)
     if world.rank == (0 if trainers_score else world.trainers):
         identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
-        append_event(session.run_dir, "rewards", {"identities": identities})
+        append_event(given.session.run_dir, "rewards", {"identities": identities})
+
+
+def _strategy(
+    given: Given, spec: ScheduleSpec, engine: RolloutEngine, data: PromptData, callbacks: Sequence[pl.Callback]
+) -> DisaggregatedStrategy:
+    """Return what makes the difference between roles: who generates, trains, sends and publishes."""
+    config, world, session = given.config, given.world, given.session
     keep = config.record.keep_mib * 2**20
     limit_events(keep / 4)
     strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(
@@ -139,27 +191,38 @@ def build(
         shard_group=shard_group(config, world.trainers),
         unequal=len(kinds_of_trainers(config, world)) > 1,
         split_claims=config.schedule.claims == "split",
-        expected=advice.expected,
+        expected=given.advice.expected,
         record_bytes=keep / world.size,
         recording=_records(config, "recording")(config, world, session) if config.record.trajectories else None,
         source=None if config.replay is None else _records(config, "source")(config.replay),
-        evaluated=drawn,
+        evaluated=_drawn_by_rollouts(config, callbacks, world),
         checkpoint_io=DirectoryCheckpointIO(),
-        link=link_maker(config, emulated),
+        link=link_maker(config, given.stand_in),
     )
-    trainer = configuration.instantiate(
+    return strategy
+
+
+def _trainer(
+    given: Given,
+    spec: ScheduleSpec,
+    strategy: DisaggregatedStrategy,
+    callbacks: Sequence[pl.Callback],
+    device: int | None,
+) -> pl.Trainer:
+    """Return Lightning's trainer: one epoch is one RL step, and one optimizer step takes all micro-batches of an
+    update."""
+    config, run_dir = given.config, given.session.run_dir
+    trainer: pl.Trainer = configuration.instantiate(
         config.trainer,
         devices=1 if device is None else [device],
         strategy=strategy,
         max_epochs=config.max_rl_steps,
-        accumulate_grad_batches=micro_batches_per_update(spec, world.trainers),
-        callbacks=[*named, *callbacks],
-        logger=_loggers(config, session.run_dir) if world.rank == 0 else [],
-        default_root_dir=str(session.run_dir),
+        accumulate_grad_batches=micro_batches_per_update(spec, given.world.trainers),
+        callbacks=list(callbacks),
+        logger=_loggers(config, run_dir) if given.world.rank == 0 else [],
+        default_root_dir=str(run_dir),
     )
-    _encode(config, policy, data, named, world.rank, session)
-    _announce_record(config, world, engine, spec, data, session.run_dir, base=module.needs_base_means)
-    return Rank(trainer, module, data, strategy)
+    return trainer
 
 
 def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutEngine:

@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained from what, how it went, how to load it."""
+"""Write the model card of an export: base and training, results, and how to load the weights."""
 
 from __future__ import annotations
 

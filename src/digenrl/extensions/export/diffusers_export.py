@@ -1,4 +1,4 @@
-"""Trained weights in the layout that a plain diffusers pipeline loads, checked by reading them back."""
+"""Write trained weights in the layout that a plain diffusers pipeline loads, and check them by reading them back."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LORA_FILE, FIRST = "pytorch_lora_weights.safetensors", ".lora_A.weight"
 
 
 class ExportError(RuntimeError):
-    """What was read back is not what was written."""
+    """The weights that were read back differ from those that were written."""
 
 
 def export_policy(policy: Policy, folder: Path) -> list[Path]:
-    """Write the policy's weights into `folder`; returns the files.
+    """Write the policy's weights into `folder` and return the files.
 
-    LoRA: `pytorch_lora_weights.safetensors` with the adapter's configuration in its header. Without the header
-    diffusers takes alpha = rank, a scale that the policy was not trained with. Without an adapter: `transformer/`, in
-    the weights' own dtype. Raises ExportError when a tensor or the scale does not survive the round trip.
+    An adapter becomes `pytorch_lora_weights.safetensors` with its configuration in the header. Without the header
+    diffusers would assume alpha = rank, a scale that the policy was not trained with. Full weights become
+    `transformer/`, in their own dtype. Raises ExportError when a tensor or the scale does not survive the round trip.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if policy.lora is None:
@@ -52,7 +52,7 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
 
 
 def lora_pipeline(policy: Policy | type[Policy]) -> Any:
-    """Return the class of diffusers that reads and writes the family's adapters."""
+    """Return the diffusers class that reads and writes the family's adapters."""
     import diffusers
 
     name = policy.lora_pipeline or next(iter(policy.pipelines), None)
@@ -62,7 +62,7 @@ def lora_pipeline(policy: Policy | type[Policy]) -> Any:
 
 
 def _adapters(policy: Policy) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield (subfolder, its adapter's tensors) of every component."""
+    """Yield (subfolder, tensors of the adapter) for every component."""
     transformer: Any = policy.transformer
     layers = get_peft_model_state_dict(transformer)
     for subfolder, prefix in policy.components.items():
@@ -71,19 +71,19 @@ def _adapters(policy: Policy) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def part(policy: Policy, prefix: str) -> Any:
-    """The network whose tensors' names begin so in the policy's transformer."""
+    """Return the network whose tensor names begin with `prefix` in the policy's transformer."""
     return policy.transformer.get_submodule(prefix.removesuffix("."))
 
 
 def lora_file(subfolder: str) -> str:
-    """Name of the adapter's file of a component: of a second transformer, with its number."""
+    """Return the name of a component's adapter file. A second transformer's name has its number."""
     return LORA_FILE.replace("weights", f"weights{subfolder.removeprefix('transformer')}")
 
 
 def export_layout(policy: Policy, folder: Path, layout: str) -> list[Path]:
     """Write the adapter into `folder` under the names of another tool's layout (`lora_layouts.LAYOUTS`).
 
-    Raises ExportError where all weights were trained, or names are not known.
+    Raises ExportError if all weights were trained, or if names are not known.
     """
     if policy.lora is None:
         raise ExportError(f"format={layout} is for adapters, and this run trained all weights: use format=diffusers")

@@ -1,8 +1,9 @@
-"""LoRA factors under the names of the models' own checkpoints, which ComfyUI and kohya's tools read.
+"""Write LoRA factors under the names of the models' own checkpoints, which ComfyUI and kohya's tools read.
 
-diffusers splits layers that some checkpoints hold as one (queries, keys, values). Their adapters become one adapter
-again: the down factors one above the other, the up factors on a block diagonal, alpha times their number, which is the
-same update.
+diffusers splits some layers that a checkpoint holds as one (queries, keys, values). Their adapters become one adapter
+again. The down factors are stacked, the up factors form a block diagonal, and alpha is multiplied by their number. This
+gives the same update.
+
 Sources: the converters in diffusers.loaders (lora_conversion_utils, single_file_utils), read backwards.
 """
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from digenrl.models.lora import Names
 
 LAYOUTS = {"comfyui": ("diffusion_model.", "."), "kohya": ("lora_unet_", "_")}
-"""Layout -> prefix of a layer's name, and what separates its parts."""
+"""Layout -> (prefix of a layer's name, separator of its parts)."""
 _WIDER = {"proj_mlp": 4}
 """Layers that are wider than the others of their group, by this factor."""
 
@@ -30,7 +31,7 @@ def in_layout(layers: Mapping[str, Tensor], alpha: float, names: Names | None, l
         layout: key of `LAYOUTS`.
 
     Raises:
-        ValueError: the family's names, or that of one of its layers, are not known.
+        ValueError: the names of the family or of one of its layers are not known.
     """
     if names is None:
         raise ValueError("the names of this family's layers in other tools are not known (checkpoint_names is None)")
@@ -48,7 +49,7 @@ def in_layout(layers: Mapping[str, Tensor], alpha: float, names: Names | None, l
 
 
 def _group(layer: str, names: Names) -> tuple[list[str], str]:
-    """Layers that are one in the checkpoint, in its order, and its name for them."""
+    """Return the layers that are one layer in the checkpoint, in its order, and the checkpoint's name for it."""
     if not names:
         return [layer], layer
     for pattern, groups in names.items():
@@ -66,7 +67,7 @@ def _factors(layers: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor] |
 
 
 def _joined(parts: list[tuple[Tensor, Tensor] | None], widths: list[int]) -> tuple[Tensor, Tensor]:
-    """(down, up) of all parts; one that has no adapter is zero."""
+    """Return (down, up) of all parts together; a part without an adapter is zero."""
     down, up = next(part for part in parts if part is not None)
     unit = next(part[1].shape[0] // width for part, width in zip(parts, widths, strict=True) if part is not None)
     whole = [

@@ -1,7 +1,8 @@
-"""`launch=ray`: the ranks of a run are actors of a Ray cluster, and the launcher is its driver.
+"""Launch a run on Ray (`launch=ray`): its ranks are actors of a Ray cluster, and the launcher is the driver.
 
-Ray finds places, starts the processes and says when one is gone. Store, claims, trajectories and weights are as
-everywhere, so the launcher watches these ranks as it watches forked ones. Ray is imported when ranks are placed.
+Ray places the ranks, starts their processes and reports when one is gone. Store, claims, trajectories and weights work
+as with every launcher, so the launcher watches these ranks as it watches forked ones. Ray is imported when ranks are
+placed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import Any
 
 from digenrl import devices
 from digenrl.cluster.access import ACCESS
-from digenrl.cluster.attach import SOMEWHERE
+from digenrl.cluster.attach import UNUSED_ADDRESS
 from digenrl.cluster.control import Control
-from digenrl.cluster.launcher import PR_SET_PDEATHSIG, NoPlace, RankMain, live
+from digenrl.cluster.launcher import PR_SET_PDEATHSIG, PlacementError, RankMain, run_rank
 from digenrl.cluster.network import source_address
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
@@ -38,33 +39,33 @@ from digenrl.hardware import assign, parse_hardware
 from digenrl.settle import begins_with
 
 _INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-"""Read when torch loads, before an actor can set them; Ray has values of its own."""
+"""Variables that torch reads when it loads, before an actor could set them. Ray sets values of its own."""
 _INTERNAL = re.compile("^node:|memory|_group_")
-"""Resources that Ray counts for itself."""
+"""Names of resources that Ray counts for internal use."""
 _TELL_S, _LOOK_S = 5.0, 0.5
-"""After which it is said that places lack; between two looks at a rollout."""
+"""Seconds until missing places are reported, and between two looks at a rollout."""
 _OLD = 10.0
-"""A rollout that lived so many times the pause before the next one did not die young."""
+"""Lifetime of a rollout, in pauses before a restart, from which its death does not lengthen the pause."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Resources and times that a run asks of Ray."""
+    """Resources that a run asks of Ray, and its timeouts."""
 
     address: str | None
-    """Address of the cluster; None: RAY_ADDRESS, else a cluster of this machine alone, for this run."""
+    """Address of the cluster; None = RAY_ADDRESS, or else a cluster on this machine for this run."""
     wants: tuple[Mapping[str, float], ...]
-    """Rank -> Ray's resources: CPU, GPU, or any other name."""
+    """Ray resources of each rank: CPU, GPU, or any other name."""
     first: int
-    """Ranks that the run begins with; the rest are rollouts that join when there is a place for them."""
+    """Ranks that the run begins with. The others are rollouts that join when there is a place for them."""
     wait_s: float
-    """Seconds until those must have a place."""
+    """Seconds within which the first ranks must have a place."""
     respawn_s: float
-    """Seconds before another rollout is started for one that died; twice as many for each next one that dies young."""
+    """Seconds before a dead rollout is replaced. They double with each replacement that dies early."""
 
 
 class RayLauncher:
-    """The `Launcher` of a settled run with this configuration."""
+    """`Launcher` of a settled run with this configuration."""
 
     ranks_here = 0
 
@@ -76,7 +77,7 @@ class RayLauncher:
         return driver_host(self._config.ray.address)
 
     def check(self) -> None:
-        """Each rank looks for its GPU by itself, when Ray has given it one."""
+        """Do nothing: each rank checks its GPU by itself, after Ray has given it one."""
         driver_host(self._config.ray.address)
 
     def rank_main(self, fit: RankMain) -> RankMain:
@@ -107,14 +108,14 @@ def _fit_on_own_gpu(config: Any, fit: RankMain, world: World, session: Session) 
 
 
 class Seat:
-    """The actor: a process in which one rank lives."""
+    """Ray actor: the process of one rank."""
 
     def ready(self) -> bool:
-        """Answers as soon as it has a place."""
+        """Return as soon as the actor has a place."""
         return True
 
     def live(self, rank_main: RankMain, world: World, facts: Mapping[str, Any]) -> int:
-        """Be this rank; its exit code. `facts`: of its `Session`."""
+        """Run this rank and return its exit code. `facts` are the fields of its `Session`."""
         host = facts["network"].address(source_address(facts["store_host"]))
         session = Session(**facts, host=host)
         if not session.run_dir.is_dir():
@@ -124,10 +125,10 @@ class Seat:
             )
             Control(StoreClient(*session.store), world.rank).report(True, error)
             return 1
-        return live(rank_main, world, session)
+        return run_rank(rank_main, world, session)
 
     def join(self, run_dir: str) -> int:
-        """Be one more rollout of the run in that directory; the exit code of `digenrl join`."""
+        """Join the run in this directory as a further rollout, and return the exit code of `digenrl join`."""
         own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-m", "digenrl.cli.join", f"run={run_dir}"]
         with (Path(run_dir) / "logs" / "join.log").open("a") as log:
@@ -137,12 +138,12 @@ class Seat:
 
 
 def _leave_with_actor() -> None:
-    """In a process that the actor starts: when Ray takes the actor away, it is asked to leave."""
+    """Ask this process to leave when Ray ends the actor that started it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class RayRank:
-    """A rank as the launcher sees it, in the words of a process."""
+    """A rank as the launcher sees it, with the interface of a process."""
 
     pid = None  # it may be on another machine
 
@@ -153,14 +154,14 @@ class RayRank:
         call.future().add_done_callback(self._ended)
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the rank at once."""
         import ray
 
         with suppress(Exception):  # a cluster that is gone has no actors
             ray.kill(self._actor)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
+        """Wait until the rank has ended."""
         if self.exitcode is None:
             connection.wait([self.sentinel], timeout)
 
@@ -170,10 +171,12 @@ class RayRank:
 
 
 def driver_host(address: str | None) -> str:
-    """Return the address on which the store listens: this machine's on the route to the cluster; loopback without one.
+    """Return the address on which the store listens.
+
+    It is this machine's address on the route to the cluster, or loopback without a cluster.
 
     Raises:
-        ValueError: the address is that of a Ray client, which its cluster does not reach.
+        ValueError: the address belongs to a Ray client, which the cluster cannot reach.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -183,20 +186,20 @@ def driver_host(address: str | None) -> str:
             f"ray.address = {address}: ranks could not reach this process; start it on a node of the cluster "
             "(ray job submit), with ray.address=auto."
         )
-    return source_address(SOMEWHERE if address == "auto" else address.rpartition(":")[0])
+    return source_address(UNUSED_ADDRESS if address == "auto" else address.rpartition(":")[0])
 
 
 @contextmanager
 def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World, Session], RayRank]]:
-    """Inside, every rank has a place: trainers in one placement group, each rollout by itself. Afterwards all are gone.
+    """Give every rank a place: trainers in one placement group, each rollout by itself. At exit all actors end.
 
     Raises:
-        NoPlace: no Ray, no cluster at the address, or not what the ranks want.
+        PlacementError: Ray is missing, no cluster is at the address, or it lacks resources for the ranks.
     """
     try:
         import ray
     except ImportError as error:
-        raise NoPlace("launch=ray needs Ray: pip install 'digenrl[ray]'.") from error
+        raise PlacementError("launch=ray needs Ray: pip install 'digenrl[ray]'.") from error
     from ray.util import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -205,7 +208,7 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
     try:
         ray.init(address=places.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise NoPlace(f"ray.address = {places.address}: no cluster answers there ({error}).") from error
+        raise PlacementError(f"ray.address = {places.address}: no cluster answers there ({error}).") from error
     try:
         remote: Any = ray.remote(Seat)
         environment = {"env_vars": {name: os.environ[name] for name in _INHERITED if name in os.environ}}
@@ -247,8 +250,10 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
 def _fill(
     life: RayRank | None, seat: Callable[[], Any], run_dir: Path, respawn_s: float, over: threading.Event
 ) -> None:
-    """Replace the rollout of one place by one that joins, each time that it dies, until the run is over. `life`: the
-    rollout that lives there; None: none has yet."""
+    """Replace the rollout of one place each time that it dies, until the run is over. Replacements join the run.
+
+    `life` is the rollout in this place, or None if there was none yet.
+    """
     pause_s, born = respawn_s, time.monotonic()
     while not over.wait(_LOOK_S):
         if life is None and (run_dir / ACCESS).is_file():
@@ -259,12 +264,12 @@ def _fill(
         pause_s = respawn_s if time.monotonic() > born + _OLD * pause_s else pause_s
         if not life.exitcode or over.wait(pause_s):
             return
-        life.kill()  # it may have raised, and hold its place
+        life.kill()  # an actor whose method raised still holds its place
         life, pause_s = None, 2 * pause_s
 
 
 def _say_what_lacks(places: Places) -> None:
-    """One line where the cluster has less than all of the rollouts want."""
+    """Print a line if the cluster has fewer resources than all rollouts want."""
     import ray
 
     has, wanted = ray.cluster_resources(), Counter[str]()
@@ -286,7 +291,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
     """Wait until every rank has a place.
 
     Raises:
-        NoPlace: that took too long.
+        PlacementError: a rank had no place after `wait_s`.
     """
     import ray
 
@@ -298,7 +303,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
             try:
                 ray.get(list(answers))
             except ray.exceptions.RayError as error:
-                raise NoPlace(
+                raise PlacementError(
                     f"ranks could not start: {error}; digenrl must be installed on every node, in one version."
                 ) from error
             return
@@ -310,7 +315,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
         )
         lack = f"{len(ranks)} ranks have no place yet ({wants}); the cluster has {has}, of which {free} are free"
         if time.monotonic() > deadline:
-            raise NoPlace(
+            raise PlacementError(
                 f"{lack}, after {places.wait_s:g} s: add nodes, change ray.resources, or set a smaller allocation; "
                 "raise ray.wait_s where nodes still start."
             )

@@ -1,4 +1,4 @@
-"""Curves over RL steps: what was learned, how far the policy moved, and what it cost in variety."""
+"""Draw curves over RL steps: the rewards, the movement of the policy, and the loss of variety."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, CYCLE, FAINT, GREEN, VERMILION
 
 WIDTH = 7.2
-"""Inches: a full text width in print."""
+"""Width of a figure in inches: a full text width in print."""
 
 
 def smoothed(values: Sequence[float], span: int) -> list[float]:
-    """Centred running mean of width `span` (odd), narrower at the ends, so that the end values are not shifted."""
+    """Return a centred running mean of width `span` (odd). It is narrower at the ends, so that end values do not
+    shift."""
     half, sums = span // 2, list(accumulate(values, initial=0.0))
     means = []
     for index in range(len(values)):
@@ -27,7 +28,7 @@ def smoothed(values: Sequence[float], span: int) -> list[float]:
 
 
 def draw_line(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str, colour: str) -> None:
-    """A curve; from 15 points on its raw values are faint behind a running mean."""
+    """Draw a curve. From 15 points on, raw values are faint behind a running mean."""
     if len(values) < 15:
         axes.plot(steps, values, color=colour, label=label, marker="o", markersize=3.5)
         return
@@ -36,14 +37,14 @@ def draw_line(axes: Axes, steps: Sequence[int], values: Sequence[float], label: 
 
 
 def draw_level(axes: Axes, level: float, note: str, colour: str) -> None:
-    """A dashed line across, with `note` above its right end."""
+    """Draw a dashed horizontal line with `note` above its right end."""
     axes.axhline(level, color=colour, linewidth=1.0, linestyle=(0, (4, 3)))
     axes.annotate(note, (0.99, level), xycoords=("axes fraction", "data"), xytext=(0, 3),
                   textcoords="offset points", ha="right", fontsize=8, color=colour)  # fmt: skip
 
 
 def finish_axes(axes: Axes, title: str, ylabel: str = "", xlabel: str = "RL step") -> None:
-    """Title, labels, whole-numbered steps, a little room at the sides."""
+    """Set title, labels, integer steps and a little room at the sides."""
     axes.set_title(title)
     axes.set_ylabel(ylabel)
     axes.set_xlabel(xlabel)
@@ -54,7 +55,8 @@ def finish_axes(axes: Axes, title: str, ylabel: str = "", xlabel: str = "RL step
 
 
 def reward(run: Run) -> Figure | None:
-    """Optimised reward (batch mean per RL step; fixed prompts and noise at evaluations), and the held-out score."""
+    """Draw the optimised reward (batch mean per RL step; fixed prompts and noise at evaluations) and the held-out
+    score."""
     steps, values = run.column("reward")
     eval_steps, heldout = run.column("heldout", "eval")
     fixed_steps, fixed = run.column("reward", "eval")
@@ -96,7 +98,7 @@ def _in_unit(values: Sequence[float]) -> bool:
 
 
 def policy(run: Run) -> Figure | None:
-    """How far and how hard the policy moved: KL to the base model, clipped share, |ratio-1|, gradient norm."""
+    """Draw how far the policy moved: KL to the base model, clipped share, |ratio-1|, gradient norm."""
     panels = [
         ("kl", "KL to the base model", "KL", False),
         ("clip_fraction", "Clipped cells", "share", False),
@@ -132,8 +134,10 @@ def policy(run: Run) -> Figure | None:
 
 
 def diversity(run: Run) -> Figure | None:
-    """What learning cost in variety: relative to real data or between CLIP features, and the distance to real data; and
-    how far the policy is from its base model."""
+    """Draw the loss of variety, and how far the policy is from its base model.
+
+    Variety is measured relative to real data or between CLIP features. The distance to real data is drawn too.
+    """
     panels = [
         ("diversity_ratio", "Within-class diversity / real data", "ratio", GREEN),
         ("nn_distance", "Distance to the nearest real sample", "distance", BLUE),
@@ -160,7 +164,7 @@ def diversity(run: Run) -> Figure | None:
 
 
 def staleness(run: Run) -> Figure | None:
-    """Age in versions of the oldest trajectory that each RL step trained."""
+    """Draw the age, in versions, of the oldest trajectory that each RL step trained."""
     steps, values = run.column("staleness_max")
     if not values:
         return None
@@ -177,7 +181,7 @@ def staleness(run: Run) -> Figure | None:
 
 
 def step_time(run: Run) -> Figure | None:
-    """Seconds per RL step, measured and predicted by the schedule's own cost model, and samples per second."""
+    """Draw seconds per RL step, measured and predicted by the schedule's own cost model, and samples per second."""
     steps, values = run.column("step_s")
     if not values:
         return None
@@ -202,6 +206,6 @@ def step_time(run: Run) -> Figure | None:
 
 
 def _robust_top(values: Sequence[float]) -> float:
-    """Largest value, unless a single slow start dwarfs the rest: then twice the 95th percentile."""
+    """Return the largest value, or twice the 95th percentile if a single slow start exceeds all others by far."""
     ordered = sorted(values)
     return min(ordered[-1], 2.0 * ordered[int(0.95 * (len(ordered) - 1))])

@@ -16,7 +16,7 @@ from digenrl.report.read_run import Run
 
 
 def draw(run: Run, summary: Mapping[str, Any], warnings: list[str]) -> None:
-    """Write every picture and report.html of a run. What cannot be made is named in `warnings`."""
+    """Write every picture and report.html of a run. Failures are added to `warnings`."""
     warnings += draw_all(run)
     pictures = {name: (run.path / name).read_bytes() for name in html.PICTURES if (run.path / name).is_file()}
     shown: list[Showing | None] = []

@@ -1,4 +1,4 @@
-"""One RL step drawn as the grid that it is: samples down, denoising steps across, who wrote each cell and when."""
+"""Draw one RL step as a grid of samples (down) and denoising steps (across): which rank wrote each cell, and when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from digenrl.schedule import groups_of_step
 
 @dataclass(frozen=True)
 class Grid:
-    """What the spans of one RL step say about its cells."""
+    """Cells of one RL step, as its spans tell."""
 
     prompts: int
     group_size: int
@@ -33,7 +33,7 @@ class Grid:
 
 
 def read_grid(run: Run, step: int) -> Grid:
-    """The grid of RL step `step` (0-based, as in the spans), from `generate`, `lend` and `train` spans.
+    """Return the grid of RL step `step` (0-based, as in the spans), from `generate`, `lend` and `train` spans.
 
     A span covers a whole task; its denoising steps are placed evenly inside it.
 
@@ -74,7 +74,7 @@ def read_grid(run: Run, step: int) -> Grid:
 
 
 def draw_grid(grid: Grid) -> Figure:
-    """Left: who wrote each row. Right: when each cell was written, and when its group had been trained."""
+    """Draw the rank of each row (left), and when each cell was written and its group was trained (right)."""
     figure = Figure(figsize=(9.2, 1.6 + 0.032 * grid.prompts * grid.group_size), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 2.6))
     ranks = [int(rank) for rank in np.unique(grid.writer[~np.isnan(grid.writer)])]

@@ -1,4 +1,4 @@
-"""report.html: one self-contained file, pictures inline, no script, readable in any browser and in print."""
+"""Write report.html: one self-contained file with inline pictures and without scripts, for browsers and for print."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def render(
     template: str = "report.html.j2",
     **more: Any,
 ) -> str:
-    """The whole page. Every text from the run is escaped: a prompt or a cause cannot become markup.
+    """Return the whole page. Every text from the run is escaped, so a prompt or a cause cannot become markup.
 
     Args:
-        pictures: name, as in `PICTURES`, -> PNG.
-        shown: the gallery.
-        template: name of the page's template; another one extends "report.html.j2" and takes `more`.
+        pictures: name (as in `PICTURES`) -> PNG.
+        shown: samples to show.
+        template: name of the page's template. Another template extends "report.html.j2" and takes `more`.
     """
     pages = Environment(
         loader=PackageLoader("digenrl.extensions.page", ""),
@@ -67,7 +67,7 @@ def render(
 
 
 def _bubbles(summary: Mapping[str, Any]) -> Iterable[list[str]]:
-    """The head and a row for each role; nothing where nobody waited."""
+    """Yield the head and a row for each role; nothing if no rank waited."""
     bubble = summary["bubble"]
     causes = sorted({cause for by_cause in bubble.values() for cause in by_cause})
     if not causes:
@@ -81,7 +81,7 @@ def _bubbles(summary: Mapping[str, Any]) -> Iterable[list[str]]:
 
 
 def _evaluations(run: Run) -> Iterable[list[str]]:
-    """The head and a row for each evaluation."""
+    """Yield the head and a row for each evaluation."""
     if not run.evals:
         return
     known = {key for row in run.evals for key in row if is_number(row[key])} - {"rl_step", "time"}
@@ -94,7 +94,7 @@ def _evaluations(run: Run) -> Iterable[list[str]]:
 
 
 def _rewards(run: Run, summary: Mapping[str, Any]) -> Iterable[list[str]]:
-    """What was scored, by which model, to what end, and how often it could not be."""
+    """Yield a row for each reward: its weight, first and last score, missing scores, and model."""
     group = _mapping(run.config.get("reward"))
     identities = next((event.get("identities") or {} for event in reversed(run.events_of("rewards"))), {})
     causes: dict[str, Counter[str]] = defaultdict(Counter)
@@ -114,12 +114,12 @@ def _rewards(run: Run, summary: Mapping[str, Any]) -> Iterable[list[str]]:
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
-    """A part of a configuration that should be a mapping; an empty one in place of anything else."""
+    """Return a part of a configuration that should be a mapping; an empty mapping in place of anything else."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _events(run: Run, began: float) -> Iterable[list[str]]:
-    """(seconds since the start, kind, what else it says) of each event but the publications."""
+    """Yield (seconds since the start, kind, other fields) of each event except publications."""
     for event in run.events:
         if event.get("kind") != "publish":
             told = {k: v for k, v in event.items() if k not in ("time", "kind") and v is not None}
@@ -128,7 +128,7 @@ def _events(run: Run, began: float) -> Iterable[list[str]]:
 
 
 def _plain(value: Any) -> str:
-    """A value of an event as people read it."""
+    """Return a value of an event for people to read."""
     if isinstance(value, Mapping):
         return "; ".join(f"{key}: {_plain(item)}" for key, item in value.items())
     return " ".join(_plain(item) for item in value) if isinstance(value, list) else str(value)

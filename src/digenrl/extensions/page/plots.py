@@ -1,4 +1,4 @@
-"""Every picture of a run, each drawn on its own: one that fails becomes a warning and costs no other."""
+"""Draw every picture of a run by itself. A picture that fails becomes a warning and does not affect the others."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, VERMILION, paper_style
 
 Plot = Callable[[Run], Figure | None]
-"""Draws a run; None when the run recorded nothing of the kind."""
+"""Function that draws a run, or returns None if the run recorded nothing of this kind."""
 
 
 def reward_distribution(run: Run) -> Figure | None:
-    """Per-sample scores of the first and the last evaluation, one panel per score."""
+    """Draw the scores of all samples in the first and the last evaluation, one panel per score."""
     files = sample_files(run)
     if len(files) < 2:
         return None
@@ -49,7 +49,7 @@ def reward_distribution(run: Run) -> Figure | None:
 
 
 def _known(samples: Samples, name: str) -> NDArray[np.float32]:
-    """The scores of reward `name` without the missing ones."""
+    """Return the scores of reward `name` without the missing ones."""
     scores = samples.scores.get(name, np.empty(0, np.float32))
     return scores[~np.isnan(scores)]
 
@@ -69,7 +69,7 @@ PICTURES: dict[str, tuple[str, Plot]] = {
 
 
 def drawn(run: Run, plot: Plot) -> bytes | None:
-    """A picture as PNG."""
+    """Return a picture as PNG."""
     with paper_style():
         figure = plot(run)
         if figure is None:
@@ -80,9 +80,9 @@ def drawn(run: Run, plot: Plot) -> bytes | None:
 
 
 def draw_all(run: Run) -> list[str]:
-    """Write every picture that the run's files allow; returns what failed, in words.
+    """Write every picture that the run's files allow, and return the failures in words.
 
-    A picture whose data is absent is removed, so that none from an earlier state of the run stays behind.
+    A picture without data is removed, so that no picture of an earlier state of the run stays.
     """
     warnings: list[str] = []
     for name, (_, plot) in PICTURES.items():

@@ -1,5 +1,5 @@
-"""The samples of a report: the same prompts from the same noise over time, the best and the worst, and what became of
-each prompt."""
+"""Samples of a report: the same prompts from the same noise over time, the best and the worst, and changes by
+prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from digenrl.report.read_run import Run, is_number
 from digenrl.report.tables import number
 
 PROMPTS, MOMENTS, EXTREMES, CHANGES = 8, 6, 6, 6
-"""Most prompts on a page; evaluations of a prompt; best and worst samples; prompts that gained most and least."""
+"""Most prompts on a page, evaluations of a prompt, best and worst samples, and prompts with the largest changes."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Cell:
     """A sample on a page."""
 
     source: str
-    """A data: address."""
+    """Content as a data: address."""
     is_video: bool
     score: str
     prompt: str
-    """Whole."""
+    """Whole text of the prompt."""
 
 
 @dataclass(frozen=True)
 class Showing:
-    """What a page shows of a run's evaluations."""
+    """Samples of a run's evaluations that a page shows."""
 
     steps: tuple[int, ...]
     """RL steps of the evaluations in `rows`."""
@@ -43,17 +43,17 @@ class Showing:
     """(prompt, its first sample at each of `steps`)."""
     best: tuple[Cell, ...]
     worst: tuple[Cell, ...]
-    """Samples of the last evaluation that score worst."""
+    """Samples of the last evaluation with the lowest scores."""
     changes: tuple[tuple[str, str, str, str], ...]
-    """(prompt, its mean score at first, at last, the change), the largest gains first."""
+    """(prompt, mean score at first, mean score at last, change), the largest gains first."""
 
 
 def showing(run: Run) -> Showing | None:
-    """None: no evaluation has kept a sample.
+    """Return the samples to show, or None if no evaluation has kept a sample.
 
     Raises:
         ValueError: a file of samples is damaged.
-        OSError: one cannot be read.
+        OSError: a file of samples cannot be read.
     """
     files = sample_files(run)
     if not files:
@@ -81,7 +81,7 @@ def showing(run: Run) -> Showing | None:
 
 
 def cell(tile: Tile) -> Cell:
-    """A tile as a page holds it: a video as MP4, or, where imageio is missing, as a strip of its frames."""
+    """Return a tile for a page. A video becomes MP4, or a strip of its frames if imageio is missing."""
     mime, data = gallery.encoded(gallery.still(tile.media, tile.source))
     is_video = False
     if tile.is_video:
@@ -106,7 +106,7 @@ def _changes(first: Mapping[str, float], last: Mapping[str, float]) -> Iterable[
 
 
 def _weights(run: Run) -> dict[str, float]:
-    """Weights of the optimised rewards, as the configuration says them."""
+    """Return the weights of the optimised rewards in the configuration."""
     group = run.config.get("reward")
     rewards = group.get("rewards") if isinstance(group, Mapping) else None
     entries = rewards.items() if isinstance(rewards, Mapping) else ()

@@ -1,4 +1,4 @@
-"""Where the time of every rank went: a Gantt chart of a few RL steps, and the sums over the whole run."""
+"""Time of every rank by stage: a Gantt chart of a few RL steps, and the sums over the whole run."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from digenrl.report.summary import wall_seconds
 
 SHOWN_STEPS = 3
 SHOWN_SPANS = 10_000
-"""Spans that are looked at, at most, where no RL step was finished."""
+"""Most spans to draw if no RL step was finished."""
 COLOURS = {stage: colour for stage, colour in STAGE_COLOURS.items() if stage != "wait"} | {
     f"wait {cause}": colour for cause, colour in CAUSE_COLOURS.items()
 }
-"""Label of a span -> its colour, work first."""
+"""Label of a span -> colour; work comes first."""
 
 
 def colour_of(span: Span) -> str:
-    """Colour of a span: by stage, or by cause for a wait."""
+    """Return the colour of a span: by stage, or by cause for a wait."""
     return COLOURS[label_of(span)]
 
 
 def typical_window(ends: Mapping[int, float], steps: int = SHOWN_STEPS) -> tuple[float, float, range]:
-    """(start, end, RL steps) of up to `steps` consecutive RL steps amid the run.
+    """Return (start, end, RL steps) of up to `steps` consecutive RL steps in the middle of the run.
 
     Args:
         ends: RL step -> second at which it was finished; at least two consecutive steps.
@@ -52,7 +52,8 @@ def typical_window(ends: Mapping[int, float], steps: int = SHOWN_STEPS) -> tuple
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:
-    """Lane of each span (sorted by start, longest first), so that spans which overlap on one rank lie side by side."""
+    """Return the lane of each span (sorted by start, longest first). Overlapping spans of a rank get different
+    lanes."""
     free: list[float] = []
     chosen = []
     for span in spans:
@@ -65,7 +66,7 @@ def lanes(spans: Sequence[Span]) -> list[int]:
 
 
 def draw_gantt(axes: Axes, spans: Sequence[Span], start: float, end: float) -> None:
-    """One row per rank, trainers first; concurrent spans of a rank share its row."""
+    """Draw one row per rank, trainers first. Concurrent spans of a rank share its row."""
     by_rank: dict[tuple[str, int], list[Span]] = defaultdict(list)
     for span in clipped(spans, start, end):
         by_rank[span.role, span.rank].append(span)
@@ -87,24 +88,24 @@ def draw_gantt(axes: Axes, spans: Sequence[Span], start: float, end: float) -> N
 
 
 def palette_of(labels: Collection[str]) -> dict[str, str]:
-    """Label -> colour of those in `labels`: work first, then bubbles."""
+    """Return label -> colour for `labels`: work first, then bubbles."""
     return {name: colour for name, colour in COLOURS.items() if name in labels}
 
 
 def draw_legend(figure: Figure, labels: Collection[str]) -> None:
-    """The palette, below the axes."""
+    """Draw the palette below the axes."""
     handles = [Patch(facecolor=colour, label=_named(name)) for name, colour in palette_of(labels).items()]
     figure.legend(handles=handles, loc="outside lower left", ncols=6, handlelength=1.1, columnspacing=1.4)
 
 
 def _named(label: str) -> str:
-    """A label as people read it."""
+    """Return the label for people to read."""
     stage, _, cause = label.partition(" ")
     return f"{stage}: {cause.replace('_', ' ')}" if cause else stage
 
 
 def timeline(run: Run) -> Figure | None:
-    """Gantt chart of a few typical RL steps; lost time in warm colours by its cause."""
+    """Draw a Gantt chart of a few typical RL steps. Lost time has a warm colour by cause."""
     if any(step + 1 in run.step_ends for step in run.step_ends):
         start, end, steps = typical_window(run.step_ends)
         which = f"RL step {steps[0] + 1}" + f" to {steps[-1] + 1}" * (len(steps) > 1)
@@ -133,7 +134,7 @@ def _of_ranks(run: Run) -> Iterator[Span]:
 
 
 def time_by_rank(run: Run) -> Figure | None:
-    """Seconds of the whole run by rank, split into stages and bubbles."""
+    """Draw the seconds of the whole run by rank, split into stages and bubbles."""
     totals = {key: labels for key, labels in run.seconds.items() if key[0] != "launcher"}
     if not totals:
         return None

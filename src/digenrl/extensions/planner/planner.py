@@ -1,8 +1,8 @@
-"""The planner: enumerate, drop what does not fit into memory, simulate, rank.
+"""Search for the fastest run: enumerate candidates, drop those that exceed memory, simulate the rest, rank them.
 
-Colocated and disaggregated, allocation, pools' roles, rollout batch, fragment size, K, sharding, lending,
-asynchrony. A coarse pass over what decides most (who does what, how the model is held, the task size), then a fine pass
-around the best of each kind.
+Candidates differ in allocation (colocated or disaggregated), roles of pools, task size, fragment size, steps per
+forward (K), sharding, lending and asynchrony. A coarse pass covers the choices that matter most: roles, sharding and
+task size. A fine pass then searches around the best candidates of each kind.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ from digenrl.extensions.planner.candidate import Candidate, Costing
 from digenrl.extensions.planner.outcome import Outcome, evaluate
 
 PROMISING = (1, 2)
-"""Disaggregated candidates of the lowest floors that are simulated, of each kind: on-policy, asynchronous."""
+"""Disaggregated candidates to simulate of each kind, the lowest floors first: (on-policy, asynchronous)."""
 NEAR = 2
-"""Candidates whose neighbourhood is searched, of each kind: with lending or without, replicated or sharded, the pool
-that trainers come from first."""
+"""Candidates of each kind whose neighbours are tried. A kind is given by lending, sharding, and the first pool of
+trainers."""
 WORTHWHILE = 0.999
-"""What is not faster than so many times the best is not sought."""
+"""Factor on the best step time that a new candidate must beat to be worth a simulation."""
 RIVAL = 1.05
-"""A run that holds the model in another way may be so many times as slow, and still bear disturbances better."""
-HOPELESS = 1.25
-"""A candidate whose second step takes so many times the step of the best ones is not simulated to its end."""
+"""Factor on the best step time up to which candidates with other sharding stay in the search, because they may bear
+disturbances better."""
+CUTOFF = 1.25
+"""Factor on the best step times. A candidate whose second step takes longer is not simulated to its end."""
 FINALISTS = 2
-"""Of each kind, simulated rank by rank."""
+"""Candidates of each kind that are simulated rank by rank."""
 MOST_FINALISTS = 10
-"""... while the quick steps of others promise more than the exact ones found."""
+"""Most candidates of each kind that are simulated rank by rank, while further quick results look better than the
+exact ones."""
 ROUNDS = 4
-"""The neighbourhood of the best is searched so often."""
+"""Most rounds of searching around the best candidates."""
 ROUNDING = 16
-"""Where a trainer has fewer blocks of an update than so many, splits that leave no odd ones are tried too."""
+"""Blocks of an update per trainer below which splits without odd blocks are tried too."""
 
 
 class PlanError(ValueError):
-    """Nothing fits."""
+    """No candidate fits."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Outcomes, best first, and the best of each kind."""
+    """Result of a search: the outcomes, best first, and the bound."""
 
     costing: Costing
     bound: Bound
@@ -58,7 +60,7 @@ class Plan:
         return self.bound.seconds
 
     def best(self, kind: str) -> Outcome | None:
-        """colocated | on_policy | async."""
+        """Return the best outcome of a kind (colocated | on_policy | async), or None."""
         tests = {
             "colocated": lambda c: c.rollouts == 0,
             "on_policy": lambda c: c.spec.async_steps == 0,
@@ -74,11 +76,11 @@ def make_plan(
 
     Args:
         steps: RL steps of each finalist's simulation; None = until its step no longer changes.
-        fixed: choices that are not the planner's: fields of `Candidate` and of `ScheduleSpec`.
-        asynchronous: one-step asynchrony may be chosen.
+        fixed: choices that the user made: fields of `Candidate` and of `ScheduleSpec`.
+        asynchronous: whether one-step asynchrony may be chosen.
 
     Raises:
-        PlanError: no candidate fits; says what is missing where.
+        PlanError: no candidate fits. The message says how much memory is missing, and where.
     """
     with _collecting_nothing():
         return _make_plan(costing, steps, fixed or {}, asynchronous)
@@ -86,7 +88,7 @@ def make_plan(
 
 @contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """A plan leaves no cycles behind, and makes so many objects that looking for some is a sixth of its work."""
+    """Switch the garbage collector off: a plan leaves no reference cycles, and collecting is a sixth of its time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -102,9 +104,11 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
     finalists: dict[Candidate, Outcome] = {}
 
     def tried(candidates: Iterable[Candidate], known: Iterable[Outcome] = ()) -> list[Outcome]:
-        """Outcomes, best first, of those `known` and of the candidates that fit and might beat them, the lowest floors
-        first. Ways to hold the model do not compete here: the fewer wait for each other, the better they bear
-        disturbances."""
+        """Simulate the candidates that fit and might beat the `known` outcomes; return all of them, best first.
+
+        Candidates with low floors come first. Each kind of sharding competes with its like only: a slightly slower run
+        in which fewer ranks wait for each other may bear disturbances better.
+        """
         found = {outcome.candidate: outcome for outcome in known}
         fitting = [
             candidate
@@ -120,8 +124,8 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
                     limits.append(on_policy)
                 if costing.floor(candidate) >= min(limits):
                     continue
-                hopeless = HOPELESS * best[-1] if len(best) == FINALISTS else math.inf
-                seen[candidate] = evaluate(costing, candidate, bound, hopeless=hopeless)
+                cutoff_s = CUTOFF * best[-1] if len(best) == FINALISTS else math.inf
+                seen[candidate] = evaluate(costing, candidate, bound, cutoff_s=cutoff_s)
             found[candidate] = seen[candidate]
         return sorted(found.values(), key=lambda outcome: outcome.expected_s)
 
@@ -132,7 +136,7 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
             candidates = _fixed(costing, _disaggregated(costing, async_steps, numbers), fixed)
             coarse.append(iter(_promising(costing, candidates)))
     on_policy = math.inf
-    """Seconds of the fastest on-policy run: around others, only what might beat it is sought."""
+    """Seconds per step of the fastest on-policy run. Neighbours of on-policy runs must have a lower floor."""
     for candidates in coarse:
         best = tried(candidates)
         for _ in range(ROUNDS):
@@ -159,8 +163,11 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
 
 
 def _ranked(outcomes: Collection[Outcome]) -> list[Outcome]:
-    """The steady ones first, by the robust step, and before those that are much slower than others when nothing
-    disturbs them. Asynchronous runs may be left out afterwards, so on-policy ones are compared with their like."""
+    """Sort outcomes: settled before unsettled, then by `robust_s`.
+
+    Runs that are more than `RIVAL` times as slow as the fastest come after the others. On-policy runs are compared with
+    on-policy runs only, because asynchronous ones may be left out afterwards.
+    """
     settled = [outcome for outcome in outcomes if outcome.settled]
 
     def slow(outcome: Outcome) -> bool:
@@ -171,13 +178,13 @@ def _ranked(outcomes: Collection[Outcome]) -> list[Outcome]:
 
 
 def _rivals(ranked: list[Outcome]) -> dict[str, float]:
-    """Way to hold the model -> seconds of its best run, where others are not much faster."""
+    """Return sharding -> seconds of its best run, without those slower than `RIVAL` times the best."""
     fastest = {outcome.candidate.sharding: outcome.expected_s for outcome in reversed(ranked)}
     return {held: seconds for held, seconds in fastest.items() if seconds <= RIVAL * min(fastest.values())}
 
 
 def _centres(ranked: list[Outcome]) -> list[Outcome]:
-    """The best of `ranked` with lending and without, of each way to hold the model and each pool first."""
+    """Return the `NEAR` best of each kind, given by lending, sharding and first pool of trainers."""
     kinds: dict[tuple[bool, str, str | None], list[Outcome]] = {}
     for outcome in ranked:
         candidate = outcome.candidate
@@ -186,8 +193,10 @@ def _centres(ranked: list[Outcome]) -> list[Outcome]:
 
 
 def _contenders(ranked: list[Outcome]) -> list[Outcome]:
-    """`ranked`, the best of each fragment size and way to hold the model first: quick simulations are off alike where
-    these are alike."""
+    """Reorder `ranked`: first the best of each fragment size and sharding, then the others.
+
+    Quick simulations of equal fragment size and sharding have similar errors, so the exact ones should cover each.
+    """
     kinds: dict[tuple[str, int], list[Outcome]] = {}
     for outcome in ranked:
         kinds.setdefault((outcome.candidate.sharding, outcome.candidate.spec.gap), []).append(outcome)
@@ -195,7 +204,7 @@ def _contenders(ranked: list[Outcome]) -> list[Outcome]:
 
 
 def _fixed(costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str, Any]) -> Iterator[Candidate]:
-    """`candidates` with the choices that are not the planner's, and steps per forward that fit with these."""
+    """Yield `candidates` with the user's choices, and with steps per forward that fit these choices."""
     for candidate in candidates:
         changed = candidate.but(**fixed) if fixed else candidate
         if not _allowed(costing, changed):
@@ -206,7 +215,10 @@ def _fixed(costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str
 
 
 def sync_run(costing: Costing, gpus: int) -> Outcome | None:
-    """What `schedule=sync` does with `gpus` GPUs at its best split: nothing overlaps, one denoising step a forward."""
+    """Return the outcome of `schedule=sync` on `gpus` GPUs at its best split.
+
+    Nothing overlaps in it, and a forward trains one denoising step.
+    """
     found = []
     for trainers, sharding in itertools.product(range(1, gpus), ("ddp", "hsdp", "fsdp")):
         candidate = costing.candidate(trainers, gpus - trainers, sharding=sharding, gap=0, tsp_shard=False)
@@ -216,7 +228,7 @@ def sync_run(costing: Costing, gpus: int) -> Outcome | None:
 
 
 def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> Outcome | None:
-    """The best of `candidates`, those of the lowest floors first: what cannot beat the best so far is not simulated."""
+    """Return the fastest of `candidates`. A candidate whose floor exceeds the best so far is not simulated."""
     floors = {candidate: costing.floor(candidate) for candidate in dict.fromkeys(candidates)}
     best: Outcome | None = None
     for candidate, floor in sorted(floors.items(), key=lambda item: item[1]):
@@ -228,7 +240,7 @@ def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> 
 
 
 def _why_nothing(costing: Costing) -> str:
-    """Why even the smallest candidates cannot run: colocated, and half of the GPUs in either role."""
+    """Return why even the smallest candidates cannot run: colocated, and half of the GPUs in each role."""
     gpus, size, pools = costing.hardware.gpus, task_sizes(costing)[0], costing.hardware.pools
     training, generating = (sum(p.count for p in pools if p.role == role) for role in ("trainer", "rollout"))
     trials = {}
@@ -250,8 +262,10 @@ def _why_nothing(costing: Costing) -> str:
 
 
 def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
-    """`candidate` with the K whose cells are fastest (the largest of equals) and the encoders where they cost nothing;
-    None if nothing fits."""
+    """Return `candidate` with the fastest K and placement of encoders that fit; None if nothing fits.
+
+    Of equally fast K the largest is taken. Encoders stay on the GPU where that makes no cell slower.
+    """
     best: tuple[float, Candidate] | None = None
     for size in step_batches(costing, candidate):
         for encoders in (True, False):
@@ -267,7 +281,7 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
 
 
 def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
-    """Values of K worth trying, the largest first: each leaves a trainer at least four blocks of a fragment."""
+    """Return values of K to try, the largest first. All but 1 leave each trainer at least four blocks of a fragment."""
     trained = costing.work.trained_steps
     tasks = candidate.spec.fragment_groups * candidate.spec.tasks_per_portion
     choices = (trained, -(-trained // 2), -(-trained // 4))
@@ -287,8 +301,11 @@ def _unequal(costing: Costing) -> bool:
 
 
 def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
-    """`base` held in every way that fits and that makes cells faster than the ways with fewer collectives. Trainers
-    share the tokens of a sample where it fits in no other way, or there are too few."""
+    """Yield `base` with each sharding that fits and makes cells faster than all shardings with fewer collectives.
+
+    Trainers share the tokens of a sample (context above 1) only if nothing else fits, or if there are fewer samples
+    than GPUs.
+    """
     for context in (1, *costing.contexts(base)):
         fastest = math.inf
         for sharding in ("ddp", "hsdp", "fsdp") if base.trainers > 1 else ("ddp",):
@@ -304,7 +321,7 @@ def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
 
 
 def _few_tasks(costing: Costing) -> bool:
-    """Whether some GPUs would have no task of their own."""
+    """Return whether some GPUs would have no task of their own."""
     return costing.work.samples < costing.hardware.gpus
 
 
@@ -319,7 +336,7 @@ def _colocated(costing: Costing) -> Iterator[Candidate]:
 
 
 def _disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None = None) -> Iterator[Candidate]:
-    """Of each kind the splits around the balance, or those with one of the `numbers` of trainers."""
+    """Yield candidates of each schedule, with numbers of trainers around the balance or with the given `numbers`."""
     gpus = costing.hardware.gpus
     if gpus < 2:
         return
@@ -340,9 +357,11 @@ def _disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None 
 
 
 def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
-    """`typical` with every task size, with lending and without. Asynchronous steps overlap, so there a fragment may
-    also be half of the batch (within one update), which splits more evenly and leaves the other half to overlap. Where
-    tasks are few, each is a single sample."""
+    """Yield `typical` with every task size, with lending and without.
+
+    Asynchronous steps overlap, so their fragments may also be half of the batch (within one update). Half a batch
+    splits more evenly, and the other half still overlaps. Where tasks are few, each is a single sample.
+    """
     half = min(costing.work.spec.groups_per_update, max(1, costing.work.prompts // 2))
     gaps = {0} if costing.work.whole_batch else {1, half if typical.spec.async_steps else 1}
     sizes = task_sizes(costing)[: 1 if _few_tasks(costing) else None]
@@ -352,9 +371,12 @@ def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
 
 
 def _promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates of the lowest floors: from each pool first, with lending and without, of each fragment size and
-    way to hold the model; on-policy ones, whose floors say less, also with each task size. Floors within 1% are taken
-    for equal, and then the fewest trainers win: they lend least, which no floor charges for."""
+    """Return the candidates with the lowest floors of each kind.
+
+    A kind is given by lending, first pool of trainers, fragment size and sharding. On-policy candidates are also told
+    apart by task size, because their floors say less. Floors within 1% count as equal. Then fewest trainers win: they
+    lend least, and no floor charges for lending.
+    """
     fitting = [candidate for candidate in dict.fromkeys(candidates) if not costing.misfits(candidate)]
     unit = 0.01 * costing.bound().seconds
     ranked = sorted(fitting, key=lambda candidate: (round(costing.floor(candidate) / unit), candidate.trainers))
@@ -367,7 +389,7 @@ def _promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candid
 
 
 def _around_balance(costing: Costing, base: Candidate) -> set[int]:
-    """Numbers of trainers around the balance of generation and training, and whole pools."""
+    """Return numbers of trainers to try: around the balance of generation and training, and whole pools."""
     gpus, balance = costing.hardware.gpus, _balance(costing, base)
     offsets = [-0.06, -0.03, 0.0, 0.03, 0.06]
     if base.spec.tag:  # what lending trainers generate, rollout ranks need not
@@ -396,7 +418,8 @@ def _allocations(costing: Costing, base: Candidate, numbers: set[int]) -> Iterat
 
 
 def _balance(costing: Costing, base: Candidate) -> float:
-    """Trainers at which training takes as long as generation, pools taken in the order of `base`."""
+    """Return the number of trainers at which training takes as long as generation, with pools in the order of
+    `base`."""
     units, seconds = costing.work_units(), costing.seconds_per_unit()
     pools = sorted(costing.hardware.pools, key=lambda pool: pool.name != base.first)
     stages = ("encode", "generate", "decode", "score")
@@ -409,6 +432,7 @@ def _balance(costing: Costing, base: Candidate) -> float:
         per_task = {p.name: costing.pool_cell_seconds(p, trainer) for p in pools}
         training = {name: units["train"] * cell / trainer.spec.task_size for name, cell in per_task.items()}
     order = [p.name for p in pools for _ in range(p.count)]
+    # Trainers are taken from the front of `order` and rollouts from its end, so the rates are sums from both ends.
     train_rates = list(itertools.accumulate(1.0 / training[name] for name in order))
     make_rates = list(itertools.accumulate(1.0 / making[name] for name in reversed(order)))[::-1]
     gap = [abs(1.0 / train_rates[n - 1] - 1.0 / make_rates[n]) for n in range(1, len(order))]
@@ -416,7 +440,7 @@ def _balance(costing: Costing, base: Candidate) -> float:
 
 
 def _neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
-    """Candidates that differ in one choice."""
+    """Yield candidates that differ from `candidate` in one choice."""
     gpus = costing.hardware.gpus
     nodes = candidate.but(sharding="hsdp")
     if candidate.sharding == "fsdp" and costing.shards(nodes) > 1 and (held := fitted(costing, nodes)) is not None:

@@ -1,4 +1,4 @@
-"""Rewards in processes of their own and behind HTTP."""
+"""Rewards in separate processes and behind HTTP."""
 
 from digenrl.cli.commands import Command
 

@@ -1,7 +1,7 @@
-"""When a service may be asked again: circuit breaker (pure, the caller brings the clock) and Retry-After.
+"""Circuit breaker and Retry-After: when a service may be asked again. Pure functions; the caller brings the clock.
 
-A breaker is closed (calls pass), open (refused until `open_s` have passed) or half-open (one probe passes; its success
-closes the breaker, its failure opens it again).
+A closed breaker lets calls pass. An open breaker refuses calls until `open_s` seconds have passed. Then it is half-open
+and lets one probe pass: a success closes the breaker, a failure opens it again.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 @dataclass
 class Breaker:
-    """State of one URL."""
+    """State of the breaker of one URL."""
 
     max_failures: int
-    """Consecutive failures that open it."""
+    """Consecutive failures that open the breaker."""
     open_s: float
     failures: int = 0
     opened_at: float | None = None
     probing: bool = False
 
     def wait_s(self, now: float) -> float:
-        """Seconds until a call may be made; 0 = now. While a probe is under way, `open_s`."""
+        """Return the seconds until a call may be made: 0 = now; `open_s` while a probe is in progress."""
         if self.opened_at is None:
             return 0.0
         if self.probing:
@@ -32,16 +32,16 @@ class Breaker:
         return max(0.0, self.opened_at + self.open_s - now)
 
     def begin(self) -> None:
-        """A call starts (after `wait_s` gave 0)."""
+        """Note that a call starts (after `wait_s` returned 0)."""
         if self.opened_at is not None:
             self.probing = True
 
     def succeed(self) -> None:
-        """The URL answered."""
+        """Note that the URL answered."""
         self.failures, self.opened_at, self.probing = 0, None, False
 
     def fail(self, now: float) -> None:
-        """The URL did not answer, or answered that it is broken."""
+        """Note that the URL did not answer, or answered with an error."""
         self.failures += 1
         if self.probing or self.failures >= self.max_failures:
             self.opened_at = now
@@ -49,7 +49,7 @@ class Breaker:
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """Seconds of a Retry-After header (number or HTTP date); None where it is absent or neither."""
+    """Return the seconds of a Retry-After header (number or HTTP date); None if it is absent or malformed."""
     if value is None:
         return None
     try:

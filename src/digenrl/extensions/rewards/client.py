@@ -1,4 +1,6 @@
-"""Client of the reward service: bounded, retried, pinned. What cannot be trusted is missing or an error, no number.
+"""Client of the reward service, with bounds, retries and a pinned identity.
+
+An answer that cannot be trusted becomes a missing score or an error, never a number.
 
 | answer | what happens |
 |---|---|
@@ -45,14 +47,14 @@ _JSON_ALLOWANCE = 2048
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """Bounds of the client; seconds are wall time by the monotonic clock."""
+    """Bounds of the client. Seconds are wall time by the monotonic clock."""
 
     deadline_s: float = 60.0
-    """A call to `score` returns or raises within it, whatever happens."""
+    """Seconds within which a call to `score` returns or raises, whatever happens."""
     attempt_s: float = 30.0
-    """Longest single attempt."""
+    """Seconds of the longest single attempt."""
     max_attempts: int = 6
-    """Attempts per request, all URLs together."""
+    """Attempts per request, over all URLs."""
     backoff_s: float = 0.25
     backoff_max_s: float = 10.0
     breaker_failures: int = 5
@@ -61,7 +63,7 @@ class ClientOptions:
     max_malformed: int = 3
     """Malformed answers in a row that end the run."""
     dtype: frames.DtypeName = "float32"
-    """On the wire: float32 is exact; uint8 is a quarter of the bytes and rounds to 1/255."""
+    """Dtype on the wire: float32 is exact; uint8 takes a quarter of the bytes and rounds to 1/255."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -72,7 +74,7 @@ class ClientOptions:
 
 
 class _Retry(Exception):
-    """This attempt failed in a way that another may not."""
+    """An attempt failed in a way that a retry may not."""
 
     def __init__(
         self, endpoint: _Endpoint, cause: str, status: int | None = None, after_s: float | None = None
@@ -87,13 +89,13 @@ class _Endpoint:
     url: str
     breaker: Breaker
     limits: frames.WireLimits | None = None
-    """None until the first answer of GET /identity."""
+    """Limits of the service; None until its first answer to GET /identity."""
     images: bool = False
-    """Whether it asks for the images of prompts."""
+    """Whether the service needs the images of prompts."""
     not_before: float = 0.0
-    """Monotonic time of the next call: after a failure's back-off, or what Retry-After asked for."""
+    """Monotonic time of the next call, after a failure's back-off or a Retry-After."""
     failure: _Retry | None = None
-    """The latest."""
+    """Latest failure."""
 
 
 class _Malformed(Exception):
@@ -101,7 +103,7 @@ class _Malformed(Exception):
 
 
 class Unanswered(RewardUnavailable):
-    """No service answered at all: refused, reset or too slow."""
+    """No service answered at all: connections were refused, reset or too slow."""
 
 
 @dataclass
@@ -111,13 +113,13 @@ class _Outcome:
 
 
 class RewardClient:
-    """Scores media through one or more equal services.
+    """Client that scores media through one or more equal services.
 
     Args:
         urls: base URLs, `http(s)://host:port`, without user information (secrets come from the environment).
         options: bounds.
-        pinned: the identity that must answer; None = that of the first answer.
-        token_env: environment variable with the bearer token; unset or empty = no token is sent.
+        pinned: identity that every answer must have; None = that of the first answer.
+        token_env: environment variable with the bearer token; no token is sent if the variable is unset or empty.
         token: the bearer token itself, in place of the variable's.
         quarantine: folder for malformed answers (first 64 KiB, token removed); None = only logged.
     """
@@ -146,12 +148,12 @@ class RewardClient:
         self._http = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)
 
     def score(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Scores [B] fp32, NaN = the service said that it has none.
+        """Return scores [B] fp32; NaN = the service has no score for the sample.
 
         Raises:
-            RewardUnavailable: some or all samples got no scores; `scores` holds those that did. `Unanswered` where a
-                service gave no answer at all.
-            RewardError: set-up, identity or repeated nonsense; see the module's table.
+            RewardUnavailable: some or all samples got no scores; `scores` holds the others. It is `Unanswered` if no
+                service answered at all.
+            RewardError: wrong set-up, changed identity or repeated malformed answers; see the module's table.
         """
         deadline = time.monotonic() + self.options.deadline_s
         outcome = self._loop.run(self._score(media, prompts, deadline), self.options.deadline_s + 5.0)
@@ -162,7 +164,7 @@ class RewardClient:
         return outcome.scores
 
     def identity(self) -> Identity:
-        """The pinned identity, asked for if nobody has answered yet. Raises as `score` does."""
+        """Return the pinned identity, and ask a service for it if none has answered yet. Raises as `score` does."""
         if self.pinned is None:
             deadline = time.monotonic() + self.options.deadline_s
             self._loop.run(self._attempts(None, deadline), self.options.deadline_s + 5.0)
@@ -170,7 +172,7 @@ class RewardClient:
         return self.pinned
 
     def close(self) -> None:
-        """Closes connections and the client's thread. Idempotent."""
+        """Close connections and the client's thread. Idempotent."""
         self._loop.close(self._http)
 
     def _endpoint(self, url: str) -> _Endpoint:
@@ -215,7 +217,7 @@ class RewardClient:
         return outcome
 
     def _cut(self, media: Tensor, prompts: Sequence[Prompt], images: bool) -> list[slice]:
-        """Rows of each request: as many as the tightest known service takes."""
+        """Return the rows of each request: as many as the known service with the smallest limits takes."""
         limits = [endpoint.limits for endpoint in self._endpoints if endpoint.limits is not None]
         sample_bytes = media[0].numel() * frames.WIRE_DTYPES[self.options.dtype].itemsize
         longest = max(len(repr(prompt)) * 6 for prompt in prompts)  # JSON writes a character as at most 6 bytes
@@ -241,7 +243,10 @@ class RewardClient:
             raise self._given_up(failure) from failure
 
     def _failed(self, state: RetryCallState) -> float:
-        """Notes a failure at its endpoint. Seconds until the next attempt: 0, since another endpoint may be free."""
+        """Note a failure at its endpoint, and return the seconds until the next attempt.
+
+        They are 0, because another endpoint may be free.
+        """
         failure = state.outcome.exception() if state.outcome is not None else None
         assert isinstance(failure, _Retry)
         endpoint, now = failure.endpoint, time.monotonic()
@@ -274,7 +279,7 @@ class RewardClient:
         return scores
 
     def _choose(self, now: float) -> tuple[_Endpoint, float]:
-        """The endpoint that may be called soonest (in turn among equals), and the seconds until then."""
+        """Return the endpoint that may be called soonest (in turn among equals), and the seconds until then."""
         self._turn += 1
         first = self._turn % len(self._endpoints)
         order = self._endpoints[first:] + self._endpoints[:first]
@@ -318,7 +323,7 @@ class RewardClient:
         return bytes(raw)
 
     async def _cause(self, response: httpx.Response) -> str:
-        """What a service says about its refusal, as ": ...", without the token; "" where it says nothing."""
+        """Return what a service says about its refusal, as ": ...", without the token; "" where it says nothing."""
         async for raw in response.aiter_raw(1024):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 cause = " ".join(str(json.loads(raw)["error"]).split())
@@ -333,7 +338,7 @@ class RewardClient:
             self._reject(raw, f"malformed answer: {error}")
 
     def _reject(self, raw: bytes | bytearray, cause: str) -> None:
-        """Keeps the payload for a person to look at; raises _Malformed, or RewardError at the last one allowed."""
+        """Keep the payload for a person to look at; raise _Malformed, or RewardError for the last one allowed."""
         self._malformed_in_row += 1
         log.warning("Reward service: %s", cause)
         if self._quarantine is not None:
@@ -360,14 +365,14 @@ class RewardClient:
 
 
 class _LoopThread:
-    """A private event loop, so that a blocking call has a strict total deadline (socket time-outs are per read)."""
+    """Private event loop that gives a blocking call a strict total deadline (socket timeouts are per read)."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
     def run(self, coroutine: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
-        """The coroutine's result; raises TimeoutError after `timeout_s`."""
+        """Return the coroutine's result. Raises TimeoutError after `timeout_s`."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

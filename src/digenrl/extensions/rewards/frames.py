@@ -1,10 +1,12 @@
-"""What crosses a process or network border when samples are scored: strict JSON and raw tensor bytes, never pickle.
+"""Wire format of requests for scores and their answers: strict JSON and raw tensor bytes, never pickle.
 
 A *frame* is `MAGIC | json bytes (u32) | payload bytes (u64) | json | payload`, integers big-endian. A request's payload
-is the media as contiguous bytes whose number follows from shape and dtype, so that they are never decompressed; behind
-them, for a scorer that asks, the files of the prompts' images, each once and of declared length. A response is the JSON
-of `ScoreResponse` alone. Every model is strict: an unknown field, `true` or "0.5" for a number, NaN, infinity and null
-are refused, and each score names the sample that it belongs to.
+is the media as contiguous bytes. Their number follows from shape and dtype, so nothing is ever decompressed. For a
+scorer that needs them, the files of the prompts' images follow, each once and with declared length. A response is only
+the JSON of `ScoreResponse`.
+
+Every model is strict. An unknown field, `true` or "0.5" for a number, NaN, infinity and null are refused. Each score
+names its sample.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _Positive = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class WireError(ValueError):
-    """Bytes that are not what this module writes."""
+    """The bytes are not in the format of this module."""
 
 
 class _Strict(BaseModel):
@@ -51,12 +53,12 @@ class MediaHeader(_Strict):
 
     @property
     def payload_bytes(self) -> int:
-        """Length that the payload must have."""
+        """Number of bytes that the payload must have."""
         return math.prod(self.shape) * WIRE_DTYPES[self.dtype].itemsize
 
 
 class WireImage(_Strict):
-    """A file behind the media."""
+    """File after the media."""
 
     digest: str = Field(max_length=64)
     size: Annotated[int, Field(ge=1)]
@@ -64,14 +66,14 @@ class WireImage(_Strict):
 
 
 class WireRole(_Strict):
-    """What an image is to a prompt."""
+    """Role of an image in a prompt."""
 
     role: str = Field(max_length=32)
     digest: str = Field(max_length=64)
 
 
 class WirePrompt(_Strict):
-    """A `Prompt`, field by field."""
+    """Fields of a `Prompt`."""
 
     text: str
     negative: str | None
@@ -81,20 +83,20 @@ class WirePrompt(_Strict):
 
 
 class ScoreRequest(_Strict):
-    """Produced by the client; consumed by the service."""
+    """Request for scores, from the client to the service."""
 
     protocol: _Protocol
     request_id: str = Field(min_length=1, max_length=64)
     media: MediaHeader
     ids: list[Annotated[str, Field(max_length=64)]]
-    """One name per sample, unique; echoed in order."""
+    """Unique name of each sample; the answer repeats them in order."""
     prompts: list[WirePrompt]
     images: list[WireImage] = []
-    """In the order of the payload."""
+    """Images in the order of the payload."""
 
     @property
     def payload_bytes(self) -> int:
-        """Length that the payload must have."""
+        """Number of bytes that the payload must have."""
         return self.media.payload_bytes + sum(image.size for image in self.images)
 
     @model_validator(mode="after")
@@ -108,7 +110,7 @@ class ScoreRequest(_Strict):
 
 
 class ScoreItem(_Strict):
-    """One sample: exactly one of a finite score and the reason why there is none."""
+    """Answer for one sample: either a finite score, or the reason why there is none."""
 
     id: str
     score: FiniteFloat | None = None
@@ -122,7 +124,7 @@ class ScoreItem(_Strict):
 
 
 class ScoreResponse(_Strict):
-    """Produced by the service; consumed by the client, which also compares ids, order and identity."""
+    """Scores, from the service to the client, which also compares ids, order and identity."""
 
     protocol: _Protocol
     request_id: str
@@ -131,12 +133,12 @@ class ScoreResponse(_Strict):
 
 
 class WireLimits(_Strict):
-    """What a service accepts in one request; the client cuts its batches accordingly."""
+    """Limits of one request to a service. The client cuts its batches accordingly."""
 
     max_body_bytes: Annotated[int, Field(ge=1)]
     max_samples: _Positive
     max_pixels: Annotated[int, Field(ge=1)]
-    """F x H x W of one sample."""
+    """Most pixels (F x H x W) of one sample."""
 
 
 class ServiceDescription(_Strict):
@@ -146,17 +148,17 @@ class ServiceDescription(_Strict):
     identity: Identity
     limits: WireLimits
     images: bool = False
-    """Whether the scorer asks for the images of prompts; a client sends none where it does not."""
+    """Whether the scorer needs the images of prompts. Otherwise the client sends none."""
 
 
 def encode_frame(document: str, payload: bytes = b"") -> bytes:
-    """One frame."""
+    """Return one frame."""
     raw = document.encode()
     return HEADER.pack(MAGIC, len(raw), len(payload)) + raw + payload
 
 
 def parse_header(raw: bytes) -> tuple[int, int]:
-    """(json bytes, payload bytes) of a frame's first `HEADER.size` bytes. Raises WireError."""
+    """Return (json bytes, payload bytes) of a frame's first `HEADER.size` bytes. Raises WireError."""
     magic, json_bytes, payload_bytes = HEADER.unpack(raw)
     if magic != MAGIC:
         raise WireError(f"A frame begins with {MAGIC!r}, these bytes with {magic!r}.")
@@ -168,7 +170,8 @@ def parse_header(raw: bytes) -> tuple[int, int]:
 def encode_request(
     media: Tensor, prompts: Sequence[Prompt], request_id: str, dtype: DtypeName = "float32", images: bool = False
 ) -> bytes:
-    """The frame that asks for scores of `media` [B, ...] in [0, 1]; with `images`, it carries those of the prompts.
+    """Return the frame that asks for scores of `media` [B, ...] in [0, 1]; with `images`, it carries those of the
+    prompts.
 
     Raises WireError if a prompt's metadata is no JSON, and ImageError for an image that changed since it was read.
     """
@@ -198,7 +201,7 @@ def encode_request(
 
 
 def decode_request(document: bytes, payload_bytes: int) -> ScoreRequest:
-    """The request of a frame's JSON, checked against the length of its payload. Raises WireError."""
+    """Return the request of a frame's JSON, checked against the length of its payload. Raises WireError."""
     request = _validate(ScoreRequest, document)
     if request.payload_bytes != payload_bytes:
         raise WireError(
@@ -209,16 +212,16 @@ def decode_request(document: bytes, payload_bytes: int) -> ScoreRequest:
 
 
 def decode_media(header: MediaHeader, payload: bytearray) -> Tensor:
-    """Media fp32 in [0, 1] of a payload that begins with them (shares its memory where the dtype allows)."""
+    """Return the media, fp32 in [0, 1], from the beginning of a payload. They share its memory if the dtype allows."""
     array = np.frombuffer(payload, dtype=np.dtype(header.dtype), count=math.prod(header.shape))
     media = torch.from_numpy(array).reshape(header.shape)
     return media.float().div(255) if header.dtype == "uint8" else media.float()
 
 
 def decode_prompts(request: ScoreRequest, payload: bytes | bytearray = b"", max_pixels: int = 1 << 26) -> list[Prompt]:
-    """The request's prompts, with the images at the end of its payload.
+    """Return the request's prompts, with the images at the end of its payload.
 
-    Raises WireError for an image that is broken, has more than `max_pixels`, or that nobody sent.
+    Raises WireError for an image that is broken, has more than `max_pixels`, or was not sent.
     """
     found: dict[str, bytes] = {}
     start = request.media.payload_bytes
@@ -242,7 +245,7 @@ def decode_prompts(request: ScoreRequest, payload: bytes | bytearray = b"", max_
 
 
 def encode_response(request: ScoreRequest, scores: Tensor, identity: Identity) -> str:
-    """The JSON that answers `request` with `scores` [B]; NaN becomes `missing`."""
+    """Return the JSON that answers `request` with `scores` [B]; NaN becomes `missing`."""
     items: list[dict[str, Any]] = [
         {"id": id_, "missing": "the scorer gave no score"} if math.isnan(score) else {"id": id_, "score": score}
         for id_, score in zip(request.ids, scores.tolist(), strict=True)
@@ -252,7 +255,7 @@ def encode_response(request: ScoreRequest, scores: Tensor, identity: Identity) -
 
 
 def decode_response(document: bytes, request_id: str, samples: int) -> tuple[Tensor, Identity]:
-    """(scores [samples] fp32 with NaN = missing, identity) of a response to request `request_id`.
+    """Return (scores [samples] fp32 with NaN = missing, identity) of a response to request `request_id`.
 
     Raises WireError unless it is exactly that: same request, every id, in order, finite fp32 numbers.
     """
@@ -272,7 +275,7 @@ def decode_response(document: bytes, request_id: str, samples: int) -> tuple[Ten
 
 
 def decode_description(document: bytes) -> ServiceDescription:
-    """The answer of GET /identity. Raises WireError."""
+    """Return the answer of GET /identity. Raises WireError."""
     return _validate(ServiceDescription, document)
 
 

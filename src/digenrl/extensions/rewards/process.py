@@ -1,9 +1,9 @@
-"""A scorer in a process of its own: its threads, its memory and its crashes stay there.
+"""Run a scorer in a separate process, which isolates its threads, its memory and its crashes.
 
 The child, `python -m digenrl.extensions.rewards.process`, is the reward service (`service.py`) on a free port of
 127.0.0.1, behind a token that only parent and child know. It reads {"node": ..., "token": ...} from its standard input
-and answers {"url": ...} on its standard output, later {"error": ...} if the scorer fails. It ends with its standard
-input, so also when the parent is killed.
+and answers {"url": ...} on its standard output, later {"error": ...} if the scorer fails. It ends when its standard
+input ends, so it ends also when the parent is killed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from digenrl.rewards.protocol import (
 from digenrl.types import Prompt
 
 _UNBOUNDED = 1 << 40
-"""Bytes, pixels, seconds: parent and child are one program on one machine, and the parent bounds the time."""
+"""Limit of bytes, pixels and seconds in the child: practically none, because the parent is the same program on the same
+machine and bounds the time itself."""
 
 
 class ProcessScorer:
-    """Calls a scorer that runs in a child process; starts it on first use, and again after it died.
+    """Scorer that calls a child process. The child starts on first use, and again after a death.
 
     Args:
         node: YAML node of the scorer (`_target_` and arguments), plain containers.
-        start_s: longest time until the child has built its scorer.
-        call_s: longest time for one batch.
-        max_deaths: deaths in a row, without one batch in between, that end the run.
+        start_s: seconds within which the child must build its scorer.
+        call_s: seconds within which a batch must be scored.
+        max_deaths: deaths in a row, without a scored batch in between, that end the run.
     """
 
     def __init__(
@@ -59,16 +60,16 @@ class ProcessScorer:
 
     @property
     def model_id(self) -> str:
-        """That of the scorer in the child, which is started if need be."""
+        """Model id of the scorer in the child, which is started first if necessary."""
         return self._identified().model_id
 
     @property
     def weights_digest(self) -> str:
-        """That of the scorer in the child, which is started if need be."""
+        """Weights digest of the scorer in the child, which is started first if necessary."""
         return self._identified().weights_digest
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] scores.
+        """Return scores [B].
 
         Raises:
             RewardUnavailable: the child died or was too slow; it starts again with the next call.
@@ -87,7 +88,7 @@ class ProcessScorer:
             return scores
 
     def close(self) -> None:
-        """Ends the child. Idempotent."""
+        """End the child. Idempotent."""
         with self._lock:
             self._end()
 
@@ -98,7 +99,7 @@ class ProcessScorer:
             return self._identity
 
     def _start(self) -> RewardClient:
-        """A client of a child with a built scorer. The identity of a restarted child must be the old one."""
+        """Return a client of a child with a built scorer. A restarted child must have the old identity."""
         if self._client is not None and self._child is not None and self._child.poll() is None:
             return self._client
         self._end()
@@ -125,7 +126,10 @@ class ProcessScorer:
         return self._client
 
     def _told(self, seconds: float) -> dict[str, str]:
-        """The child's next line, {} if it ended without one. Raises TimeoutError, and RewardError if it names one."""
+        """Return the child's next line; {} if it ended without one.
+
+        Raises TimeoutError, and RewardError if the line reports an error.
+        """
         assert self._child is not None
         assert self._child.stdout is not None
         if not select.select([self._child.stdout], [], [], seconds)[0]:
@@ -137,7 +141,7 @@ class ProcessScorer:
         return told
 
     def _lost(self, error: Exception, seconds: float) -> NoReturn:
-        """The child did not answer: ends it, and says why."""
+        """End a child that did not answer, and return the cause."""
         assert self._child is not None
         try:
             code: int | None = self._child.wait(0.5)
@@ -167,7 +171,7 @@ class ProcessScorer:
 
 
 class _Reporting:
-    """The child's scorer: one that fails tells the parent why and ends the process."""
+    """Scorer of the child, which reports a failure to the parent and then ends the process."""
 
     def __init__(self, node: Mapping[str, Any], answers: TextIO) -> None:
         self._answers = answers
@@ -189,23 +193,24 @@ class _Reporting:
             self.fail(error)
 
     def fail(self, error: Exception) -> NoReturn:
-        """Tells the parent and ends the process."""
+        """Report an error to the parent and end the process."""
         self.tell({"error": f"{type(error).__name__}: {error}"})
         os._exit(1)
 
     def tell(self, answer: Mapping[str, str]) -> None:
-        """One line to the parent."""
+        """Write a line to the parent."""
         print(json.dumps(answer), file=self._answers, flush=True)
 
 
 def _end_with_parent() -> None:
-    """Waits for the end of standard input; a scorer may compute for minutes without looking at anything."""
+    """End the process when its standard input ends. A thread waits for this, because a scorer may compute for
+    minutes."""
     sys.stdin.read()
     os._exit(1)
 
 
 def main() -> None:
-    """Builds the scorer and serves it to one parent until that goes away."""
+    """Build the scorer and serve it to one parent, until the parent ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # a group gets them; the rank still finishes its step
     asked = json.loads(sys.stdin.readline())

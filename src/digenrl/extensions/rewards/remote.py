@@ -1,4 +1,4 @@
-"""A scorer that runs elsewhere: the client of `digenrl serve-reward`."""
+"""Scorer that runs elsewhere, as a client of `digenrl serve-reward`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from digenrl.types import Prompt
 
 
 class RemoteScorer:
-    """Scores of a reward service. See `digenrl.extensions.rewards.client` for what is retried and what ends the run.
+    """Scorer that asks a reward service. See `digenrl.extensions.rewards.client` for retries and errors.
 
     Args:
         urls: equal services; requests are spread over them.
-        deadline_s: every call returns or raises within it.
-        attempt_s: longest single attempt; None = half of that.
+        deadline_s: seconds within which every call returns or raises.
+        attempt_s: seconds of the longest single attempt; None = half of `deadline_s`.
         max_attempts: attempts per request.
-        dtype: on the wire; float32 is exact, uint8 a quarter of the bytes.
-        model_id, weights_digest: the identity that must answer; both null = whatever answers first.
+        dtype: dtype on the wire; float32 is exact, uint8 takes a quarter of the bytes.
+        model_id, weights_digest: identity that must answer; both null = that of the first answer.
         token_env: environment variable with the bearer token.
         quarantine: folder for malformed answers; null = only logged.
     """
@@ -47,18 +47,18 @@ class RemoteScorer:
 
     @property
     def model_id(self) -> str:
-        """That of the service, asked for on first use."""
+        """Model id of the service, which is asked on first use."""
         return self.client.identity().model_id
 
     @property
     def weights_digest(self) -> str:
-        """That of the service, asked for on first use."""
+        """Weights digest of the service, which is asked on first use."""
         return self.client.identity().weights_digest
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] scores; raises as `RewardClient.score` does."""
+        """Return scores [B]. Raises as `RewardClient.score` does."""
         return self.client.score(media, prompts)
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self.client.close()

@@ -1,6 +1,6 @@
-"""The reward service: one scorer behind HTTP, bounded in bytes, samples, pixels, time and waiting requests.
+"""Reward service: one scorer behind HTTP, bounded in bytes, samples, pixels, time and waiting requests.
 
-    GET  /health    200 {"status": "ok"}: the process lives; open to everybody.
+    GET  /health    200 {"status": "ok"}: the process lives; needs no token.
     GET  /identity  `ServiceDescription`: what scores, and what a request may hold.
     POST /score     a request frame (`digenrl.extensions.rewards.frames`) -> `ScoreResponse`.
 
@@ -49,7 +49,8 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 _CLOSING = frozenset({400, 401, 408, 413, 422})
-"""Refusals that may leave a body unread: on an open connection the server would read all of it, to discard it."""
+"""Refusals after which the connection is closed. On an open connection the server would read and discard the rest of
+the body."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,19 @@ class Limits:
     max_body_bytes: int = 64 << 20
     max_samples: int = 256
     max_pixels: int = 1 << 26
-    """F x H x W of one sample."""
+    """Most pixels (F x H x W) of one sample."""
     max_pending: int = 4
-    """Requests that are read, wait or are scored; one more gets 429."""
+    """Most requests that are being read, wait or are scored; the next one gets 429."""
     max_connections: int = 64
-    """Open connections; one more ends the one that has waited longest for a request."""
+    """Most open connections. A further connection closes the one that has waited longest for a request."""
     head_s: float = 10.0
-    """A connection that has not sent the head of its next request by then is closed."""
+    """Seconds within which a connection must send the head of its next request, or it is closed."""
     body_s: float = 30.0
-    """A body that is not complete after this is refused (408)."""
+    """Seconds within which a body must be complete, or it is refused (408)."""
     score_s: float = 300.0
-    """A score that takes longer is answered with 504; its place stays taken until the scorer returns."""
+    """Seconds of scoring after which the answer is 504. The request's place stays taken until the scorer returns."""
     retry_after_s: float = 1.0
-    """What a 429 asks for."""
+    """Seconds of Retry-After in a 429."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -80,7 +81,7 @@ class Limits:
 
 
 class _Refused(Exception):
-    """An answer other than 200."""
+    """A request is answered with a status other than 200."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
@@ -91,9 +92,9 @@ class RewardService:
     """Request handlers around one scorer.
 
     Args:
-        scorer: called by one thread, one batch at a time.
+        scorer: scorer, which a single thread calls with one batch at a time.
         limits: bounds.
-        token: bearer token that requests must carry; None = none (loopback only, see `serve`).
+        token: bearer token that requests must carry; None = no token (loopback only, see `serve`).
     """
 
     def __init__(self, scorer: Scorer, limits: Limits | None = None, token: str | None = None) -> None:
@@ -103,7 +104,7 @@ class RewardService:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="reward-service")
 
     def app(self) -> Starlette:
-        """The ASGI application."""
+        """Return the ASGI application."""
         return Starlette(
             routes=[
                 Route("/health", self._health),
@@ -113,7 +114,7 @@ class RewardService:
         )
 
     def server(self) -> uvicorn.Server:
-        """A server of the application that bounds connections too, which uvicorn itself does not."""
+        """Return a server of the application that also bounds connections, which uvicorn itself does not."""
         config = uvicorn.Config(
             self.app(),
             http=partial(_Connection, limits=self.limits),  # type: ignore[arg-type]  # called as the class would be
@@ -162,7 +163,7 @@ class RewardService:
         self._pending -= 1
 
     async def _read(self, request: Request) -> tuple[frames.ScoreRequest, bytearray]:
-        """The request and its payload. Raises _Refused as soon as a limit is passed."""
+        """Return the request and its payload. Raises _Refused as soon as a limit is passed."""
         limit = self.limits.max_body_bytes
         declared = request.headers.get("content-length")
         if declared is not None and (not declared.isdecimal() or int(declared) > limit):
@@ -216,7 +217,7 @@ class RewardService:
             raise _Refused(422, str(error)) from error
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """`handler` behind the token, with every refusal as JSON."""
+        """Return `handler` with a check of the token and with every refusal as JSON."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -245,7 +246,7 @@ class RewardService:
 
 
 class _Connection(H11Protocol):
-    """An HTTP connection that does not wait for ever for the head of a request."""
+    """HTTP connection with a timeout for the head of a request."""
 
     def __init__(self, *, limits: Limits, **server: Any) -> None:
         super().__init__(**server)
@@ -279,7 +280,7 @@ class _Connection(H11Protocol):
         self._stop_timer()
 
     def _set_timer(self) -> None:
-        """One timer from the end of a request to the end of the next one's head."""
+        """Start the timer that runs from the end of a request to the end of the next request's head."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_timer()
         elif self._timer is None:
@@ -292,7 +293,7 @@ class _Connection(H11Protocol):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can be reached from this machine only."""
+    """Return whether `host` can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -302,16 +303,16 @@ def is_loopback(host: str) -> bool:
 
 
 def serve(service: RewardService, host: str, port: int, announce: Callable[[str], None]) -> None:
-    """Serves until interrupted.
+    """Serve until interrupted.
 
     Args:
         service: what to serve.
-        host: address to bind. Off loopback the service must have a token.
-        port: 0 = a free one.
+        host: address to bind. Except on loopback the service must have a token.
+        port: port to bind; 0 = any free port.
         announce: called once with the base URL, when connections are accepted.
 
     Raises:
-        ValueError: no token off loopback.
+        ValueError: the address is not loopback and there is no token.
         OSError: the address cannot be bound.
     """
     if not is_loopback(host) and service._token is None:
@@ -324,5 +325,5 @@ def serve(service: RewardService, host: str, port: int, announce: Callable[[str]
 
 
 def describe(service: RewardService) -> str:
-    """One line of JSON for the start of a log: identity and limits, never the token."""
+    """Return a line of JSON for the start of a log: identity and limits, never the token."""
     return json.dumps({"identity": vars(service.identity), "limits": vars(service.limits)})

@@ -1,1 +1,1 @@
-"""Scouts: cheap tries choose the initial noises that a task generates from."""
+"""Scouts: cheap trial samples choose the initial noises that a task generates from."""

@@ -1,4 +1,4 @@
-"""An engine that tries several initial noises for each sample before it generates (Sol-RL, arXiv:2604.06916)."""
+"""Rollout engine that tries several initial noises per sample before it generates (Sol-RL, arXiv:2604.06916)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from digenrl.types import Prompt
 
 
 class ScoutingEngine(RolloutEngine):
-    """Generates each task from the initial noises whose cheap samples score best and worst.
+    """Rollout engine that generates each task from the initial noises whose cheap samples score best and worst.
 
     Args:
         candidates: initial noises tried for each sample of a task.
@@ -28,7 +28,7 @@ class ScoutingEngine(RolloutEngine):
         self._candidates, self._scout_steps = candidates, scout_steps
 
     def advance(self, generation: Generation) -> Generation:
-        """Take one denoising step of all rows, the first one from the chosen noises."""
+        """Take one denoising step of all rows. The first step starts from the chosen noises."""
         if generation.state.next_step == 0:
             rows = self._chosen(generation.task, generation.prompt)
             generation = replace(generation, state=self._start(replace(generation.state.key, samples=rows)))
@@ -38,8 +38,8 @@ class ScoutingEngine(RolloutEngine):
     def _chosen(self, task: Task, prompt: Prompt) -> tuple[int, ...]:
         """Return the numbers of the noises that the task keeps, ascending: the best half and the worst half.
 
-        A noise's score is the reward of its ODE sample of few steps; a missing score counts as the median. Sol-RL tries
-        in FP4. Both rest on the initial noise deciding what an ODE draws.
+        A noise's score is the reward of its ODE sample with few steps. A missing score counts as the median. Sol-RL
+        makes its trial samples in FP4. Both work because the initial noise largely decides what an ODE draws.
         """
         condition, grid = self.policy.encode([prompt]), self.policy.sigma_grid(self._scout_steps)
         first, tried = task.first_sample * self._candidates, []

@@ -34,10 +34,10 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[Job]]:
-    """The sweep's directory and its jobs, in the order of Hydra's sweeper; nothing is written.
+    """Return the sweep's directory and its jobs, in the order of Hydra's sweeper. Nothing is written.
 
     Raises:
-        ConfigError: the words cannot be parsed, or what they have in common cannot be composed.
+        ConfigError: the words cannot be parsed, or their common part cannot be composed.
     """
     words = [word for word in argv if word not in SWEEP_FLAGS]
     single = [word for word in words if not _is_sweep(word)]
@@ -64,11 +64,11 @@ def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[
 
 
 def sweep(argv: Sequence[str], module: str = "digenrl.cli.train", config_name: str = "train") -> int:
-    """Run every job of the sweep as `python -m <module>`; returns the exit code (0: every job completed).
+    """Run every job of the sweep as `python -m <module>` and return the exit code (0 = every job completed).
 
-    Standard output: one line a job, the table, and as the last line the sweep's directory, which holds a run directory
-    and a log for each job, sweep.csv, sweep.json and sweep.png. The files are written before and after every job, so
-    that a killed sweep keeps what it has. `--cfg` prints the configuration of every job instead.
+    Standard output has one line per job, the table, and as the last line the sweep's directory. The directory holds a
+    run directory and a log for each job, sweep.csv, sweep.json and sweep.png. The files are written before and after
+    every job, so that a killed sweep keeps what it has. `--cfg` prints the configuration of every job instead.
     """
     words, asked = without_flags(argv)
     if "--help" in asked:
@@ -107,13 +107,13 @@ def sweep(argv: Sequence[str], module: str = "digenrl.cli.train", config_name: s
 
 
 class _Signals:
-    """Inside, the signals that stop a run end the sweep after the job under way, which is told to stop."""
+    """Context in which signals that stop a run also stop the job in progress, and end the sweep after it."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the first signal; 0 = none yet."""
+        """Number of the first signal; 0 = none yet."""
         self.process: subprocess.Popen[bytes] | None = None
-        """The job under way."""
+        """Process of the job in progress."""
 
     def __enter__(self) -> None:
         self._old = {number: signal.signal(number, self._handle) for number in _STOPS}
@@ -186,7 +186,7 @@ def _run(job: Job, module: str, stop: _Signals) -> None:
 
 
 def _stop_with_parent() -> None:
-    """In the job's process: a killed sweep leaves no run behind."""
+    """End the job's process when the sweep is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

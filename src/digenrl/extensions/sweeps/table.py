@@ -1,4 +1,4 @@
-"""The result of a sweep: sweep.csv and sweep.json, a table for the terminal, and a plot."""
+"""Write the result of a sweep: sweep.csv and sweep.json, a table for the terminal, and a plot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ COLUMNS = (
     "first_ratio_max_dev",
     "wall_s",
 )
-"""Columns after the swept keys: what `result_of` finds, and `ratio`: samples_per_s over the first completed job's."""
+"""Columns after the swept keys: results of `result_of`, and `ratio`, samples_per_s over that of the first completed
+job."""
 _PLOTTED = ("samples_per_s", "step_s", "heldout_last", "reward_last")
 
 
@@ -38,16 +39,16 @@ class Job:
 
     number: int
     words: tuple[str, ...]
-    """All its overrides."""
+    """All overrides of the job."""
     varied: dict[str, str]
-    """The swept keys with this job's values."""
+    """Swept keys with this job's values."""
     run_dir: Path
     status: str = "waiting"
     """waiting | running | completed | stopped | failed | refused."""
     cause: str | None = None
     wall_s: float = 0.0
     summary: dict[str, Any] = field(default_factory=dict)
-    """What the run wrote about itself (`result_of`)."""
+    """Results of the run (`result_of`)."""
 
     @property
     def log(self) -> Path:
@@ -55,9 +56,11 @@ class Job:
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:
-    """What a job wrote: a run's summary.json, or of a plan the costs of the configuration (of the planner's best where
-    the configuration leaves the allocation open). `bubble` becomes the share of all ranks' time that was lost, by
-    cause. {} where the job wrote nothing.
+    """Return the results that a job wrote; {} if it wrote nothing.
+
+    For a run they are its summary.json. For a plan they are the costs of the configuration, or of the planner's best
+    candidate if the configuration leaves the allocation open. `bubble` becomes the share of all ranks' time that was
+    lost, by cause.
     """
     summary, plan = run_dir / "summary.json", run_dir / "plan.json"
     if summary.is_file():
@@ -80,8 +83,11 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 
 def rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """One row a job: its number, the swept keys, `COLUMNS`, the share of time lost by cause, the cause of a failure,
-    its run directory."""
+    """Return one row per job.
+
+    It has the job's number, the swept keys, `COLUMNS`, the share of lost time by cause, the cause of a failure, and the
+    run directory.
+    """
     table = []
     base = next((s for job in jobs if job.status == "completed" and (s := job.summary.get("samples_per_s"))), None)
     for job in jobs:
@@ -98,7 +104,7 @@ def rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def write_tables(sweep_dir: Path, jobs: Sequence[Job], plot: bool) -> str:
-    """Write sweep.csv, sweep.json and, where asked for, sweep.png; returns the table as text."""
+    """Write sweep.csv, sweep.json and, if `plot`, sweep.png; return the table as text."""
     table = rows(jobs)
     names = sorted({name for row in table for name in row if name.startswith("lost:")})
     ends = ["cause", "run"]
@@ -115,7 +121,7 @@ def write_tables(sweep_dir: Path, jobs: Sequence[Job], plot: bool) -> str:
 
 
 def _as_text(table: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Aligned columns; columns without any value are left out, and those without difference are told once."""
+    """Return aligned columns. Columns without values are left out, and columns without differences are printed once."""
     names = [name for name in names if any(row.get(name) not in (None, "") for row in table)]
     told = ("status", "rl_steps", "ranks", "reward_first", "heldout_first", "first_ratio_max_dev")
     same = [n for n in names if n in told and len(table) > 1 and len({_cell(n, row.get(n)) for row in table}) == 1]
@@ -138,7 +144,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _plot(path: Path, jobs: Sequence[Job]) -> None:
-    """One bar chart for each figure that at least one job reported, and the time lost by cause."""
+    """Draw a bar chart of each figure that at least one job reported, and of the time lost by cause."""
     shown = [key for key in _PLOTTED if any(isinstance(job.summary.get(key), (int, float)) for job in jobs)]
     if not shown:
         return

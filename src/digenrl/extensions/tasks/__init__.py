@@ -1,4 +1,4 @@
-"""Small tasks that learn on a laptop: digits, drawn scenes, edits, a mixture of Gaussians."""
+"""Small tasks for a laptop: digits, drawn scenes, edits, a mixture of Gaussians."""
 
 from digenrl.cli.commands import Command
 

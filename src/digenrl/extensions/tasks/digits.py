@@ -3,12 +3,12 @@
 The network is a small diffusers `FluxTransformer2DModel` (the architecture class of FLUX.1, 312k parameters), so a run
 exercises the transformer, LoRA and SDE paths of the real families. Two things are simpler, on purpose:
 
-* latents are pixels: images in [-1, 1], 2x2 patches packed as FLUX packs its VAE latents -> [16, 4]; there is no VAE;
-* text features are frozen hashes: a word is a fixed pseudo-random vector, the sequence input is a prompt's first words,
-  the pooled input their bag. There is no tokenizer and no text encoder, and a word unseen in pretraining means nothing.
+* There is no VAE. Latents are pixels in [-1, 1], in 2x2 patches packed as FLUX packs its VAE latents -> [16, 4]. *
+There is no tokenizer and no text encoder. Text features are frozen hashes: a word is a fixed pseudo-random vector, the
+  sequence input is a prompt's first words, the pooled input their bag. A word unseen in pretraining means nothing.
 
-The committed base model (`make pretrain`) learned from captions of which a share is wrong *on purpose*: without that
-knob pretraining solves the task (0.96 of samples right) and leaves reinforcement learning nothing to improve.
+The committed base model (`make pretrain`) learned from captions of which a share is wrong *on purpose*. Without these
+errors pretraining solves the task (0.96 of samples right), and reinforcement learning has nothing to improve.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ TOKENS = (SIDE // PATCH) ** 2
 CHANNELS = PATCH * PATCH
 TEXT_WIDTH = 32
 TEXT_LENGTH = 4
-"""Words of the sequence input; later words reach the model through the pooled bag alone."""
+"""Words of the sequence input. Later words reach the model only through the pooled bag."""
 
 
 def build_transformer() -> FluxTransformer2DModel:
-    """The untrained network: one double-stream and two single-stream FLUX blocks, 4 heads of 16."""
+    """Return the untrained network: one double-stream and two single-stream FLUX blocks, 4 heads of 16."""
     return FluxTransformer2DModel(
         patch_size=1,
         in_channels=CHANNELS,
@@ -61,14 +61,14 @@ def build_transformer() -> FluxTransformer2DModel:
 
 @lru_cache(maxsize=4096)
 def word_vector(word: str, salt: str) -> tuple[float, ...]:
-    """32 values of unit variance from the word's 64-byte hash: equal on every machine and library version."""
+    """Return 32 values of unit variance from the word's 64-byte hash, equal on every machine and library version."""
     digest = hashlib.blake2b(f"{salt}:{word}".encode(), digest_size=2 * TEXT_WIDTH).digest()
     units = [int.from_bytes(digest[2 * i : 2 * i + 2], "big") for i in range(TEXT_WIDTH)]
     return tuple(math.sqrt(3.0) * ((unit + 0.5) / 32768.0 - 1.0) for unit in units)
 
 
 def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
-    """Frozen hash features of B texts: `text` [B, 4, 32] (zeros after the last word), `pooled` [B, 32], fp32."""
+    """Return frozen hash features of B texts: `text` [B, 4, 32] (zeros after the last word), `pooled` [B, 32], fp32."""
     text = torch.zeros(len(texts), TEXT_LENGTH, TEXT_WIDTH)
     pooled = torch.zeros(len(texts), TEXT_WIDTH)
     for row, content in enumerate(texts):
@@ -89,12 +89,15 @@ def base_network(
     dtype: torch.dtype | str,
     seed: int,
 ) -> FluxTransformer2DModel:
-    """An embedded family's network with the weights at `path` (None: the `committed` ones, "random": those of `seed`),
-    which `command` makes, in `dtype`.
+    """Return an embedded family's network with weights, in `dtype`.
+
+    Args:
+        path: file of the weights; None = the `committed` file, "random" = untrained weights from `seed`.
+        command: the command that makes the file, for the error message.
 
     Raises:
-        FileNotFoundError: there are none.
-        ValueError: they are those of another network.
+        FileNotFoundError: the file does not exist.
+        ValueError: the weights belong to another network.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -115,7 +118,7 @@ def base_network(
 
 
 class DigitsPolicy(Policy):
-    """The digits flow model behind the policy protocol (see the module docstring).
+    """Policy of the digits flow model (see the module docstring).
 
     Args:
         path: safetensors with the base weights; None = the committed file, "random" = untrained.
@@ -126,7 +129,7 @@ class DigitsPolicy(Policy):
         guidance_scale: only 1.0: the base was never trained without a caption, so there is no unconditional branch.
         height, width: only 8.
         keep_reference: with lora=None, keep the frozen base for the KL term.
-        seed: of the untrained weights.
+        seed: seed of the untrained weights.
 
     Raises:
         ValueError: another resolution, guidance, or weights of another network.
@@ -174,7 +177,8 @@ class DigitsPolicy(Policy):
         self.register_buffer("text_positions", torch.zeros(TEXT_LENGTH, 3), persistent=False)
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Velocity [B, 16, 4] of latents [B, 16, 4] at sigmas [B] under `text` [B, 4, 32] and `pooled` [B, 32]."""
+        """Return the velocity [B, 16, 4] of latents [B, 16, 4] at sigmas [B] under `text` [B, 4, 32], `pooled` [B,
+        32]."""
         return self.network(
             hidden_states=latents,
             timestep=sigmas.to(latents.dtype),
@@ -186,15 +190,15 @@ class DigitsPolicy(Policy):
         )[0]
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """`text_features` on the policy's device."""
+        """Return `text_features` on the policy's device."""
         return {
             key: value.to(self.device) for key, value in text_features([wording.text for wording in wordings]).items()
         }
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents [B, 16, 4] -> images [B, 1, 8, 8] fp32 in [0, 1]."""
+        """Decode latents [B, 16, 4] to images [B, 1, 8, 8], fp32 in [0, 1]."""
         return (unpack(latents.float(), SIDE, SIDE) / 2 + 0.5).clamp(0.0, 1.0)
 
     def sigma_grid(self, steps: int) -> Tensor:
-        """[steps + 1] fp32 from 1 to 0 with the static shift."""
+        """Return sigmas [steps + 1], fp32 from 1 to 0 with the static shift."""
         return static_grid(steps, self.shift)

@@ -3,9 +3,9 @@
     python -m digenrl.extensions.tasks.generate_prompts [DIRECTORY]
     python -m digenrl.extensions.tasks.generate_prompts DIRECTORY 20000    # training sets of 20,000 prompts instead
 
-A set and its held-out split come from one stream, so that they have the same distribution and share no prompt; no
+A set and its held-out split come from one stream, so that they have the same distribution and share no prompt. No
 held-out sign has the text of a training sign. A candidate whose words overlap too much with an accepted prompt is
-skipped; in a large set, one whose words overlap too much with a held-out prompt.
+skipped. In a large set only the overlap with held-out prompts counts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Record = dict[str, str]
 SETS: dict[str, tuple[int, int]] = {"signs": (500, 100), "scenes": (500, 100), "videos": (200, 50)}
 """Name -> (training prompts, held-out prompts)."""
 v = SimpleNamespace(**json.loads((DIRECTORY / "vocabulary.json").read_text(encoding="utf-8")))
-"""The project's own words; `scenes` and `videos` say who fits where."""
+"""The project's own words. `scenes` and `videos` say which subject fits which place."""
 MAX_OVERLAP = 0.6
 """Largest accepted Jaccard overlap of the word sets of two prompts."""
 
 
 class _Deck:
-    """Draws from a list without repetition until it is used up, so that every entry occurs about equally often."""
+    """Draws from a list without repetition until all entries are used, so that each occurs about equally often."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
@@ -50,7 +50,7 @@ def _capital(text: str) -> str:
 
 
 def sign_candidates() -> Iterator[Record]:
-    """Endless {prompt, target} records; `target` is the quoted text."""
+    """Yield {prompt, target} records without end; `target` is the quoted text."""
     deck = _Deck("signs")
     kinds = ("shop", "shop", "notice", "direction", "title", "label", "label")
     while True:
@@ -74,7 +74,7 @@ def sign_candidates() -> Iterator[Record]:
 
 
 def scene_candidates() -> Iterator[Record]:
-    """Endless {prompt} records: described scenes, and compositions of counted and coloured objects."""
+    """Yield {prompt} records without end: described scenes, and compositions of counted and coloured objects."""
     deck = _Deck("scenes")
     while True:
         if deck.draw(("scene", "scene", "composition")) == "scene":
@@ -91,7 +91,7 @@ def scene_candidates() -> Iterator[Record]:
 
 
 def video_candidates() -> Iterator[Record]:
-    """Endless {prompt} records: who moves, how, where, and what the camera does."""
+    """Yield {prompt} records without end: a subject, its movement, a place, and a movement of the camera."""
     deck = _Deck("videos")
     while True:
         kind = v.videos[deck.draw(list(v.videos))]
@@ -107,7 +107,7 @@ _CANDIDATES: dict[str, Callable[[], Iterator[Record]]] = {
 
 
 def distinct(candidates: Iterator[Record], count: int) -> list[Record]:
-    """The first `count` candidates that neither repeat a target nor overlap too much with an earlier one."""
+    """Return the first `count` candidates that neither repeat a target nor overlap too much with an earlier one."""
     accepted: list[Record] = []
     word_sets: list[frozenset[str]] = []
     texts: set[str] = set()
@@ -124,9 +124,9 @@ def distinct(candidates: Iterator[Record], count: int) -> list[Record]:
 
 
 def apart(candidates: Iterator[Record], count: int, heldout: Sequence[Record]) -> list[Record]:
-    """The first `count` different candidates that neither have a held-out one's target nor overlap too much with it.
+    """Return the first `count` different candidates that neither share a target nor overlap too much with `heldout`.
 
-    Raises ValueError when a hundred times as many candidates do not hold so many.
+    Raises ValueError when a hundred times as many candidates contain too few.
     """
     texts, word_sets = {_text(record) for record in heldout}, [_words(record) for record in heldout]
     accepted: dict[str, Record] = {}
@@ -152,7 +152,7 @@ def _overlaps(words: frozenset[str], others: Collection[frozenset[str]]) -> bool
 
 
 def split(name: str) -> tuple[list[Record], list[Record]]:
-    """The project's own training and held-out records of one set."""
+    """Return the project's own training and held-out records of one set."""
     train, heldout = SETS[name]
     records = distinct(_CANDIDATES[name](), train + heldout)
     # Every (train + heldout) / heldout-th record is held out, so that both halves have the same mix of kinds.
@@ -162,8 +162,11 @@ def split(name: str) -> tuple[list[Record], list[Record]]:
 
 
 def drawn_scenes() -> tuple[list[Record], list[Record]]:
-    """Training and held-out prompts of scenes of one or two objects (`reward_models.drawn_scenes`). Training has none
-    of the kinds in `drawn_held_out`; held out are 24 prompts without them, and 24 with nothing else."""
+    """Return training and held-out prompts of scenes of one or two objects (`reward_models.drawn_scenes`).
+
+    Training has none of the kinds in `drawn_held_out`. Held out are 24 prompts without these kinds, and 24 with only
+    these kinds.
+    """
     objects = [" ".join(kind) for kind in itertools.product(v.drawn_colours, v.drawn_shapes)]
     kept, seen, unseen = list[Record](), list[Record](), list[Record]()
     for strange, group in itertools.groupby(
@@ -186,7 +189,7 @@ def drawn_scenes() -> tuple[list[Record], list[Record]]:
 
 
 def contents() -> dict[str, str]:
-    """File name -> content of every generated prompt file."""
+    """Return file name -> content of every generated prompt file."""
     digits = [{"prompt": f"number {word}", "target": str(value)} for value, word in enumerate(v.digits)]
     files = {"digits.jsonl": _json_lines(digits)}
     for name, (kept, held) in {**{name: split(name) for name in SETS}, "drawn_scenes": drawn_scenes()}.items():
@@ -195,7 +198,7 @@ def contents() -> dict[str, str]:
 
 
 def large(count: int) -> dict[str, str]:
-    """File name -> content of training sets of `count` prompts, for the held-out sets of `contents`."""
+    """Return file name -> content of training sets of `count` prompts, for the held-out sets of `contents`."""
     return dict(_file(f"{name}_{count}", apart(_CANDIDATES[name](), count, split(name)[1])) for name in SETS)
 
 

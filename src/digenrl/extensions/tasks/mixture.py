@@ -1,14 +1,15 @@
-"""The tilted mixture: a flow whose data are a Gaussian mixture, so that base and optimum are known in closed form.
+"""Tilted mixture: a flow whose data are a Gaussian mixture, so that base and optimum are known in closed form.
 
-p(x) = sum_k w_k N(x; m_k, d^2 I). With x_s = (1-s) x + s eps, a component's x_s is N((1-s) m_k, c I), c = (1-s)^2 d^2 +
-s^2, and the velocity E[eps - x | x_s] is the mean over the components' posterior of
+p(x) = sum_k w_k N(x; m_k, d^2 I). With x_s = (1-s) x + s eps, a component's x_s is N((1-s) m_k, c I), where
+c = (1-s)^2 d^2 + s^2. The velocity E[eps - x | x_s] is the mean over the components' posterior of
 
     (s - (1-s) d^2) / c (x_s - (1-s) m_k) - m_k.
 
-A residual network that begins at zero learns beside it, times s / (1 - 0.7 s): about the shape over sigma of the push
-that costs least KL under Flow-SDE, its variance times how far a push at s reaches. For a reward <a, x> the optimum of
-E_q[r] - beta KL(q || p) is p exp(r/beta) / Z: the mixture with means m_k + d^2 a/beta and weights
-w_k exp(<a, m_k>/beta).
+A residual network that begins at zero is trained. Its output is multiplied by s / (1 - 0.7 s). This is about the shape
+over sigma of the push that costs least KL under Flow-SDE: its variance times how far a push at s reaches.
+
+For a reward <a, x> the optimum of E_q[r] - beta KL(q || p) is p exp(r/beta) / Z. It is the mixture with means
+m_k + d^2 a/beta and weights w_k exp(<a, m_k>/beta).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from digenrl.models.policy import Policy
 from digenrl.models.prompt_store import Wording
 
 ROWS = 2
-"""Of a decoded picture: the D coordinates as grey values, over so many rows."""
+"""Rows of a decoded picture, which shows the D coordinates as grey values."""
 SPAN = 8.0
-"""A coordinate of -SPAN is black, one of SPAN white."""
+"""Coordinate that is white in a decoded picture; -SPAN is black."""
 
 
 class MixtureFlow(nn.Module):
-    """The closed-form velocity of the mixture, and a residual network of `depth` blocks, zero at first.
+    """Closed-form velocity of the mixture, plus a residual network of `depth` blocks that is zero at first.
 
     Args:
-        means: [K][D].
-        weights: K.
-        deviation: d, of every component.
+        means: means of the components, [K][D].
+        weights: weights of the K components.
+        deviation: standard deviation d of every component.
     """
 
     means: Tensor
@@ -56,7 +57,7 @@ class MixtureFlow(nn.Module):
         nn.init.zeros_(self.leave.bias)
 
     def forward(self, latents: Tensor, sigmas: Tensor, direction: Tensor) -> Tensor:
-        """Velocity [B, D] of latents [B, D] at sigmas [B], asked for `direction` [B, D]."""
+        """Return the velocity [B, D] of latents [B, D] at sigmas [B], conditioned on `direction` [B, D]."""
         s, x = sigmas.to(latents.dtype)[:, None], latents
         hidden = self.enter(torch.cat([x, direction.to(x.dtype), s], dim=1))
         for block in self.blocks:
@@ -64,7 +65,7 @@ class MixtureFlow(nn.Module):
         return self.base(x, s) + s / (1 - 0.7 * s) * self.leave(hidden)
 
     def base(self, x: Tensor, s: Tensor) -> Tensor:
-        """The mixture's own velocity [B, D]; s [B, 1]."""
+        """Return the mixture's own velocity [B, D] at s [B, 1]."""
         c = (1 - s) ** 2 * self.variance + s**2
         offset = x[:, None] - (1 - s)[..., None] * self.means
         component = (self.log_weights - offset.square().sum(-1) / (2 * c)).softmax(dim=1)
@@ -73,13 +74,13 @@ class MixtureFlow(nn.Module):
 
 
 class MixturePolicy(Policy):
-    """The flow behind the policy protocol. A prompt names the axis along which the reward rises: "along -3".
+    """Policy of the mixture's flow. A prompt names the axis along which the reward rises, as in "along -3".
 
     Args:
-        means, weights, deviation: of the mixture, as in `MixtureFlow`; D is even.
-        width, depth: of the residual network.
+        means, weights, deviation: the mixture, as in `MixtureFlow`; D is even.
+        width, depth: size of the residual network.
         dtype, keep_reference: as in `DigitsPolicy`; all weights of the residual network are trained.
-        seed: of its first layers.
+        seed: seed of the residual network's first layers.
     """
 
     family = "mixture"
@@ -103,11 +104,12 @@ class MixturePolicy(Policy):
         super().__init__(network, latent_shape=(self.axes,), dtype=dtype, keep_reference=keep_reference)
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Velocity [B, D]."""
+        """Return the velocity [B, D]."""
         return self.network(latents, sigmas, condition["direction"])
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """`direction` [B, D]: one of them is 1 or -1. Raises ValueError for a text that names no axis."""
+        """Return `direction` [B, D], with a 1 or -1 at one coordinate. Raises ValueError for a text that names no
+        axis."""
         found = torch.zeros(len(wordings), self.axes, device=self.device)
         for row, (text, _) in enumerate(wordings):
             named = re.fullmatch(r"along ([+-])(\d+)", text)
@@ -117,9 +119,9 @@ class MixturePolicy(Policy):
         return {"direction": found}
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents [B, D] -> grey pictures [B, 1, ROWS, D/ROWS] fp32 in [0, 1]."""
+        """Decode latents [B, D] to grey pictures [B, 1, ROWS, D/ROWS], fp32 in [0, 1]."""
         return (latents.float() / (2 * SPAN) + 0.5).clamp(0.0, 1.0).unflatten(1, (1, ROWS, -1))
 
     def sigma_grid(self, steps: int) -> Tensor:
-        """[steps + 1] fp32, linear from 1 to 0."""
+        """Return sigmas [steps + 1], fp32, linear from 1 to 0."""
         return static_grid(steps, 1.0)

@@ -1,13 +1,15 @@
 """The embedded scenes family: a text-conditional flow model of drawn scenes, 24x24 RGB, that needs no download.
 
-As the digits (`extensions/tasks/digits.py`) it is a small diffusers `FluxTransformer2DModel` (0.83M parameters) on
-frozen hashes of words, with pixels for latents: 4x4 patches, tokens [36, 48]. Two things let so small a network draw
-sharp edges: it sees the row and column of each token as 12 more input channels, and its output is the clean picture,
-from which the velocity follows. The committed base model (`make pretrain-scenes`) learned from captions of which a
-share is wrong in one word on purpose, so that reinforcement learning has something to improve.
+Like the digits (`extensions/tasks/digits.py`) it is a small diffusers `FluxTransformer2DModel` (0.83M parameters) on
+frozen hashes of words, with pixels as latents: 4x4 patches, tokens [36, 48]. Two things let so small a network draw
+sharp edges. It sees the row and column of each token as 12 more input channels. And its output is the clean picture,
+from which the velocity follows.
 
-`ScenesEditPolicy` is the same network with a picture beside the noise, as further input channels: it edits that
-picture. Its base began as that of the scenes, and learned from edits of which a share goes wrong on purpose.
+The committed base model (`make pretrain-scenes`) learned from captions of which a share is wrong in one word on
+purpose, so that reinforcement learning has something to improve.
+
+`ScenesEditPolicy` is the same network with a picture as further input channels, which it edits. Its base model began as
+that of the scenes. It learned from edits of which a share goes wrong on purpose.
 """
 
 from __future__ import annotations
@@ -36,21 +38,23 @@ BASE_FILE = Path(__file__).with_name("scenes_base.safetensors")
 EDIT_BASE_FILE = Path(__file__).with_name("scenes_edit_base.safetensors")
 SIDE = 24
 PAPER = torch.tensor((250, 245, 235)) / 255.0
-"""What scenes are drawn on (as `reward_models.drawn_scenes` has it): zero in latents."""
+"""Colour of the background (as in `reward_models.drawn_scenes`), which is zero in latents."""
 PATCH = 4
 ROWS = SIDE // PATCH
 TOKENS, CHANNELS = ROWS * ROWS, 3 * PATCH * PATCH
 SCALE = 2.5
-"""Of latents: (picture - paper) * SCALE has about unit variance where objects are."""
+"""Factor of latents: (picture - paper) * SCALE has about unit variance where objects are."""
 LEAST_SIGMA = 0.05
-"""Below it the velocity is that of a picture at this noise level, so that it stays bounded."""
+"""Noise level below which the velocity is computed as at this level, so that it stays bounded."""
 TEXT_LENGTH = 7
-"""Words of a prompt, "of" left out: "a red circle left of a blue square"."""
+"""Words of a prompt without "of", such as "a red circle left of a blue square"."""
 
 
 def build_transformer(sources: int = 0) -> FluxTransformer2DModel:
-    """The untrained network: one double-stream and three single-stream FLUX blocks, 4 heads of 24. Its channels: those
-    of the noisy picture, row and column, and those of `sources` pictures to edit."""
+    """Return the untrained network: one double-stream and three single-stream FLUX blocks, 4 heads of 24.
+
+    Its input channels are those of the noisy picture, of row and column, and of `sources` pictures to edit.
+    """
     return FluxTransformer2DModel(
         patch_size=1,
         in_channels=CHANNELS + 2 * ROWS + sources * CHANNELS,
@@ -67,8 +71,11 @@ def build_transformer(sources: int = 0) -> FluxTransformer2DModel:
 
 
 def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
-    """Frozen features of B texts: `text` [B, 7, 40], each word's hash and its place one-hot, and `pooled` [B, 64], the
-    bag of the words at their places: FLUX gives text tokens no positions, and order is meaning here."""
+    """Return frozen features of B texts: `text` [B, 7, 40] and `pooled` [B, 64].
+
+    `text` has each word's hash and its one-hot place. `pooled` is the bag of the words at their places. Places are
+    needed because FLUX gives text tokens no positions, and the order of words has a meaning here.
+    """
     text, pooled = torch.zeros(len(texts), TEXT_LENGTH, 40), torch.zeros(len(texts), 64)
     for row, content in enumerate(texts):
         words = [word.rstrip("s") for word in re.findall(r"\w+", content.lower()) if word != "of"][:TEXT_LENGTH]
@@ -81,14 +88,14 @@ def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
 
 
 def pack(pictures: Tensor) -> Tensor:
-    """Pictures [B, 3, 24, 24] in [0, 1] -> latents [B, 36, 48]."""
+    """Pack pictures [B, 3, 24, 24] in [0, 1] into latents [B, 36, 48]."""
     centred = (pictures - PAPER[:, None, None]) * SCALE
     patches = centred.view(-1, 3, ROWS, PATCH, ROWS, PATCH).permute(0, 2, 4, 1, 3, 5)
     return patches.reshape(-1, TOKENS, CHANNELS)
 
 
 class ScenesPolicy(Policy):
-    """The scenes flow model behind the policy protocol (see the module docstring).
+    """Policy of the scenes flow model (see the module docstring).
 
     Args:
         path: safetensors with the base weights; None = the committed file, "random" = untrained.
@@ -98,7 +105,7 @@ class ScenesPolicy(Policy):
         guidance_scale: only 1.0: there is no unconditional branch.
         height, width: only 24.
         keep_reference: with lora=None, keep the frozen base for the KL term.
-        seed: of the untrained weights.
+        seed: seed of the untrained weights.
 
     Raises:
         ValueError: another resolution, guidance, or weights of another network.
@@ -154,7 +161,8 @@ class ScenesPolicy(Policy):
         self.register_buffer("paper", PAPER[:, None, None].clone(), persistent=False)
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Velocity [B, 36, 48] of latents [B, 36, 48] at sigmas [B] under `text` [B, 7, 40] and `pooled` [B, 64]."""
+        """Return the velocity [B, 36, 48] of latents [B, 36, 48] at sigmas [B] under `text` [B, 7, 40], `pooled` [B,
+        64]."""
         seen = [self.where.expand(len(latents), -1, -1), *(condition[role] for role in self.reads)]
         clean = self.network(
             hidden_states=torch.cat([latents, *(each.to(latents.dtype) for each in seen)], 2),
@@ -168,29 +176,29 @@ class ScenesPolicy(Policy):
         return (latents - clean) / sigmas.clamp(min=LEAST_SIGMA).to(latents.dtype)[:, None, None]
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """`text_features` on the policy's device."""
+        """Return `text_features` on the policy's device."""
         features = text_features([wording.text for wording in wordings])
         return {key: value.to(self.device) for key, value in features.items()}
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents [B, 36, 48] -> pictures [B, 3, 24, 24] fp32 in [0, 1]."""
+        """Decode latents [B, 36, 48] to pictures [B, 3, 24, 24], fp32 in [0, 1]."""
         patches = latents.float().view(-1, ROWS, ROWS, 3, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
         return (patches.reshape(-1, 3, SIDE, SIDE) / SCALE + self.paper).clamp(0.0, 1.0)
 
     def sigma_grid(self, steps: int) -> Tensor:
-        """[steps + 1] fp32 from 1 to 0 with the static shift."""
+        """Return sigmas [steps + 1], fp32 from 1 to 0 with the static shift."""
         return static_grid(steps, self.shift)
 
 
 class ScenesEditPolicy(ScenesPolicy):
-    """The scenes flow model that edits the picture of its prompt; arguments in `ScenesPolicy`."""
+    """Policy of the scenes flow model that edits the picture of its prompt; arguments in `ScenesPolicy`."""
 
     family = "scenes_edit"
     reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
     base_file = EDIT_BASE_FILE
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """`text_features`, and the packed pictures `image` [B, 36, 48]."""
+        """Return `text_features`, and the packed pictures `image` [B, 36, 48]."""
         fitted = np.stack([np.asarray(wording.images[0].fitted(SIDE, SIDE)) for wording in wordings])
         pictures = torch.from_numpy(fitted).movedim(-1, 1) / 255.0
         return {**super().encode_prompts(wordings), "image": pack(pictures).to(self.device)}

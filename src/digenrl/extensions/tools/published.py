@@ -1,4 +1,4 @@
-"""Prompt sets that others have published: where each file lies, and how to know it again. Standard library only.
+"""Prompt sets that others have published: the place of each file, and a check of its content. Standard library only.
 
 The user downloads the files, and this repository holds none. A file is known by the name that git gives its content.
 """
@@ -15,13 +15,13 @@ from digenrl.prompts import PromptFileError, read
 
 @dataclass(frozen=True)
 class Source:
-    """A file of a public repository."""
+    """File of a public repository."""
 
     repository: str
     commit: str
     path: str
     blob: str
-    """git's object id of the content: SHA-1 over "blob SIZE", a NUL and the bytes."""
+    """Object id of the content in git: SHA-1 over "blob SIZE", a NUL and the bytes."""
 
     @property
     def address(self) -> str:
@@ -34,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """Training prompts and, where there are any, those of the evaluation."""
+    """Training prompts, and prompts of the evaluation if there are any."""
 
     about: str
     train: Source
@@ -86,7 +86,7 @@ SETS = {
 
 
 def blob_id(path: Path) -> str:
-    """git's object id of a file's content."""
+    """Return the object id of a file's content in git."""
     digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -95,12 +95,12 @@ def blob_id(path: Path) -> str:
 
 
 def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
-    """The settings that use the set, whose files lie in `folder`; a line about each file first.
+    """Yield a line about each file of the set in `folder`, then the settings that use the set.
 
-    Where training prompts stand among the held-out ones too, a copy without them is written and used.
+    If training prompts are also among the held-out prompts, a copy without them is written and used.
 
     Raises:
-        FileNotFoundError: files that are not there, with the commands that fetch them.
+        FileNotFoundError: files are missing. The message has the commands that fetch them.
         PromptFileError: a file is not the published one, or cannot be used.
     """
     missing = [source for source in chosen.sources if not (folder / source.name).is_file()]

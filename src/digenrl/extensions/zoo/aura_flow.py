@@ -16,10 +16,11 @@ FEED_FORWARD = ("linear_1", "linear_2", "out_projection")
 
 
 class AuraFlowPolicy(DiffusersPolicy):
-    """AuraFlow; arguments in `DiffusersPolicy`.
+    """Policy of AuraFlow; arguments in `DiffusersPolicy`.
 
-    The network reads the padding of the text (zeros): velocities depend on `max_sequence_length`, 256 in its pipeline.
-    Its learned positions are a square, cut around the middle: a larger image would read others'.
+    The network reads the padding of the text (zeros), so velocities depend on `max_sequence_length`, 256 in its
+    pipeline. Its learned positions form a square that is cut around the middle. A larger image would read the positions
+    of others.
     """
 
     family = "aura_flow"
@@ -36,7 +37,7 @@ class AuraFlowPolicy(DiffusersPolicy):
 
     @classmethod
     def check(cls, settings: Mapping[str, Any]) -> None:
-        """Also refuses a size beyond the network's positions. Raises ValueError."""
+        """Refuse also a size beyond the network's positions. Raises ValueError."""
         super().check(settings)
         side = math.isqrt(cls.network_config(settings)["pos_embed_max_size"]) * cls.spatial_stride
         for name in ("height", "width"):
@@ -54,7 +55,7 @@ class AuraFlowPolicy(DiffusersPolicy):
         )[0]
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """UMT5 states [1, max_sequence_length, d], zero behind the text."""
+        """Return UMT5 states [1, max_sequence_length, d], zero after the text."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         embeddings, *_ = pipeline.encode_prompt(
             text,

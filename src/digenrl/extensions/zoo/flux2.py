@@ -17,9 +17,9 @@ from digenrl.models.pipeline import DiffusersPolicy
 
 
 class Flux2KleinPolicy(DiffusersPolicy):
-    """FLUX.2 klein base, before its distillation to four steps; arguments in `DiffusersPolicy`.
+    """Policy of FLUX.2 klein base, before its distillation to four steps; arguments in `DiffusersPolicy`.
 
-    Padding of prompts is read like text: the model was trained so, and no mask goes with it.
+    The network reads the padding of prompts like text, without a mask, as it was trained.
     """
 
     family = "flux2_klein"
@@ -47,17 +47,17 @@ class Flux2KleinPolicy(DiffusersPolicy):
         )[0]
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Qwen3 states of three layers side by side [1, max_sequence_length, 3 d]."""
+        """Return Qwen3 states of three layers side by side [1, max_sequence_length, 3 d]."""
         self.report_long_turn(pipeline.tokenizer, text, enable_thinking=False)
         states, _ = pipeline.encode_prompt(text, device=pipeline.device, max_sequence_length=self.max_sequence_length)
         return {"text": states}
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """The tokens were normalised channel by channel with the running statistics of the autoencoder."""
+        """Decode tokens, which were normalised channel by channel with the running statistics of the autoencoder."""
         std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
         tokens = latents * std.to(latents) + vae.bn.running_mean.to(latents)
         return vae.decode(unpack(tokens, *self.image_grid()), return_dict=False)[0]
 
     def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
-        """mu by tokens and steps (black-forest-labs/flux2)."""
+        """Return the shift mu by tokens and steps (black-forest-labs/flux2)."""
         return float(compute_empirical_mu(self.latent_shape[0], steps))

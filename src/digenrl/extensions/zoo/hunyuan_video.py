@@ -16,12 +16,14 @@ from digenrl.models.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
 from digenrl.models.pipeline import DiffusersPolicy
 
 TEMPLATE_TOKENS = 95
-"""Tokens of the prompt template before the prompt, which the pipeline crops from the hidden states."""
+"""Tokens of the template before the prompt, which the pipeline crops from the hidden states."""
 
 
 class JointAttention(HunyuanVideoAttnProcessor2_0):
-    """Joint attention that a context group can compute together: each rank has its part of the video's tokens and all
-    of the text's, whose number need not divide."""
+    """Joint attention that a context group computes together.
+
+    Each rank has its part of the video's tokens and all text tokens, whose number need not divide by the ranks.
+    """
 
     def __call__(
         self,
@@ -46,14 +48,16 @@ class JointAttention(HunyuanVideoAttnProcessor2_0):
 
 
 def _projected(states: Any, heads: int, layers: Any, norms: Any) -> list[Tensor]:
-    """Query, key and value, [B, tokens, heads, d] each."""
+    """Return query, key and value, [B, tokens, heads, d] each."""
     query, key, value = (layer(states).unflatten(2, (heads, -1)) for layer in layers)
     return [norms[0](query), norms[1](key), value]
 
 
 class _Unmasked(JointAttention):
-    """Attention among tokens that all count. The network makes a mask of them all the same, under which PyTorch's fast
-    kernels are out of the question."""
+    """Attention that drops the mask when all tokens count.
+
+    The network makes a mask even then, and a mask rules out PyTorch's fast kernels.
+    """
 
     def __call__(
         self,
@@ -71,14 +75,14 @@ CONTEXT_PLAN: dict[str, Any] = {
     "transformer_blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
     "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
 }
-"""How ranks divide the tokens of a network with `JointAttention`: those of the video, the text is whole on each."""
+"""Division of tokens among ranks in a network with `JointAttention`: video tokens are split, text is on every rank."""
 
 
 class HunyuanVideoPolicy(DiffusersPolicy):
-    """HunyuanVideo text-to-video; arguments in `DiffusersPolicy`.
+    """Policy of HunyuanVideo text-to-video; arguments in `DiffusersPolicy`.
 
-    Without a second branch of guidance the rows of a forward have one text length, and its blocks no mask. LoRA leaves
-    the token refiner frozen, whose layer names end like those of the blocks.
+    Without a second branch of guidance, the rows of a forward have one text length and its blocks need no mask. LoRA
+    leaves the token refiner frozen, although its layer names end like those of the blocks.
     """
 
     family = "hunyuan_video"
@@ -117,7 +121,7 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         )[0]
 
     def _by_length(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor], lengths: Tensor) -> Tensor:
-        """`predict`, with one forward for each text length among the rows."""
+        """Return what `predict` does, with one forward for each text length among the rows."""
         velocity = torch.empty_like(latents)
         for length in lengths.unique().tolist():
             rows = lengths == length
@@ -126,15 +130,18 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         return velocity
 
     def pipeline_components(self) -> dict[str, Any]:
-        """The tokenizer comes from AutoTokenizer: the LlamaTokenizerFast that the published model_index names makes
-        wrong ids of a byte-level tokenizer.json under transformers 5."""
+        """Return the components, with a tokenizer from AutoTokenizer.
+
+        The published model_index names LlamaTokenizerFast, which makes wrong ids from a byte-level tokenizer.json under
+        transformers 5.
+        """
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.path, subfolder="tokenizer", local_files_only=True)
         return super().pipeline_components() | {"tokenizer": tokenizer}
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """LLaMA states [1, max_sequence_length, d] with their mask, and the pooled CLIP vector [1, d]."""
+        """Return LLaMA states [1, max_sequence_length, d] with their mask, and the pooled CLIP vector [1, d]."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         self.report_long_prompt(pipeline.tokenizer_2, text, 77)
         embeddings, pooled, mask = pipeline.encode_prompt(
@@ -146,7 +153,7 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         return vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
 
     def check_encoders(self, pipeline: Any) -> None:
-        """The template before the prompt must be exactly the 95 tokens that the pipeline crops."""
+        """Check that the template before the prompt is exactly the 95 tokens that the pipeline crops."""
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
         self.require_template(pipeline.tokenizer, DEFAULT_PROMPT_TEMPLATE["template"], TEMPLATE_TOKENS)

@@ -1,5 +1,6 @@
-"""HunyuanVideo 1.5 (arXiv:2511.18870): Qwen2.5-VL text, letters in quotation marks by ByT5, classifier-free guidance,
-latents [32, f, h, w], one pixel of which stands for 16 x 16."""
+"""HunyuanVideo 1.5 (arXiv:2511.18870): Qwen2.5-VL text, letters in quotation marks by ByT5, classifier-free guidance.
+
+Latents are [32, f, h, w]; a latent pixel stands for 16 x 16 pixels."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.prompt_store import Condition
 
 GLYPH = "glyph_"
-"""Prefix of the conditioning by ByT5."""
+"""Prefix of the names of ByT5's conditioning."""
 
 
 class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):
-    """diffusers' network for text alone, under its name, by which checkpoints know it.
+    """diffusers' network for text only, under the name that checkpoints use.
 
-    There, tokens of an image that is absent go along under a mask, and those of the text are sorted by it, row after
-    row, in shapes that depend on values: the processor waits for the GPU in every forward. Attention sees no order of
-    text, so here tokens stay where they are, and an absent image is absent.
+    The original carries the tokens of an absent image under a mask, and sorts text tokens by their mask row after row.
+    These shapes depend on values, so the processor waits for the GPU in every forward. Attention does not see the order
+    of text, so here tokens stay where they are, and an absent image has no tokens.
     """
 
     @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]  # configurations are read by it
@@ -46,7 +47,7 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         glyph_mask: Tensor | None = None,
         return_dict: bool = False,
     ) -> tuple[Tensor]:
-        """Velocity of the first channels.
+        """Return the velocity of the first channels.
 
         Args:
             hidden_states: [B, 65, f, h, w]: latents, those of a given frame, and whether it is given.
@@ -76,9 +77,9 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
 
 
 class HunyuanVideo15Policy(DiffusersPolicy):
-    """HunyuanVideo 1.5 text-to-video; arguments in `DiffusersPolicy`.
+    """Policy of HunyuanVideo 1.5 text-to-video; arguments in `DiffusersPolicy`.
 
-    LoRA leaves the token refiner frozen, whose layer names end like those of the blocks.
+    LoRA leaves the token refiner frozen, although its layer names end like those of the blocks.
     """
 
     family = "hunyuan_video15"
@@ -98,7 +99,7 @@ class HunyuanVideo15Policy(DiffusersPolicy):
     context_plan = CONTEXT_PLAN
 
     def trimmed(self, condition: Condition) -> Condition:
-        """Text and letters each by their own mask; without letters in either branch none are left."""
+        """Trim text and letters, each by its own mask. If neither branch has letters, none are left."""
         letters = {key: value for key, value in condition.items() if GLYPH in key}
         words = {key: value for key, value in condition.items() if key not in letters}
         return super().trimmed(words) | super().trimmed(letters)
@@ -110,14 +111,15 @@ class HunyuanVideo15Policy(DiffusersPolicy):
         return velocity
 
     def pipeline_components(self) -> dict[str, Any]:
-        """The pipeline asks the autoencoder for its strides even where it only encodes text: one without values."""
+        """Return the components with an empty autoencoder: the pipeline asks for its strides even to encode text
+        only."""
         return super().pipeline_components() | {
             "vae": deferred.empty(self.vae_class, self.path, "vae", self.vae_dtype),
             "guider": None,
         }
 
     def check_encoders(self, pipeline: Any) -> None:
-        """The template before the prompt must be exactly the 108 tokens that the pipeline cuts."""
+        """Check that the template before the prompt is exactly the 108 tokens that the pipeline cuts."""
         pipeline.vae = None
         before, _ = pipeline.tokenizer.apply_chat_template(
             [{"role": "system", "content": pipeline.system_message}, {"role": "user", "content": "\0"}], tokenize=False
@@ -125,8 +127,8 @@ class HunyuanVideo15Policy(DiffusersPolicy):
         self.require_template(pipeline.tokenizer, before, pipeline.prompt_template_encode_start_idx)
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Qwen2.5-VL states [1, max_sequence_length, d], and ByT5's [1, 256, d] of what stands in quotation marks, each
-        with its mask."""
+        """Return Qwen2.5-VL states [1, max_sequence_length, d], and ByT5 states [1, 256, d] of the text in quotation
+        marks, each with its mask."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         self.report_long_prompt(pipeline.tokenizer_2, extract_glyph_texts(text) or "", pipeline.tokenizer_2_max_length)
         pipeline.tokenizer_max_length = self.max_sequence_length
@@ -134,6 +136,6 @@ class HunyuanVideo15Policy(DiffusersPolicy):
         return {"text": states, "mask": mask.bool(), f"{GLYPH}text": glyphs, f"{GLYPH}mask": glyph_mask.bool()}
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """One by one: the mask of the autoencoder's attention is made for one sample."""
+        """Decode one sample at a time, because the mask of the autoencoder's attention is made for one sample."""
         rows = (latents / vae.config.scaling_factor).split(1)
         return torch.cat([vae.decode(row, return_dict=False)[0] for row in rows])

@@ -1,9 +1,8 @@
-"""LTX-2 (arXiv:2601.03233): Gemma 3 text, classifier-free guidance, latents [N, 128]: tokens of a video, and of its
-sound behind them.
+"""LTX-2 (arXiv:2601.03233): Gemma 3 text, classifier-free guidance, latents [N, 128] of a video and then its sound.
 
-Video and sound are one state of the network, each of whose blocks lets either read the other. The video is what is
-decoded, scored and trained: its tokens get the noise of an SDE and have log-probs, those of the sound follow the ODE
-from each sample's own noise.
+Video and sound are one state of the network. In each block, each of the two reads the other. Only the video is decoded,
+scored and trained. Video tokens get the noise of an SDE and have log-probs. Sound tokens follow the ODE from each
+sample's own noise.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 
 FRAMES_PER_SECOND, SOUNDS_PER_SECOND = 24.0, 25.0
-"""Of videos, as the pipeline has them by default; latents of sound: 16000 samples, of which 160 are one step of a
-spectrogram and four steps one latent."""
+"""Frames per second of videos, by the pipeline's default, and latents per second of sound. 16000 sound samples a second
+give a spectrogram step per 160 samples, and a latent per four steps."""
 
 
 class LTX2Policy(DiffusersPolicy):
-    """LTX-2 text-to-video; arguments in `DiffusersPolicy`.
+    """Policy of LTX-2 text-to-video; arguments in `DiffusersPolicy`.
 
-    Guidance is the plain one: the pipeline's further branches (without self-attention in some blocks, without the other
-    stream) and its rescaling are off. LoRA adapts what the video's tokens go through, full fine-tuning all that they
-    read.
+    Guidance is plain. The pipeline's further branches (without self-attention in some blocks, without the other stream)
+    and its rescaling are off. LoRA adapts the layers that video tokens go through. Full fine-tuning trains also the
+    layers whose output they read.
     """
 
     family = "ltx2"
@@ -58,7 +57,7 @@ class LTX2Policy(DiffusersPolicy):
 
     @classmethod
     def check_checkpoint(cls, path: str) -> None:
-        """Also refuses autoencoders that decode with a noise level of their own."""
+        """Refuse also autoencoders that decode with a noise level of their own."""
         super().check_checkpoint(path)
         if pretrained.component_config(cls.vae_class, path, "vae").get("timestep_conditioning"):
             raise pretrained.CheckpointError(
@@ -86,11 +85,11 @@ class LTX2Policy(DiffusersPolicy):
         return torch.cat(velocities, dim=1)
 
     def pipeline_components(self) -> dict[str, Any]:
-        """Nor what makes sound of latents."""
+        """Return the components, also without those that make sound from latents."""
         return super().pipeline_components() | {"audio_vae": None, "vocoder": None}
 
     def check_encoders(self, pipeline: Any) -> None:
-        """Padding must become learned registers, which are read like text: the adapter has no mask."""
+        """Check that padding becomes learned registers, which are read like text: the adapter has no mask."""
         if pipeline.connectors.config.video_connector_num_learnable_registers is None:
             raise ValueError(
                 f"the connectors of {self.path} have no learned registers, and leave padding to a mask that the "
@@ -98,7 +97,7 @@ class LTX2Policy(DiffusersPolicy):
             )
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """What the connectors make of all of Gemma's states, for the video and for the sound, each
+        """Return the connectors' outputs from all of Gemma's states, for video and for sound, each
         [1, max_sequence_length, d]."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         states, mask, *_ = pipeline.encode_prompt(
@@ -111,7 +110,7 @@ class LTX2Policy(DiffusersPolicy):
         return {"text": video, "audio_text": sound}
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """Of the video alone."""
+        """Decode the tokens of the video only."""
         grid = self._grid(self.height, self.width, self.frames)
         video = latents[:, : self.drawn].transpose(1, 2).unflatten(2, grid)
         mean, std = (value.view(1, -1, 1, 1, 1).to(video) for value in (vae.latents_mean, vae.latents_std))
@@ -119,7 +118,7 @@ class LTX2Policy(DiffusersPolicy):
 
     @classmethod
     def _grid(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:
-        """(frames, rows, columns) of the video's tokens."""
+        """Return (frames, rows, columns) of the video's tokens."""
         return (frames - 1) // cls.temporal_stride + 1, height // cls.vae_stride, width // cls.vae_stride
 
     @classmethod
@@ -133,6 +132,7 @@ class LTX2Policy(DiffusersPolicy):
         return cls._video_tokens(height, width, frames) + sound, cls.channels
 
     def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
-        """mu, linear in the number of the video's tokens, between the pipeline's own bounds (Lightricks/LTX-2)."""
+        """Return the shift mu, linear in the number of video tokens, between the pipeline's own bounds
+        (Lightricks/LTX-2)."""
         bounds = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
         return float(calculate_shift(self.drawn, *(config.get(name, usual) for name, usual in bounds.items())))

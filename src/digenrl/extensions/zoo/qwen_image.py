@@ -1,7 +1,7 @@
 """Qwen-Image (arXiv:2508.02324): Qwen2.5-VL text, norm-preserving guidance, latents packed into tokens [N, 64].
 
-Its editing models read an image twice: the language model sees it before the text, and its tokens follow those of the
-noise.
+The editing models read an image twice. The language model sees the image before the text, and the image's tokens follow
+those of the noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEMPLATE_TOKENS, EDIT_TEMPLATE_TOKENS = 34, 64
 
 
 class QwenImagePolicy(DiffusersPolicy):
-    """Qwen-Image; arguments in `DiffusersPolicy`."""
+    """Policy of Qwen-Image; arguments in `DiffusersPolicy`."""
 
     family = "qwen_image"
     pipelines = ("QwenImagePipeline",)
@@ -51,17 +51,18 @@ class QwenImagePolicy(DiffusersPolicy):
         )[0]
 
     def grids(self) -> list[tuple[int, int, int]]:
-        """(frames, rows, columns) of all tokens that `predict` is given, one picture after the other."""
+        """Return (frames, rows, columns) of all tokens that `predict` gets, one picture after the other."""
         return [(1, self.height // 16, self.width // 16)]
 
     def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
-        """Guidance rescaled, token by token, to the conditional velocity's norm (diffusers QwenImagePipeline)."""
+        """Apply guidance, rescaled token by token to the norm of the conditional velocity (diffusers
+        QwenImagePipeline)."""
         combined = super().guide(conditional, unconditional, scale)
         norm = torch.linalg.vector_norm(conditional, dim=-1, keepdim=True)
         return combined * (norm / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Qwen2.5-VL states [1, max_sequence_length, d], zero-padded, and the mask [1, max_sequence_length]."""
+        """Return Qwen2.5-VL states [1, max_sequence_length, d], zero-padded, and the mask [1, max_sequence_length]."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         embeddings, mask = pipeline.encode_prompt(
             text, device=pipeline.device, max_sequence_length=self.max_sequence_length
@@ -79,14 +80,14 @@ class QwenImagePolicy(DiffusersPolicy):
         return vae.decode(images, return_dict=False)[0][:, :, 0]
 
     def check_encoders(self, pipeline: Any) -> None:
-        """The template before the prompt must be exactly the 34 tokens that the pipeline drops."""
+        """Check that the template before the prompt is exactly the 34 tokens that the pipeline drops."""
         self.require_template(pipeline.tokenizer, pipeline.prompt_template_encode, TEMPLATE_TOKENS)
 
 
 class QwenImageEditPolicy(QwenImagePolicy):
-    """Qwen-Image-Edit from 2509 on, with one image; arguments in `DiffusersPolicy`.
+    """Policy of Qwen-Image-Edit from 2509 on, with one image; arguments in `DiffusersPolicy`.
 
-    The image is fitted to the size of the samples, where diffusers' pipeline gives the network one of a megapixel.
+    The image is fitted to the size of the samples. diffusers' pipeline would give the network an image of a megapixel.
     """
 
     family = "qwen_image_edit"
@@ -98,12 +99,14 @@ class QwenImageEditPolicy(QwenImagePolicy):
         return super().predict(both, sigmas, condition)[:, : latents.shape[1]]
 
     def grids(self) -> list[tuple[int, int, int]]:
-        """Those of the noise and of the image."""
+        """Return the grids of the noise and of the image."""
         return super().grids() * 2
 
     def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """Qwen2.5-VL states of image and text with their mask, as `encode_text`; and the tokens [1, N, 64] of the
-        image, the middle of the autoencoder's distribution."""
+        """Return Qwen2.5-VL states of image and text with their mask, as `encode_text` does, and the image's tokens.
+
+        The tokens [1, N, 64] are the mode of the autoencoder's distribution.
+        """
         image = wording.images[0]
         width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, self.width / self.height)
         seen = pipeline.image_processor.resize(image.fitted(self.height, self.width), height, width)
@@ -120,5 +123,5 @@ class QwenImageEditPolicy(QwenImagePolicy):
         return {**self._padded(embeddings, mask), "image": pack(latents[:, :, 0])}
 
     def check_encoders(self, pipeline: Any) -> None:
-        """The template before the image must be exactly the 64 tokens that the pipeline drops."""
+        """Check that the template before the image is exactly the 64 tokens that the pipeline drops."""
         self.require_template(pipeline.tokenizer, pipeline.prompt_template_encode, EDIT_TEMPLATE_TOKENS)

@@ -14,9 +14,9 @@ from digenrl.models.pipeline import DiffusersPolicy
 
 
 class ZImagePolicy(DiffusersPolicy):
-    """Z-Image, the model before its distillation to few steps; arguments in `DiffusersPolicy`.
+    """Policy of Z-Image, the model before its distillation to few steps; arguments in `DiffusersPolicy`.
 
-    diffusers' ZImagePipeline counts guidance from the conditional velocity on: its scale is one less than here. LoRA
+    diffusers' ZImagePipeline counts guidance from the conditional velocity, so its scale is one less than here. LoRA
     leaves the refiners of image and text tokens frozen.
     """
 
@@ -37,7 +37,7 @@ class ZImagePolicy(DiffusersPolicy):
         return -torch.stack(velocities).squeeze(2)
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Qwen3 states [1, max_sequence_length, d], zero-padded, and the mask [1, max_sequence_length]."""
+        """Return Qwen3 states [1, max_sequence_length, d], zero-padded, and the mask [1, max_sequence_length]."""
         self.report_long_turn(pipeline.tokenizer, text, enable_thinking=True)
         (states,), _ = pipeline.encode_prompt(
             text,

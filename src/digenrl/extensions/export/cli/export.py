@@ -1,13 +1,13 @@
-"""`make export RUN=...`: a run's trained weights as a plain diffusers pipeline loads them, with a model card.
+"""`make export RUN=...`: write a run's trained weights for a plain diffusers pipeline, with a model card.
 
     digenrl export run=RUN [out=FOLDER] [weights=evaluated|trained|average]
         [format=diffusers|comfyui|kohya] [merge=true] [push=OWNER/NAME] [allow_targets=[PACKAGE]] [confirm_hosts=[HOST]]
 
 Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, README.md with the run's
 curves, and the last evaluation's samples as PNG or MP4. The weights are those that the run evaluates with: the moving
-average where it keeps one (algorithm.ema), else the trained ones. format=comfyui or kohya adds the adapter under the
-names that those read (families with `checkpoint_names`); merge=true writes transformer/ with the adapter in the
-base's weights. A second transformer (Wan2.2 A14B) has files of its own, which end in _2. push uploads the folder to a
+average if it keeps one (algorithm.ema), otherwise the trained weights. format=comfyui or kohya adds the adapter under
+the names that these tools read (families with `checkpoint_names`). merge=true writes transformer/ with the adapter
+merged into the base's weights. The files of a second transformer (Wan2.2 A14B) end in _2. push uploads the folder to a
 model repository of the hub, with the token of `hf auth login`. The last line on standard output is the folder.
 """
 
@@ -31,15 +31,15 @@ NOTES = {
 
 
 class NotPushed(RuntimeError):
-    """The folder was written, and is not on the hub."""
+    """The folder was written, but it is not on the hub."""
 
 
 class NoWeights(RuntimeError):
-    """The run has no whole checkpoint, or not the weights that were asked for."""
+    """The run has no complete checkpoint, or the checkpoint lacks the weights that were asked for."""
 
 
 class Request(Arguments):
-    """What the command line asks for."""
+    """Arguments of the command line."""
 
     run: RunDirectory = Field(description="with a whole checkpoint")
     out: Folder | None = Field(None, description="where to write; null: RUN/export")
@@ -59,14 +59,14 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
     """Build the run's policy, give it the checkpoint's weights, write the folder and return it.
 
     Args:
-        words: what only the command line may say about the run's configuration: `allow_targets`, `confirm_hosts`.
+        words: changes of the run's configuration that only the command line may make: `allow_targets`, `confirm_hosts`.
 
     Raises:
-        ConfigError: no such run.
+        ConfigError: there is no such run.
         ValueError: merge without an adapter or with a format of adapters, push without a network.
-        NoWeights: no whole checkpoint, no moving average in it, or one that is still the base model.
+        NoWeights: no complete checkpoint, no moving average in it, or an average that is still the base model.
         NotPushed: the hub refused, or was not reached.
-        digenrl.extensions.export.diffusers_export.ExportError: what was written could not be read back.
+        digenrl.extensions.export.diffusers_export.ExportError: the written files could not be read back.
     """
     from huggingface_hub import constants
 
@@ -116,7 +116,7 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
 
 
 def push(folder: Path, repository: str) -> None:
-    """Upload `folder` to a model repository of the hub, which is made (private) if it is not there.
+    """Upload `folder` to a model repository of the hub. A missing repository is made, as a private one.
 
     Raises:
         NotPushed: the hub refused, or was not reached.
@@ -136,14 +136,16 @@ def push(folder: Path, repository: str) -> None:
 
 
 def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[str, Any], str]:
-    """(tensors by the names of `policy.trained_parameters()`, which weights they are: trained | average), of the newest
-    checkpoint that verifies.
+    """Read the newest checkpoint that verifies.
 
     Args:
-        every: optimizer steps between two of the moving average.
+        every: optimizer steps between two updates of the moving average.
+
+    Returns:
+        (tensors by the names of `policy.trained_parameters()`, kind of the weights: trained | average).
 
     Raises:
-        NoWeights: no whole checkpoint, no moving average in it, or one that has not moved.
+        NoWeights: no complete checkpoint, no moving average in it, or an average that has not moved.
     """
     from safetensors.torch import load_file
 
@@ -171,7 +173,10 @@ def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0; 2 when arguments, run or configuration do not fit; 1 without usable weights."""
+    """Run the command and return its exit code.
+
+    0 is success. 2 means that arguments, run or configuration do not fit. 1 means that there are no usable weights.
+    """
     allowance = [word for word in arguments if word.startswith(("allow_targets=", "confirm_hosts="))]
     own = [word for word in arguments if word not in allowance]
     return own_command(

@@ -1,10 +1,10 @@
-"""`make watch RUN=outputs/<experiment>/<run>`: a live page of a run, for a browser of this machine.
+"""`make watch RUN=outputs/<experiment>/<run>`: a live page of a run, for a browser on this machine.
 
     digenrl watch run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
 
-The report as it would be now (curves, pictures, timeline), where the run is, and the end of each rank's log. It listens
-on the loopback interface alone, answers only the address that it prints, and reads only the run's directory, in which
-it writes nothing. Ctrl-C ends it. From another machine: `ssh -L PORT:127.0.0.1:PORT`.
+The page shows the report as it would be now (curves, pictures, timeline), the state of the run, and the end of each
+rank's log. The server listens on the loopback interface only, answers only the address that it prints, reads only the
+run's directory and writes nothing there. Ctrl-C ends it. From another machine: `ssh -L PORT:127.0.0.1:PORT`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from digenrl.report.tables import duration, number
 
 ADDRESS = "127.0.0.1"
 REST = 10.0
-"""Times as long as a drawing took, until the next: it shares the processor with the run."""
+"""Pause before the next drawing, in durations of the last one, because drawing shares the processor with the run."""
 
 
 class Request(Arguments):
-    """What the command line asks for."""
+    """Arguments of the command line."""
 
     run: RunDirectory = Field(description="finished, crashed or still running")
     port: Port | None = Field(None, description="to listen on; null: any that is free")
@@ -52,7 +52,7 @@ class Request(Arguments):
 
 
 class Live:
-    """A run directory as a page, drawn when somebody asks for it and the files have changed."""
+    """Page of a run directory, drawn when a browser asks for it and the files have changed."""
 
     def __init__(self, request: Request) -> None:
         self._request, self._run = request, read_run(request.run)
@@ -63,7 +63,7 @@ class Live:
 
     @property
     def policy(self) -> str:
-        """What a browser may do with the page: run its one script, which asks this server alone."""
+        """Content security policy: a browser may run the page's one script, which may ask only this server."""
         return (
             f"default-src 'none'; script-src 'nonce-{self._nonce}'; style-src 'unsafe-inline'; img-src data:; "
             "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -81,7 +81,8 @@ class Live:
             return self._page
 
     def state(self) -> dict[str, Any]:
-        """What the page asks for every two seconds: `version` differs from the page's when there is a newer one."""
+        """Return the state that the page asks for every two seconds. A new `version` means that there is a newer
+        page."""
         with self._lock:
             for row in self._metrics.read():
                 kept = {"step": self._steps, "eval": self._evals}.get(str(row.get("kind")))
@@ -102,7 +103,7 @@ class Live:
         return int(total) if is_number(total) else 0
 
     def _due(self) -> str:
-        """What a page would be drawn from; as long as none may be drawn, what the last one was."""
+        """Return the state of the files to draw from; the state of the last page while drawing must pause."""
         if time.monotonic() < self._again_at:
             return self._version
         run = self._request.run
@@ -110,7 +111,7 @@ class Live:
         return "-".join(f"{_size(file):x}" for file in files)
 
     def _line(self) -> str:
-        """Where the run is."""
+        """Return a line about the state of the run."""
         run, done = self._request.run, int(self._steps[-1]["rl_step"]) if self._steps else 0
         parts = [f"RL step {done} of {self._total}"]
         for rows, key, name in ((self._steps, "reward", "reward"), (self._evals, "heldout", "held-out")):
@@ -149,7 +150,7 @@ def _size(path: Path) -> int:
 
 
 def _tail(path: Path, size: int) -> str:
-    """The last whole lines of a log within `size` bytes, secrets masked."""
+    """Return the last whole lines of a log within `size` bytes, with secrets masked."""
     try:
         with path.open("rb") as file:
             start = max(0, _size(path) - size)
@@ -161,7 +162,7 @@ def _tail(path: Path, size: int) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers the paths below one secret word, which other users of this machine do not know."""
+    """HTTP server for the paths below a secret word, which other users of this machine do not know."""
 
     daemon_threads = True
 
@@ -171,16 +172,16 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """Address of the page."""
         return f"http://{ADDRESS}:{self.server_port}/{self.word}/"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request; only GET."""
+    """Handler of one request; only GET is allowed."""
 
     server: Server
     timeout = 10.0
-    """Seconds for a connection to say what it wants."""
+    """Seconds within which a connection must send its request."""
 
     def do_GET(self) -> None:
         # Another name in Host is a page elsewhere on the web that had its name resolved to this machine.
@@ -207,11 +208,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: each look of a page would be a line."""
+        """Log nothing, because each request of a page would be a line."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0 after Ctrl-C; 2 when the arguments or the directory do not fit, or the port is taken."""
+    """Serve until Ctrl-C and return exit code 0; 2 if the arguments or the directory do not fit, or the port is
+    taken."""
 
     def work(request: Request, _: list[str]) -> None:
         live = Live(request)

@@ -2,9 +2,9 @@
 
     digenrl serve-reward reward=ocr port=8700
 
-Every key of configs/serve_reward.yaml may follow as key=value. Off loopback the service needs a token: the variable
-named by `token_env`, or one that is written to `token_file` (mode 0600); a run that uses the service finds it in the
-variable DIGENRL_REWARD_TOKEN. The line with the URL is printed when requests are accepted.
+Every key of configs/serve_reward.yaml may follow as key=value. Except on loopback the service needs a token. It comes
+from the variable named by `token_env`, or is made and written to `token_file` (mode 0600). A run that uses the service
+reads it from the variable DIGENRL_REWARD_TOKEN. The line with the URL is printed when requests are accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until interrupted; exit code: see `reward_command`."""
+    """Serve until interrupted; `reward_command` describes the exit codes."""
     return reward_command("serve_reward", __doc__, argv, _serve)
 
 
@@ -44,7 +44,7 @@ def _serve(config: DictConfig) -> None:
 
 
 def announce(url: str) -> None:
-    """The line that tells a person or a script that requests are accepted."""
+    """Print the line that tells a person or a script that requests are accepted."""
     print(f"serving at {url}", flush=True)
 
 
@@ -55,7 +55,7 @@ def _chosen(config: DictConfig, suite: RewardSuite) -> str:
 
 
 def service_token(host: str, variable: str, file: Path) -> str | None:
-    """The token that requests must carry: that of the environment, else a new one in `file`; None on loopback.
+    """Return the token that requests must carry: from the environment, or a new one in `file`; None on loopback.
 
     Raises FileExistsError if `file` exists: a token is neither overwritten nor taken from a file of unknown origin.
     """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # torch is imported only when the settings are read
 
 
 class PretrainSettings(Arguments):
-    """What the command line may set."""
+    """Settings of the command line."""
 
     base: File | None = Field(None, description="where the base model is written; null: the committed file")
     judges: File | None = Field(None, description="where the judges are written; null: the committed file")
@@ -42,9 +42,11 @@ class PretrainSettings(Arguments):
 
 
 def pretrain_base(settings: PretrainSettings) -> DigitsPolicy:
-    """Flow matching on all real digits: regress eps - x0 at sigma ~ logit-normal(0, 1) (SD3, arXiv:2403.03206, 3.1).
+    """Train by flow matching on all real digits: regress eps - x0 at sigma ~ logit-normal(0, 1) (SD3, arXiv:2403.03206,
+    3.1).
 
-    Each draw of an image keeps its caption with probability 1 - wrong_captions, else a random digit is its caption.
+    Each draw of an image keeps its caption with probability 1 - wrong_captions. Otherwise its caption is a random
+    digit.
     """
     import torch
     from torch.nn import functional
@@ -80,7 +82,7 @@ def pretrain_base(settings: PretrainSettings) -> DigitsPolicy:
 
 
 def sample_digits(policy: DigitsPolicy, per_prompt: int, steps: int, seed: int = 0) -> tuple[Tensor, list[Prompt]]:
-    """Images [10 * per_prompt, 1, 8, 8] by the plain Euler ODE, and their prompts."""
+    """Return images [10 * per_prompt, 1, 8, 8] by the plain Euler ODE, and their prompts."""
     import torch
 
     prompts = [prompt for prompt in _prompts() for _ in range(per_prompt)]
@@ -113,7 +115,7 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, save and measure; 2 on a bad argument."""
+    """Train, save and measure. Returns exit code 2 on a bad argument."""
     if wants_help(arguments):
         show(command_help(__doc__, PretrainSettings))
         return 0

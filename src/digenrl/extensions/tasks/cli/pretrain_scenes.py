@@ -3,9 +3,9 @@
     digenrl pretrain-scenes [key=value ...]
     digenrl pretrain-scenes task=edits steps=1664 decay_steps=2600 wrong_captions=0.4 wrong_from=1344
 
-Deterministic on one machine with one thread; about fifteen minutes on one core, which `budget_s` cuts into pieces: the
-same command then goes on. `wrong_captions` sets how much reinforcement learning has left to improve. task=edits trains
-the base of the edits, which begins as that of the scenes; they share the judge.
+Training is deterministic on one machine with one thread. It takes about fifteen minutes on one core. `budget_s` cuts it
+into pieces, and the same command then continues. `wrong_captions` sets how much is left for reinforcement learning to
+improve. task=edits trains the base model of the edits, which begins as that of the scenes; both share the judge.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:  # torch is imported only when the settings are read
     from reward_models.drawn_scenes import Kind, Scene
 
 CHUNK = 2048
-"""Pictures drawn together."""
+"""Number of pictures that are drawn together."""
 EMA = 0.997
 MUON_LR = 6e-3
-"""Of the blocks' matrices, with updates of the size of AdamW's; the other weights take the settings' rate."""
+"""Learning rate of the blocks' matrices, with updates of the size of AdamW's. Other weights take the settings' rate."""
 
 
 class Settings(Arguments):
-    """What the command line may set."""
+    """Settings of the command line."""
 
     task: Literal["scenes", "edits"] = Field("scenes", description="whose base model; scenes: and the judge")
     base: File | None = Field(None, description="where the base model is written; null: the committed file")
@@ -57,10 +57,10 @@ class Settings(Arguments):
 
 
 def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
-    """Flow matching on scenes or edits drawn for it: regress eps - x0 at sigma ~ shift(logit-normal(0, 1)), of captions
-    of which a share is wrong. The result is the moving average of the weights.
+    """Train by flow matching on drawn scenes or edits: regress eps - x0 at sigma ~ shift(logit-normal(0, 1)).
 
-    None: `settings.budget_s` is spent; the state lies in `unfinished`, and the next call goes on from there.
+    A share of the captions is wrong. The result is the moving average of the weights. It is None when
+    `settings.budget_s` is spent. Then the state is in the file `unfinished`, and the next call continues from there.
     """
     import torch
     from torch.nn import functional
@@ -140,7 +140,7 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
 
 
 def _with_scenes(policy: ScenesEditPolicy) -> ScenesEditPolicy:
-    """With the weights of the scenes' base, and none for the channels of the source."""
+    """Return the policy with the weights of the scenes' base model, and zero weights for the channels of the source."""
     from safetensors.torch import load_file
     from torch.nn.functional import pad
 
@@ -154,7 +154,7 @@ def _with_scenes(policy: ScenesEditPolicy) -> ScenesEditPolicy:
 
 
 def _captioned(wrong: float, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-    """Latents [CHUNK, 36, 48] of drawn scenes, and the conditioning that their captions make."""
+    """Return latents [CHUNK, 36, 48] of drawn scenes, and the conditioning of their captions."""
     import torch
 
     from digenrl.extensions.tasks.scenes import pack
@@ -171,8 +171,10 @@ def _captioned(wrong: float, generator: torch.Generator) -> tuple[Tensor, dict[s
 
 
 def _edited(wrong: float, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-    """Latents [CHUNK, 36, 48] of edited scenes, and the conditioning of source and prompt; a third of the scenes has
-    one object, and of all edits a share `wrong` is one of the mistakes."""
+    """Return latents [CHUNK, 36, 48] of edited scenes, and the conditioning of source and prompt.
+
+    A third of the scenes has one object. A share `wrong` of all edits is one of the mistakes.
+    """
     import torch
 
     from digenrl.extensions.tasks.scenes import pack
@@ -196,7 +198,7 @@ def _edited(wrong: float, generator: torch.Generator) -> tuple[Tensor, dict[str,
 
 
 def _features(texts: Sequence[str]) -> dict[str, Tensor]:
-    """`text_features` of texts that recur."""
+    """Return `text_features`, computed once per text."""
     from digenrl.extensions.tasks.scenes import text_features
 
     numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
@@ -205,12 +207,12 @@ def _features(texts: Sequence[str]) -> dict[str, Tensor]:
 
 
 def sample_scenes(policy: ScenesPolicy, scenes: list[Scene], steps: int, seed: int = 0) -> Tensor:
-    """Pictures [N, 3, 24, 24] of N scenes by the plain Euler ODE."""
+    """Return pictures [N, 3, 24, 24] of N scenes by the plain Euler ODE."""
     return _sampled(policy, _features([scene.text for scene in scenes]), steps, seed)
 
 
 def sample_edits(policy: ScenesPolicy, edits: list[Edit], steps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Sources, drawn for it, and results [N, 3, 24, 24] of N edits."""
+    """Return the drawn sources and the results [N, 3, 24, 24] of N edits."""
     import torch
 
     from digenrl.extensions.tasks.scenes import pack
@@ -234,8 +236,10 @@ def _sampled(policy: ScenesPolicy, condition: dict[str, Tensor], steps: int, see
 
 
 def fit_judge(seed: int, steps: int = 1200, batch: int = 96) -> torch.nn.Sequential:
-    """The held-out judge, from real scenes and scenes of one to three unrelated objects, blurred and noisy, so that it
-    judges what a model draws and not only what is perfect."""
+    """Train the held-out judge on real scenes and on scenes of one to three unrelated objects.
+
+    The pictures are blurred and noisy, so that the judge can judge what a model draws and not only perfect scenes.
+    """
     import torch
     from torch.nn import functional
 
@@ -269,7 +273,8 @@ def fit_judge(seed: int, steps: int = 1200, batch: int = 96) -> torch.nn.Sequent
 
 
 def _counted(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Pictures [CHUNK, 3, 24, 24]; of each kind how many objects [CHUNK, 12], and their mean centre / 24 [..., 2]."""
+    """Return pictures [CHUNK, 3, 24, 24], the number of objects of each kind [CHUNK, 12], and their mean centre / 24
+    [..., 2]."""
     import torch
 
     from reward_models.drawn_scenes import KINDS, SIDE, draw, draw_places, draw_scenes
@@ -301,7 +306,7 @@ def _counted(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, save and measure; 2 on a bad argument."""
+    """Train, save and measure. Returns exit code 2 on a bad argument."""
 
     def work(settings: Settings, _: list[str]) -> None:
         import torch
