@@ -96,6 +96,31 @@ def test_every_flipped_byte_of_the_manifest_is_detected(tmp_path: Path) -> None:
     verify(path)
 
 
+@pytest.mark.parametrize("name", ["../outside", "{root}/outside", "link", "link/../../outside", "pipe", "nul\0"])
+def test_a_manifest_names_only_files_of_its_own_checkpoint(tmp_path: Path, name: str) -> None:
+    """What the manifest names elsewhere is intact, so that only its place can be what is wrong."""
+    path = saved(tmp_path, 1, 2.0)
+    outside = path.parent / "outside"
+    outside.write_text("a secret")
+    (path / "link").symlink_to(outside)
+    os.mkfifo(path / "pipe")
+    facts = json.loads((path / MANIFEST).read_text())
+    del facts["xxh3"]
+    facts["files"][name.format(root=path.parent)] = storage.describe(outside)
+    (path / MANIFEST).write_text(module._manifest(facts))
+    with pytest.raises(CheckpointError, match="is no file of the checkpoint"):
+        verify(path)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "../outside"])
+def test_a_manifest_lies_in_its_own_checkpoint(tmp_path: Path, target: str) -> None:
+    path = saved(tmp_path, 1, 2.0)
+    (path / MANIFEST).rename(path.parent / "outside")
+    (path / MANIFEST).symlink_to(target)
+    with pytest.raises(CheckpointError, match="is no file of the checkpoint"):
+        verify(path)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_truncated_or_missing_file_is_named_and_an_older_checkpoint_serves(tmp_path: Path, name: str) -> None:
     older, newer = saved(tmp_path, 1, 1.0), saved(tmp_path, 2, 2.0)
@@ -178,6 +203,19 @@ def test_saving_a_step_again_never_leaves_a_gap(tmp_path: Path) -> None:
         if os.waitstatus_to_exitcode(status) == 0:
             return
     pytest.fail("the save never came to its end")
+
+
+def test_a_link_in_place_of_an_outdated_checkpoint_stops_no_save_and_its_target_stays(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    first = saved(tmp_path, 1, 1.0)
+    for name in (".old-step-000000", "step-000000"):
+        (first.parent / name).symlink_to(elsewhere)
+    (first.parent / ".old-note").touch()
+    verify(saved(tmp_path, 2, 2.0))
+    assert sorted(path.name for path in first.parent.iterdir()) == ["last", "step-000001", "step-000002"]
+    assert (elsewhere / "mine").exists()
 
 
 def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

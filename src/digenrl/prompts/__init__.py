@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from digenrl.images import ROLES, ImageLimits, PromptImage, read_image
+from digenrl.images import ROLES, ImageLimits, PromptImage, open_regular, read_image
 
 DIRECTORY = Path(__file__).resolve().parent
 SUFFIXES = (".txt", ".jsonl")
@@ -93,7 +93,7 @@ class Records(Sequence[Record]):
         with ExitStack() as stack:
             file = None
             with suppress(OSError):
-                file = stack.enter_context(self._path.open("rb"))
+                file = stack.enter_context(open_regular(self._path))
             for row in rows:
                 raw = b""
                 if file is not None:
@@ -194,13 +194,22 @@ def most_of_batch(weights: Sequence[float], prompts: int) -> list[int]:
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     """Yield (1-based number, offset, bytes) of every line that is not blank. Only LF ends a line; the CR of CRLF is
-    blank."""
+    blank.
+
+    Raises:
+        PromptFileError: a line is too long to be read.
+    """
     offset = number = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if file.read(len(BOM_UTF8)) != BOM_UTF8:
             file.seek(0)
-        while raw := file.readline():
+        while raw := file.readline(_MAX_LINE_BYTES + 1):
             number, offset = number + 1, file.tell() - len(raw)
+            if len(raw) > _MAX_LINE_BYTES:
+                raise PromptFileError(
+                    f"{path}:{number}: the line has more than {_MAX_LINE_BYTES} bytes; end it earlier (a prompt has at "
+                    f"most {MAX_CHARACTERS} characters)."
+                )
             if raw.strip(_BLANKS):
                 yield number, offset, raw
 
@@ -218,8 +227,6 @@ def _digest(raw: bytes) -> int:
 
 
 def _decoded(raw: bytes) -> str:
-    if len(raw) > _MAX_LINE_BYTES:
-        raise ValueError(f"the line has {len(raw)} bytes; at most {_MAX_LINE_BYTES}.")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
