@@ -78,11 +78,11 @@ class Aesthetic:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] ratings / 10."""
+        """Return [B] ratings / 10."""
         embeddings = self.clip.frames(media, self.frames)
         return self.head(embeddings).mean(1) / 10
 
 
 def save_head(head: AestheticHead, folder: Path) -> None:
-    """Writes `head` where the tiny build looks for it."""
+    """Write `head` where the tiny build looks for it."""
     save_file(head.state_dict(), folder / _HEAD_FILE)

@@ -60,19 +60,19 @@ class ClipBackbone:
 
     @torch.no_grad()
     def images(self, pictures: Tensor) -> Tensor:
-        """Unit embeddings [N, D] fp32 of `pictures` [N, C, H, W] in [0, 1]."""
+        """Return unit embeddings [N, D] fp32 of `pictures` [N, C, H, W] in [0, 1]."""
         chunks = [self._embed_images(chunk) for chunk in pictures.split(CHUNK)]
         return torch.cat(chunks)
 
     @torch.no_grad()
     def frames(self, media: Tensor, frames: int) -> Tensor:
-        """Unit embeddings [B, F, D] fp32 of up to `frames` frames of each sample; F = 1 for images."""
+        """Return unit embeddings [B, F, D] fp32 of up to `frames` frames of each sample; F = 1 for images."""
         sampled = sample_frames(media, frames)
         return self.images(sampled.flatten(0, 1)).unflatten(0, sampled.shape[:2])
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """Unit embeddings [N, D] fp32; texts longer than the model's context are cut, as its authors do."""
+        """Return unit embeddings [N, D] fp32; texts longer than the model's context are cut, as its authors do."""
         tokens = self.tokenizer(
             list(texts),
             padding=True,
@@ -115,13 +115,13 @@ class CosineScorer:
         self.weights_digest = self.clip.digest
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] in [-1, 1]; a video gives the mean of its sampled frames."""
+        """Return [B] in [-1, 1]; a video gives the mean of its sampled frames."""
         texts = self.clip.texts([prompt.text for prompt in prompts])
         return (self.clip.frames(media, self._frames) * texts[:, None]).sum(-1).mean(1)
 
 
 def clip_pixels(pictures: Tensor, size: int) -> Tensor:
-    """[N, 3, size, size] fp32 normalised pixels: shortest side to `size` (bicubic, antialiased), centre crop.
+    """Return [N, 3, size, size] fp32 normalised pixels: shortest side to `size` (bicubic, antialiased), centre crop.
 
     The steps of `transformers.CLIPImageProcessor`, on the tensor's own device.
     """
@@ -132,6 +132,6 @@ def clip_pixels(pictures: Tensor, size: int) -> Tensor:
 
 
 def _unit(features: object) -> Tensor:
-    """Unit rows in fp32; transformers returns the projected embedding bare or as `pooler_output`, by version."""
+    """Return unit rows in fp32; transformers returns the projected embedding bare or as `pooler_output`, by version."""
     embedding = features if isinstance(features, Tensor) else features.pooler_output  # type: ignore[attr-defined]
     return functional.normalize(embedding.float(), dim=-1)

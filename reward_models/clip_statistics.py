@@ -93,7 +93,7 @@ class ClipStatistics:
 
 
 def _pictures(reference: Path, most: int) -> Iterator[Tensor]:
-    """Up to `most` pictures [C, H, W] or videos [F, C, H, W], uint8; none where there is no such reference."""
+    """Yield up to `most` pictures [C, H, W] or videos [F, C, H, W], uint8; none where there is no such reference."""
     if reference.suffix == ".npz" and reference.is_file():
         with np.load(reference, allow_pickle=False) as arrays:
             yield from torch.from_numpy(arrays["media"][:most])
@@ -105,7 +105,7 @@ def _pictures(reference: Path, most: int) -> Iterator[Tensor]:
 
 
 def _spread(samples: Tensor, prompts: Sequence[Prompt]) -> float:
-    """Mean cosine distance of two samples [N, D] of one prompt."""
+    """Return mean cosine distance of two samples [N, D] of one prompt."""
     rows: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows.setdefault(prompt.uid, []).append(row)

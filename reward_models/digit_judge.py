@@ -28,7 +28,7 @@ HALVES = {"a": 0, "b": 1}
 
 @lru_cache(maxsize=1)
 def real_digits() -> tuple[Tensor, Tensor]:
-    """The real images [1797, 1, 8, 8] fp32 in [0, 1] and their labels [1797] int64, in scikit-learn's order."""
+    """Return the real images [1797, 1, 8, 8] fp32 in [0, 1] and their labels [1797] int64, in scikit-learn's order."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -37,7 +37,7 @@ def real_digits() -> tuple[Tensor, Tensor]:
 
 
 def judge_half(judge: str) -> tuple[Tensor, Tensor]:
-    """Images and labels of the half that `judge` ("a" or "b") learns from.
+    """Return images and labels of the half that `judge` ("a" or "b") learns from.
 
     The file groups its images by writer, so the halves alternate: both see every writer's hand, no image twice.
     """
@@ -46,7 +46,7 @@ def judge_half(judge: str) -> tuple[Tensor, Tensor]:
 
 
 def build_judge() -> nn.Sequential:
-    """The untrained judge: [B, 1, 8, 8] in [0, 1] -> logits [B, 10] (two convolutions, 29k parameters)."""
+    """Return the untrained judge: [B, 1, 8, 8] in [0, 1] -> logits [B, 10] (two convolutions, 29k parameters)."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
@@ -76,7 +76,7 @@ def fit_judge(judge: str, seed: int, steps: int = 500, batch: int = 128, lr: flo
 
 
 def asked_digit(prompt: Prompt) -> int:
-    """The digit that a prompt asks for: its `target` if given, else the last digit word or numeral of its text.
+    """Return the digit that a prompt asks for: its `target` if given, else the last digit word or numeral of its text.
 
     Raises:
         ValueError: when neither names a digit.
@@ -123,7 +123,7 @@ class DigitJudge:
 
     @staticmethod
     def check_prompts(prompts: Sequence[Prompt]) -> None:
-        """Raises ValueError for the first prompt that names no digit."""
+        """Raise ValueError for the first prompt that names no digit."""
         for prompt in prompts:
             asked_digit(prompt)
 
@@ -146,7 +146,8 @@ class DigitJudge:
 
 
 def class_spread(images: Tensor, labels: Tensor) -> Tensor:
-    """Mean pairwise L2 distance within each class that has at least two images -> [classes] (images [N, 1, 8, 8])."""
+    """Return mean pairwise L2 distance within each class that has at least two images -> [classes] (images [N, 1, 8,
+    8])."""
     classes = [images[labels == label].flatten(1) for label in labels.unique()]
     spreads = [torch.pdist(members).mean() for members in classes if len(members) > 1]
     return torch.stack(spreads) if spreads else torch.empty(0)

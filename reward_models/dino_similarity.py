@@ -68,7 +68,7 @@ class DinoSimilarity:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] in [-1, 1]; a video gives the mean of its sampled frames."""
+        """Return [B] in [-1, 1]; a video gives the mean of its sampled frames."""
         sampled = sample_frames(media, self._frames)
         own = self._features(sampled.flatten(0, 1)).unflatten(0, sampled.shape[:2])
         sources = self._features(source_images(media, prompts))[:, None]
@@ -77,7 +77,7 @@ class DinoSimilarity:
         return ((own * sources).sum(-1) * counted).sum(-1).div(counted.sum(-1)).mean(1)
 
     def _features(self, pictures: Tensor) -> Tensor:
-        """Unit patch features [N, patches^2, D] fp32, row by row."""
+        """Return unit patch features [N, patches^2, D] fp32, row by row."""
         side = self._patches * self._model.config.patch_size
         found = []
         for chunk in pictures.split(CHUNK):
@@ -89,7 +89,7 @@ class DinoSimilarity:
 
 
 def _make_dino(directory: Path) -> None:
-    """Writes a DINOv2 of two layers, laid out as the hub's checkpoints are."""
+    """Write a DINOv2 of two layers, laid out as the hub's checkpoints are."""
     from transformers import Dinov2Config, Dinov2Model
 
     config = Dinov2Config(

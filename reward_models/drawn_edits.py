@@ -44,8 +44,8 @@ class Edit:
         return tuple(dict.fromkeys([self.before, *wrong]))
 
     def region(self, places: Tensor) -> list[float]:
-        """[left, top, right, bottom] in shares of the picture, on whole pixels: the box of the object that changes, of
-        objects at places [K, 3]."""
+        """Return [left, top, right, bottom] in shares of the picture, on whole pixels: the box of the object that
+        changes, of objects at places [K, 3]."""
         x, y, radius = places[self.changed].tolist()
         left, right, up, down = (EXTENT[SHAPES.index(self.before.kinds[self.changed][1])] * radius).tolist()
         low, high = (math.floor(x - left), math.floor(y - up)), (math.ceil(x + right), math.ceil(y + down))
@@ -59,7 +59,7 @@ def _recoloured(scene: Scene, number: int, colour: str) -> Scene:
 
 
 def edits_of(scenes: Sequence[Scene]) -> tuple[Edit, ...]:
-    """Every edit of those `scenes` that can be edited."""
+    """Return every edit of those `scenes` that can be edited."""
     return tuple(
         Edit(scene, number, colour)
         for scene in scenes

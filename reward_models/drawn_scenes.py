@@ -74,7 +74,7 @@ _BY_TEXT = {scene.text: scene for scene in SCENES}
 
 
 def asked_scene(text: str) -> Scene:
-    """The scene that a prompt asks for.
+    """Return the scene that a prompt asks for.
 
     Raises:
         ValueError: the prompt asks for none.
@@ -90,8 +90,8 @@ def asked_scene(text: str) -> Scene:
 
 @lru_cache(maxsize=len(SCENES))
 def near_misses(scene: Scene) -> tuple[Scene, ...]:
-    """The scenes that differ from `scene` in one assertion: a colour, a shape, the number or the relation, or in an
-    exchange of the two colours or shapes."""
+    """Return the scenes that differ from `scene` in one assertion: a colour, a shape, the number or the relation, or in
+    an exchange of the two colours or shapes."""
     if not scene.relation:
         others = [Scene((kind,) * len(scene.kinds)) for kind in KINDS if sum(map(_differs, kind, scene.kinds[0])) == 1]
         return (*others, Scene(scene.kinds[:1] * (3 - len(scene.kinds))))
@@ -108,8 +108,8 @@ def _differs(a: str, b: str) -> bool:
 
 
 def margin(first: Tensor, second: Tensor, relation: str) -> Tensor:
-    """[...]: pixels by which places `first` [..., 2+] lie rather in the direction of `relation` from `second` than
-    across it; > 0: the relation holds."""
+    """Return [...]: pixels by which places `first` [..., 2+] lie rather in the direction of `relation` from `second`
+    than across it; > 0: the relation holds."""
     offset = (first - second)[..., :2]
     along = offset @ torch.tensor(RELATIONS[relation], dtype=offset.dtype)
     return along - (offset.abs().sum(-1) - along.abs())
@@ -155,14 +155,16 @@ def signed_distance(shape: Tensor, dx: Tensor, dy: Tensor, radius: Tensor) -> Te
 
 
 def cover(shape: Tensor, places: Tensor) -> Tensor:
-    """[..., 24, 24]: share of each pixel that shapes (index) [...] at places [..., 3] cover, smooth at their edge."""
+    """Return [..., 24, 24]: share of each pixel that shapes (index) [...] at places [..., 3] cover, smooth at their
+    edge."""
     at = torch.arange(SIDE) + 0.5
     x, y, radius = (places[..., i, None, None] for i in range(3))
     return (0.5 - signed_distance(shape[..., None, None], at - x, at[:, None] - y, radius)).clamp(0, 1)
 
 
 def draw(kinds: Sequence[Sequence[Kind]], places: Tensor) -> Tensor:
-    """Pictures [N, 3, 24, 24] in [0, 1] of objects at places [N, K, 3]; a scene may have fewer than K objects."""
+    """Return pictures [N, 3, 24, 24] in [0, 1] of objects at places [N, K, 3]; a scene may have fewer than K
+    objects."""
     canvas = PAPER[:, None, None].repeat(len(kinds), 1, 1, 1) * torch.ones(SIDE, SIDE)
     for k in range(places.shape[1]):
         rows = torch.tensor([row for row, objects in enumerate(kinds) if len(objects) > k], dtype=torch.int64)

@@ -48,7 +48,7 @@ class OpenClip(ClipBackbone):
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """Unit embeddings [N, D] fp32."""
+        """Return unit embeddings [N, D] fp32."""
         return functional.normalize(self.model.encode_text(self.tokenizer(list(texts)).to(self.device)).float(), dim=-1)
 
     def _embed_images(self, pictures: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class ImageReward:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] scores."""
+        """Return [B] scores."""
         sampled = sample_frames(media, self.frames)
         tokens = self.tokenizer(
             [prompt.text for prompt in prompts],
@@ -133,12 +133,13 @@ class ImageReward:
 
 
 def renamed(published: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The published checkpoint under the names of `ImageRewardModel`; ValueError for a tensor of another model."""
+    """Return the published checkpoint under the names of `ImageRewardModel`; ValueError for a tensor of another
+    model."""
     return {_rename(name): tensor for name, tensor in published.items() if not name.startswith(_UNUSED)}
 
 
 def _rename(name: str, way: int = 1) -> str:
-    """The name here of a published tensor; with `way` -1 the inverse, for the tiny checkpoint."""
+    """Return the name here of a published tensor; with `way` -1 the inverse, for the tiny checkpoint."""
     for old, new in (pair[::way] for pair in RENAMED):
         if name.startswith(old):
             name = new + name.removeprefix(old)

@@ -36,7 +36,7 @@ class JpegSize:
         self.model_id = f"jpeg_size(quality={quality}, maximise={maximise}, frames={frames})"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] kilobytes (1000 bytes), negative unless `maximise`."""
+        """Return [B] kilobytes (1000 bytes), negative unless `maximise`."""
         pixels = rgb_bytes(media, self.frames).movedim(-3, -1).contiguous().numpy()
         sizes = torch.tensor([[self._kilobytes(frame) for frame in sample] for sample in pixels], dtype=torch.float32)
         return sizes.mean(1) if self.maximise else -sizes.mean(1)

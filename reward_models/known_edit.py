@@ -42,7 +42,7 @@ class EditDone(_KnownEdit):
     model_id = "edit_done"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B], at most 1."""
+        """Return [B], at most 1."""
         source, target = (source_images(media, prompts, role) for role in ("image", "target_image"))
         region = ((source - target).abs().amax(1, keepdim=True) > _SAME).float()
         missed = _difference(media, target, region)
@@ -55,14 +55,14 @@ class EditKept(_KnownEdit):
     model_id = "edit_kept"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B]; of a picture whose region is all of it, NaN."""
+        """Return [B]; of a picture whose region is all of it, NaN."""
         source, target = (source_images(media, prompts, role) for role in ("image", "target_image"))
         rest = ((source - target).abs().amax(1, keepdim=True) <= _SAME).float()
         return 1.0 - _difference(media, source, rest)
 
 
 def _difference(media: Tensor, other: Tensor, region: Tensor) -> Tensor:
-    """[B] mean over frames, channels and the pixels of `region` [B, 1, H, W]; NaN where it has none."""
+    """Return [B] mean over frames, channels and the pixels of `region` [B, 1, H, W]; NaN where it has none."""
     frames = as_rgb(as_frames(media)).float().cpu()
     each = ((frames - other.unsqueeze(1)).abs().mean(dim=(1, 2)) * region.squeeze(1)).flatten(1).sum(1)
     pixels = region.flatten(1).sum(1)

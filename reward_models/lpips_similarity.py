@@ -78,7 +78,7 @@ class LpipsSimilarity:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B], at most 1; a video gives the mean of its sampled frames."""
+        """Return [B], at most 1; a video gives the mean of its sampled frames."""
         sampled = as_rgb(sample_frames(media, self._frames)).float().cpu()
         rows = torch.arange(len(sampled)).repeat_interleave(sampled.shape[1])
         sources = self._squares(source_images(media, prompts))[rows]
@@ -90,12 +90,12 @@ class LpipsSimilarity:
         return 1.0 - (torch.cat(found) / shares).view(len(sampled), -1).mean(1)
 
     def _squares(self, pictures: Tensor) -> Tensor:
-        """[N, 3, side, side] in [0, 1]."""
+        """Return [N, 3, side, side] in [0, 1]."""
         size = [self._side, self._side]
         return pixels.resize(pictures, size, pixels.InterpolationMode.BICUBIC, antialias=True).clamp(0, 1)
 
 
 def _make_alexnet(directory: Path) -> None:
-    """Writes a random AlexNet, named as torchvision's weights are."""
+    """Write a random AlexNet, named as torchvision's weights are."""
     features = alexnet().features.state_dict()
     save_file({f"features.{name}": value for name, value in features.items()}, directory / _TINY_FILE)

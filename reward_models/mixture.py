@@ -12,7 +12,7 @@ from digenrl.types import Prompt
 
 
 def points(media: Tensor, span: float) -> Tensor:
-    """[B, D] of grey pictures [B, 1, H, W], in which -span is black and span white."""
+    """Return [B, D] of grey pictures [B, 1, H, W], in which -span is black and span white."""
     return (media.flatten(1) - 0.5) * 2 * span
 
 
@@ -37,7 +37,7 @@ class Coordinate:
 
     @staticmethod
     def check_prompts(prompts: Sequence[Prompt]) -> None:
-        """Raises ValueError for a prompt whose target names no signed axis."""
+        """Raise ValueError for a prompt whose target names no signed axis."""
         for prompt in prompts:
             if not (prompt.target or "")[1:].isdecimal():
                 raise ValueError(

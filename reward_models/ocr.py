@@ -74,12 +74,12 @@ class Ocr:
 
     @staticmethod
     def check_prompts(prompts: Sequence[Prompt]) -> None:
-        """Raises ValueError for the first prompt without a target."""
+        """Raise ValueError for the first prompt without a target."""
         for prompt in prompts:
             ocr_target(prompt)
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] scores in [0, 1]. Raises ValueError for a prompt without a target."""
+        """Return [B] scores in [0, 1]. Raises ValueError for a prompt without a target."""
         targets = [normalise(ocr_target(prompt)) for prompt in prompts]
         pictures = (
             rgb_bytes(media, self.frames).flip(2).movedim(2, -1).contiguous().numpy()
@@ -93,7 +93,7 @@ class Ocr:
         return torch.tensor(scores, dtype=torch.float32).mean(1)
 
     def close(self) -> None:
-        """Ends the reading threads. Idempotent."""
+        """End the reading threads. Idempotent."""
         self._pool.shutdown(cancel_futures=True)
 
     def read(self, picture: np.ndarray) -> list[str]:
@@ -116,7 +116,7 @@ class Ocr:
 
 
 def ocr_target(prompt: Prompt) -> str:
-    """What a picture of `prompt` should say: its `target`, else the text in its last pair of double quotes.
+    """Return what a picture of `prompt` should say: its `target`, else the text in its last pair of double quotes.
 
     Raises ValueError naming the prompt where there is neither.
     """
@@ -133,7 +133,7 @@ def ocr_target(prompt: Prompt) -> str:
 
 
 def normalise(text: str) -> str:
-    """`text` as it is compared: compatibility forms folded, no whitespace, no case."""
+    """Return `text` as it is compared: compatibility forms folded, no whitespace, no case."""
     return "".join(unicodedata.normalize("NFKC", text).split()).casefold()
 
 

@@ -22,5 +22,5 @@ class PickScore(CosineScorer):
     name = "pickscore"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] scores."""
+        """Return [B] scores."""
         return self.clip.logit_scale * super().__call__(media, prompts) / _SCALE

@@ -10,7 +10,7 @@ from digenrl.types import Prompt
 
 
 def outside(prompt: Prompt, rows: int, columns: int) -> Tensor:
-    """[rows, columns] bool: the cells of such a grid whose centre lies outside of the prompt's region.
+    """Return [rows, columns] bool: the cells of such a grid whose centre lies outside of the prompt's region.
 
     Raises:
         ValueError: the region is none, or leaves nothing outside.

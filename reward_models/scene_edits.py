@@ -39,7 +39,7 @@ class ScenePreserved:
             outside(prompt, 24, 24)
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] of pictures [B, 3, 24, 24]."""
+        """Return [B] of pictures [B, 3, 24, 24]."""
         pictures, sources = media.float().cpu(), source_images(media, prompts)
         same = (pictures - sources).norm(dim=1) < SAME
         paper = (sources - PAPER[:, None, None]).norm(dim=1) < OFF_PAPER
@@ -54,5 +54,5 @@ class SceneEdit(ScenePreserved):
     model_id = "scene_edit"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] of pictures [B, 3, 24, 24]."""
+        """Return [B] of pictures [B, 3, 24, 24]."""
         return SceneDetector(perfect=True)(media, prompts) * super().__call__(media, prompts)

@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 
 def detect(pictures: Tensor) -> list[list[Found]]:
-    """The objects of pictures [N, 3, 24, 24] in [0, 1], picture by picture."""
+    """Return the objects of pictures [N, 3, 24, 24] in [0, 1], picture by picture."""
     pixels = pictures.permute(0, 2, 3, 1).numpy()
     far = np.linalg.norm(pixels - PAPER.numpy(), axis=-1)
     joined = np.zeros((3, 3, 3), bool)
@@ -78,7 +78,7 @@ def detect(pictures: Tensor) -> list[list[Found]]:
 
 
 def _object(picture: np.ndarray, depth: np.ndarray) -> Found:
-    """The object that stands out by `depth` [24, 24] (0 elsewhere) from the paper of `picture` [24, 24, 3]."""
+    """Return the object that stands out by `depth` [24, 24] (0 elsewhere) from the paper of `picture` [24, 24, 3]."""
     inside = depth > 0.7 * np.sort(depth, axis=None)[-3]
     mean, spread = picture[inside].mean(0), picture[inside].std(0)
     distance = np.linalg.norm(PALETTE.numpy() - mean, axis=1)
@@ -96,8 +96,8 @@ def _object(picture: np.ndarray, depth: np.ndarray) -> Found:
 
 
 def share_of_assertions(found: Sequence[Found], scene: Scene) -> float:
-    """The share of what `scene` asserts that `found` fulfils: the number of objects and the relation (2 each), colour
-    and shape of each object (1 each), by the assignment of objects that fulfils most."""
+    """Return the share of what `scene` asserts that `found` fulfils: the number of objects and the relation (2 each),
+    colour and shape of each object (1 each), by the assignment of objects that fulfils most."""
     best, places = 0, [torch.tensor([o.x, o.y]) for o in found]
     for chosen in itertools.permutations([*range(min(4, len(found))), *[None] * len(scene.kinds)], len(scene.kinds)):
         pairs = [(found[i], kind) for i, kind in zip(chosen, scene.kinds, strict=True) if i is not None]
@@ -147,8 +147,8 @@ class SceneDetector(_Reads24x24):
 
 
 def build_judge() -> nn.Sequential:
-    """The untrained judge: [B, 3, 24, 24] in [0, 1] -> [B, 12 * 6], of each kind the logits of its count and the mean
-    centre of its objects / 24 (four convolutions, 0.26M parameters)."""
+    """Return the untrained judge: [B, 3, 24, 24] in [0, 1] -> [B, 12 * 6], of each kind the logits of its count and the
+    mean centre of its objects / 24 (four convolutions, 0.26M parameters)."""
     blocks: list[nn.Module] = []
     for inner, outer, stride in ((3, 24, 1), (24, 48, 2), (48, 64, 2), (64, 64, 1)):
         blocks += [nn.Conv2d(inner, outer, 3, stride, 1), nn.BatchNorm2d(outer), nn.ReLU()]
@@ -157,7 +157,7 @@ def build_judge() -> nn.Sequential:
 
 @lru_cache(maxsize=2)
 def load_judge(path: Path = JUDGE_FILE) -> nn.Sequential:
-    """The committed judge, or one from `path`.
+    """Return the committed judge, or one from `path`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -216,7 +216,8 @@ class SceneStatistics:
 
 
 def spread(pictures: Tensor, scenes: Sequence[Scene]) -> tuple[float, float]:
-    """(mean pairwise L2, root mean variance of the scenes' centres in pixels) among the pictures of one scene."""
+    """Return (mean pairwise L2, root mean variance of the scenes' centres in pixels) among the pictures of one
+    scene."""
     distances, variances, found = [], [], detect(pictures)
     for scene in dict.fromkeys(scenes):
         rows = [row for row, other in enumerate(scenes) if other == scene]

@@ -45,7 +45,7 @@ class VideoQuality:
         self.model_id = f"video_quality({', '.join(f'{name}={weight}' for name, weight in self.weights.items())})"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B]; NaN where every term with a weight needs more frames than the sample has."""
+        """Return [B]; NaN where every term with a weight needs more frames than the sample has."""
         terms = quality_terms(media)
         weights = {name: self.weights[name] for name in terms}
         total = sum(weights.values())
@@ -55,7 +55,7 @@ class VideoQuality:
 
 
 def quality_terms(media: Tensor) -> dict[str, Tensor]:
-    """Each term of the module's docstring: name -> [B] in [0, 1]; only those that the number of frames allows.
+    """Return each term of the module's docstring: name -> [B] in [0, 1]; only those that the number of frames allows.
 
     Args:
         media: [B, C, H, W] or [B, F, C, H, W] in [0, 1].

@@ -109,12 +109,12 @@ class VlmJudge:
         return scores
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._http.close()
 
     def _before(self, frames: Tensor, prompt: Prompt) -> list[Tensor]:
-        """Pictures [3, H, W] uint8 that are shown ahead of the sample's."""
+        """Return pictures [3, H, W] uint8 that are shown ahead of the sample's."""
         return []
 
     def _judge(self, frames: Tensor, prompt: Prompt) -> float:

@@ -41,7 +41,7 @@ def checkpoint(path: str | None, build: str, make: Callable[[Path], None]) -> It
 
 
 def read_state(file: Path, needed: str) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file, or of a `.pt` / `.pth` one (read with weights_only=True).
+    """Return the tensors of a `.safetensors` file, or of a `.pt` / `.pth` one (read with weights_only=True).
 
     Raises FileNotFoundError saying what is `needed`.
     """
@@ -73,7 +73,7 @@ def module_digest(*modules: nn.Module) -> str:
 
 
 def make_clip(directory: Path) -> None:
-    """Writes a CLIP (32 pixels, two layers) with a byte-level tokenizer, laid out as the hub's checkpoints are."""
+    """Write a CLIP (32 pixels, two layers) with a byte-level tokenizer, laid out as the hub's checkpoints are."""
     from transformers import CLIPConfig, CLIPModel
 
     tokenizer = byte_tokenizer()
@@ -92,7 +92,7 @@ def make_clip(directory: Path) -> None:
 
 
 def byte_tokenizer():  # type: ignore[no-untyped-def]  # the class is transformers', imported late
-    """A CLIPTokenizer over single bytes, without merges: any text has tokens."""
+    """Return a CLIPTokenizer over single bytes, without merges: any text has tokens."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
 

@@ -6,12 +6,15 @@ A file that changes under a run is an error when it is read.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
+import os
+import stat
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -93,9 +96,11 @@ def read_image(role: str, name: str, folder: Path, limits: ImageLimits | None = 
         raise ImageError(f"{role} = {name[:80]} is an address; download it and name the file.")
     path = folder / Path(name).expanduser()
     try:
-        stat = path.stat()
-        digest = _known(str(path), stat.st_size, stat.st_mtime_ns, limits)
-        return PromptImage(role, digest, stat.st_size, str(path))
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ImageError("is no regular file; name a picture's file.")
+        digest = _known(str(path), found.st_size, found.st_mtime_ns, limits)
+        return PromptImage(role, digest, found.st_size, str(path))
     except OSError as error:
         raise ImageError(f"{role} = {name[:200]}: cannot be read ({error.strerror}; looked for {path}).") from error
     except ImageError as error:
@@ -150,9 +155,23 @@ def received(role: str, digest: str, content: bytes, limits: ImageLimits) -> Pro
     return PromptImage(role, digest, len(content), data=content)
 
 
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading. A pipe is not waited for, and a device is never read.
+
+    Raises:
+        OSError: there is no such file, or it is a folder, a pipe or a device (`errno.EINVAL`).
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
 def _read(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError as error:
         raise ImageError(f"cannot be read ({error.strerror}; looked for {path}).") from error
 

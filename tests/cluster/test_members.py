@@ -20,7 +20,7 @@ def test_who_is_shut_out_is_not_heard() -> None:
         host = Control(StoreClient(server.host, server.port, handshake), -1)
         guest.join(7)
         assert (host.joined(), host.survivors([1]), server.connected()) == ([7], [1, 7], {7})
-        server.shut_out(7)
+        server.exclude(7)
         host.lose(7)
         with pytest.raises(StoreLost):
             guest.set("claim", "7")

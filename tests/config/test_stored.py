@@ -73,6 +73,28 @@ def test_a_stored_host_off_this_machine_must_be_confirmed(run: Path, load: Load,
     assert load(run, [SERVED % "http://mine.example:1"]).config.reward.urls.judge_a == ["http://mine.example:1"]
 
 
+@either
+@pytest.mark.parametrize(
+    ("address", "foreign"),
+    [
+        ("head.example:6379", True),
+        ("10.0.0.7:6379", True),
+        ("[2001:db8::7]:6379", True),
+        ("head", True),
+        ("127.0.0.1:6379", False),
+        ("localhost:6379", False),
+        ("auto", False),
+    ],
+)
+def test_a_stored_host_without_a_scheme_must_be_confirmed(run: Path, load: Load, address: str, foreign: bool) -> None:
+    edited(run, ("ray.address", address))
+    if foreign:
+        with pytest.raises(config.ConfigError) as caught:
+            load(run, [])
+        assert f"ray.address: names {address}" in str(caught.value)
+    assert load(run, [f"confirm_hosts=['{address}']"] if foreign else []).config.ray.address == address
+
+
 def test_a_token_comes_from_our_own_variables_only(run: Path) -> None:
     edited(run, ("reward.heldout.judge_b.scorer.token_env", "HF_TOKEN"))
     with pytest.raises(config.ConfigError, match="token_env = HF_TOKEN"):

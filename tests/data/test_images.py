@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -78,6 +79,18 @@ def test_a_configuration_with_a_broken_image_is_refused_and_a_limit_is_a_key(tmp
     configuration.load(words)
     with pytest.raises(configuration.ConfigError, match=r"edits\.jsonl:1: .*40x30 pixels, at most 100 "):
         configuration.load([*words, "data.image_max_pixels=100"])
+
+
+def test_what_is_no_regular_file_is_refused_and_never_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "endless.png").symlink_to("/dev/zero")
+    names = ["/dev/zero", "pipe.png", "endless.png", "."]
+    file = file_of(tmp_path, *({"image": name} for name in names))
+    for limits in (None, ImageLimits()):
+        with pytest.raises(prompts.PromptFileError) as caught:
+            prompts.read(file, limits)
+        for line, name in enumerate(names, start=1):
+            assert f"{file}:{line}: image = {name}: is no regular file; name a picture's file" in str(caught.value)
 
 
 def test_identity_is_that_of_role_and_content(tmp_path: Path) -> None:

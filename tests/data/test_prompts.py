@@ -6,6 +6,7 @@ import bisect
 import itertools
 import json
 import math
+import os
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -74,6 +75,33 @@ def test_the_first_twenty_problems_are_named(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("{}\n" * 30)
     with pytest.raises(prompts.PromptFileError, match=r"p\.jsonl:20: .*and 10 more lines"):
         prompts.read(tmp_path / "p.jsonl")
+
+
+def test_a_line_that_does_not_end_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    with path.open("wb") as file:
+        file.write(b"one\n")
+        file.truncate(256 << 20)
+    tracemalloc.start()
+    with pytest.raises(prompts.PromptFileError, match=r"p\.txt:2: the line has more than 1048576 bytes; .*a prompt"):
+        prompts.read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_prompt_file_that_became_a_pipe_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    os.mkfifo(path)
+    with pytest.raises(prompts.PromptFileError, match="not a regular file"):
+        prompts.read(path)
+    path.unlink()
+    path.write_text("one\n")
+    records = prompts.read(path).records
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(prompts.PromptFileError, match=r"p\.txt:1: changed after the prompts were read"):
+        records[0]
 
 
 def test_own_sets_are_found_from_anywhere_but_a_local_file_comes_first(

@@ -30,6 +30,7 @@ from digenrl.strategy.checkpoint_io import (
     verify,
 )
 from digenrl.strategy.checkpoint_storage import POLICY, PREFIX
+from digenrl.strategy.trainer_state import TrainerState
 
 pytestmark = pytest.mark.heavy
 
@@ -93,6 +94,31 @@ def test_every_flipped_byte_of_the_manifest_is_detected(tmp_path: Path) -> None:
                 verify(path)
     (path / MANIFEST).write_bytes(good)
     verify(path)
+
+
+@pytest.mark.parametrize("name", ["../outside", "{root}/outside", "link", "link/../../outside", "pipe", "nul\0"])
+def test_a_manifest_names_only_files_of_its_own_checkpoint(tmp_path: Path, name: str) -> None:
+    """What the manifest names elsewhere is intact, so that only its place can be what is wrong."""
+    path = saved(tmp_path, 1, 2.0)
+    outside = path.parent / "outside"
+    outside.write_text("a secret")
+    (path / "link").symlink_to(outside)
+    os.mkfifo(path / "pipe")
+    facts = json.loads((path / MANIFEST).read_text())
+    del facts["xxh3"]
+    facts["files"][name.format(root=path.parent)] = storage.describe(outside)
+    (path / MANIFEST).write_text(module._manifest(facts))
+    with pytest.raises(CheckpointError, match="is no file of the checkpoint"):
+        verify(path)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "../outside"])
+def test_a_manifest_lies_in_its_own_checkpoint(tmp_path: Path, target: str) -> None:
+    path = saved(tmp_path, 1, 2.0)
+    (path / MANIFEST).rename(path.parent / "outside")
+    (path / MANIFEST).symlink_to(target)
+    with pytest.raises(CheckpointError, match="is no file of the checkpoint"):
+        verify(path)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -179,6 +205,19 @@ def test_saving_a_step_again_never_leaves_a_gap(tmp_path: Path) -> None:
     pytest.fail("the save never came to its end")
 
 
+def test_a_link_in_place_of_an_outdated_checkpoint_stops_no_save_and_its_target_stays(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    first = saved(tmp_path, 1, 1.0)
+    for name in (".old-step-000000", "step-000000"):
+        (first.parent / name).symlink_to(elsewhere)
+    (first.parent / ".old-note").touch()
+    verify(saved(tmp_path, 2, 2.0))
+    assert sorted(path.name for path in first.parent.iterdir()) == ["last", "step-000001", "step-000002"]
+    assert (elsewhere / "mine").exists()
+
+
 def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     previous = saved(tmp_path, 1, 1.0)
 
@@ -207,8 +246,11 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: 
 class _Alone(SingleDeviceStrategy):
     """The only trainer; notes the cause of a stop that it is asked for."""
 
-    stop, version, previous, shares = "", 0, None, SimpleNamespace(state=lambda version: {})
-    saving, full = SimpleNamespace(future=SimpleNamespace(done=lambda: True)), False
+    stop, full, state = "", False, TrainerState()
+    parts = SimpleNamespace(
+        shares=SimpleNamespace(state=lambda version: {}),
+        checkpoints=SimpleNamespace(writing=SimpleNamespace(future=SimpleNamespace(done=lambda: True))),
+    )
 
     def saved(self) -> None:
         if self.full:

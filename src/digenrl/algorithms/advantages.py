@@ -1,4 +1,4 @@
-"""From rewards [P, G] to advantages [P, G], in fp64.
+"""Turn rewards [P, G] into advantages [P, G], in fp64.
 
 P prompts, G samples of a group. NaN = missing: it takes no part in any statistic and its advantage is 0. One convention
 for all variants: population standard deviation unless `unbiased`, eps added outside the root, groups whose rewards are
@@ -31,7 +31,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class Advantage:
-    """How rewards become advantages; `algorithm.advantage` in YAML."""
+    """Rule that turns rewards into advantages; `algorithm.advantage` in YAML."""
 
     std: Literal["group", "batch", "max_group", "none"] = "group"
     """What divides: the group's own deviation (DanceGRPO), the whole logical batch's (Flow-GRPO `global_std`, default
@@ -70,8 +70,11 @@ class Advantage:
             raise ValueError(f"advantage.best_and_worst must be >= 1 or null, got {self.best_and_worst}")
 
     def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """[P] bool: groups in which something that is normalised differs from sample to sample; each by its own rewards
-        alone. Arguments as of a call."""
+        """Return [P] bool: groups in which a normalised reward differs between samples, judged by each group's own
+        rewards.
+
+        Arguments are those of a call.
+        """
         scored = [weights[name] * rewards[name].double() for name in sorted(weights)]
         parts = scored if self.combine == "per_reward" else [torch.stack(scored).sum(dim=0)]
         return ~torch.stack([_constant(part) for part in parts]).all(dim=0)
@@ -106,7 +109,7 @@ class Advantage:
         return Advantages((values * weight).float(), total, _constant(total), saturated)
 
     def _normalise(self, rewards: Tensor) -> Tensor:
-        """One reward, [P, G]: baseline and deviation; 0 where missing and in constant groups."""
+        """Normalise one reward [P, G] by baseline and deviation; 0 where missing and in constant groups."""
         present = ~rewards.isnan()
         count = present.sum(dim=1, keepdim=True)
         filled = torch.where(present, rewards, torch.zeros_like(rewards))
@@ -127,9 +130,11 @@ class Advantage:
 
 
 def reward_statistics(advantages: Advantages, rewards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Means over the samples of a complete logical batch, the deviation of the optimised sum, number and share of the
-    groups that teach nothing, and the share of advantages that the clip has cut. Groups that lack an optimised reward
-    are left out; so is what nobody has scored."""
+    """Return statistics of a complete logical batch.
+
+    They are means over its samples, the deviation of the optimised sum, number and share of groups without a gradient,
+    and the share of advantages that were clipped. Groups that lack an optimised reward and missing scores are left out.
+    """
     whole = torch.isfinite(advantages.total).all(dim=1)
     if not whole.any():
         return {}
@@ -144,7 +149,7 @@ def reward_statistics(advantages: Advantages, rewards: Mapping[str, Tensor]) -> 
 
 
 def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
-    """(values [P, G] less the mean of all present ones, their deviation); 0 where missing."""
+    """Return (values [P, G] less the mean of all present ones, their deviation); 0 where missing."""
     present = ~values.isnan()
     count = present.sum()
     mean = torch.where(present, values, torch.zeros_like(values)).sum() / count.clamp(min=1)
@@ -153,7 +158,8 @@ def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
 
 
 def _select(values: Tensor, total: Tensor, k: int) -> Tensor:
-    """[P, G] weights of `values`: n/(2k) for the k largest and k smallest present entries of each group, else 0."""
+    """Return [P, G] weights of `values`: n/(2k) for the k largest and k smallest present entries of each group, else
+    0."""
     present = ~total.isnan()
     count = present.sum(dim=1, keepdim=True)
     highest = values.masked_fill(~present, -torch.inf).argsort(dim=1, descending=True, stable=True)
@@ -164,7 +170,7 @@ def _select(values: Tensor, total: Tensor, k: int) -> Tensor:
 
 
 def _constant(rewards: Tensor) -> Tensor:
-    """[P] bool: every present reward of the group is the same number; False for groups without any."""
+    """Return [P] bool: every present reward of the group is the same number; False for groups without any."""
     present = ~rewards.isnan()
     low = torch.where(present, rewards, torch.full_like(rewards, torch.inf)).amin(dim=1)
     high = torch.where(present, rewards, torch.full_like(rewards, -torch.inf)).amax(dim=1)

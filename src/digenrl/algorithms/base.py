@@ -1,4 +1,4 @@
-"""What every algorithm's LightningModule shares: scaling of the loss, safe updates, metrics, averages, checkpoints.
+"""Base of every algorithm's LightningModule: scaling of the loss, safe updates, metrics, averages, checkpoints.
 
 A Lightning epoch is one RL step. The module knows no rank: it returns a *sum* over its cells divided by the update's
 denominator, and reduces metrics with torchmetrics (`meters`).
@@ -35,7 +35,7 @@ SKIPS_IN_A_ROW = 3
 
 
 class PolicyModule(pl.LightningModule):
-    """Base of the algorithms; a subclass gives `cell_losses`, and `useful` where it knows more."""
+    """Base class of the algorithms. A subclass defines `cell_losses`, and `useful` if it knows more."""
 
     needs_final: ClassVar[bool] = False
     """Whether blocks must carry the clean latents `final`."""
@@ -73,7 +73,7 @@ class PolicyModule(pl.LightningModule):
         self.keep_base_means: Callable[[CellBlock, Tensor], None] | None = None
         """Called with the base model's means [b, K, *L] of a trained block's transitions, where they were computed."""
         self.copies: dict[str, ParameterCopy] = {}
-        """Further weights that the algorithm keeps, by their names in a checkpoint."""
+        """Further weights of the algorithm, by their names in a checkpoint."""
         self.skipped_updates = 0
         self.strict_loading = False
         self._optimizer = optimizer
@@ -103,37 +103,40 @@ class PolicyModule(pl.LightningModule):
         return False
 
     def rollout_parameters(self) -> dict[str, Tensor]:
-        """The weights that rollouts must use, by the names of `policy.trained_parameters()`."""
+        """Return the weights that rollouts must use, by the names of `policy.trained_parameters()`."""
         return dict(self.policy.trained_parameters())
 
     def rollout_weights(self) -> AbstractContextManager[None]:
-        """Inside, this rank's policy holds `rollout_parameters()` (colocated or lent generation)."""
+        """Give this rank's policy `rollout_parameters()` during the body (colocated or lent generation)."""
         return nullcontext()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the policy holds the moving average if there is one (evaluation)."""
+        """Give the policy the moving average, if there is one, during the body (evaluation)."""
         return nullcontext() if self.ema is None else self.ema.copy.swapped(self.policy.trained_parameters())
 
     def evaluated_parameters(self) -> dict[str, Tensor]:
-        """The weights inside `averaged`, by the names of `policy.trained_parameters()`: themselves where there is no
-        average."""
+        """Return the weights inside `averaged`, by the names of `policy.trained_parameters()`: themselves where there
+        is no average."""
         average = {} if self.ema is None else self.ema.copy.tensors
         return {name: average.get(name, own) for name, own in self.policy.trained_parameters().items()}
 
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """[P, G] bool: samples whose cells can have a gradient. rewards as in `TrainBatch`; rows of groups that are not
-        complete mean nothing."""
+        """Return [P, G] bool: samples whose cells can have a gradient. rewards as in `TrainBatch`; rows of groups that
+        are not complete mean nothing."""
         return torch.ones_like(next(iter(rewards.values())), dtype=torch.bool)
 
     def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """[P] bool: groups whose samples do not all score alike; arguments as of `useful`."""
+        """Return [P] bool: groups whose samples do not all score alike; arguments as of `useful`."""
         return self.advantage.teaches(rewards, weights)
 
     # ---- one micro-batch
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
-        """Sum over the cells of all blocks / `batch.denominator`: order and size of micro-batches leave the gradient
-        alone. One without blocks costs nothing and gives no parameter a gradient."""
+        """Return the sum over the cells of all blocks / `batch.denominator`.
+
+        The gradient does not depend on the order and size of micro-batches. A micro-batch without blocks costs nothing
+        and gives no parameter a gradient.
+        """
         advantages = self.advantage(batch.rewards, batch.reward_weights)
         total = torch.zeros((), device=self.device, requires_grad=not batch.blocks)
         cells = 0
@@ -153,13 +156,13 @@ class PolicyModule(pl.LightningModule):
     # ---- the update
 
     def configure_optimizers(self) -> Optimizer:
-        """AdamW or whatever the YAML names, over the trained parameters alone."""
+        """Return the optimizer that the YAML names, such as AdamW, over the trained parameters only."""
         optimizer = self._optimizer(list(self.policy.trained_parameters().values()))
         optimizer.register_step_post_hook(self._stepped)
         return optimizer
 
     def train(self, mode: bool = True) -> PolicyModule:
-        """The policy stays in eval mode: dropout would make replay differ from the rollout."""
+        """Keep the policy in eval mode: dropout would make replay differ from the rollout."""
         super().train(mode)
         self.policy.eval()
         return self
@@ -226,12 +229,12 @@ class PolicyModule(pl.LightningModule):
             raise RuntimeError(f"{SKIPS_IN_A_ROW} updates in a row were not finite, stopping: {reason}")
 
     def on_train_start(self) -> None:
-        """The average starts from the weights that training starts from."""
+        """Start the average from the weights that training starts from."""
         if self.ema is not None:
             self.ema.begin(self.policy.trained_parameters())
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Right after the optimizer, so that a publication that follows sees what `after_update` did."""
+        """Call `after_update` right after the optimizer, so that a publication that follows sees its changes."""
         if self._suspect is None:  # torch's own dummy step, which creates the state that a checkpoint fills
             return
         batch, _ = self._suspect
@@ -239,7 +242,8 @@ class PolicyModule(pl.LightningModule):
         self.after_update(batch, changed=self._skips_in_a_row == 0)
 
     def after_update(self, batch: TrainBatch, changed: bool) -> None:
-        """Runs after every optimizer step; `changed` False: it was skipped. `batch` is a micro-batch of the update."""
+        """Run after every optimizer step. `changed` is False if it was skipped. `batch` is a micro-batch of the
+        update."""
         if self.ema is not None and changed:
             self.ema.update(self.policy.trained_parameters())
 
@@ -256,7 +260,7 @@ class PolicyModule(pl.LightningModule):
             self.log(name, value.to(self.device), on_step=False, on_epoch=True, batch_size=1)
 
     def collected(self) -> dict[str, Tensor]:
-        """The RL step's metrics, equal on all ranks; empties the meters."""
+        """Return the RL step's metrics, equal on all ranks; empties the meters."""
         return self._meters.collect()
 
     # ---- checkpoints: trained parameters, averages, counters
@@ -270,7 +274,7 @@ class PolicyModule(pl.LightningModule):
         return {name: value for name, value in state.items() if name in trained}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Beside the weights: the run's first ratio, the average and the algorithm's copies."""
+        """Add the run's first ratio, the average and the algorithm's copies to the checkpoint."""
         checkpoint["algorithm"] = {
             "first_ratio_max_dev": self.first_ratio_max_dev,
             "skipped_updates": self.skipped_updates,
@@ -280,8 +284,7 @@ class PolicyModule(pl.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """The inverse; raises ValueError if the checkpoint has an average that this run does not keep, or the
-        reverse."""
+        """Read these entries back. Raises ValueError if only one of checkpoint and run has an average."""
         saved = checkpoint["algorithm"]
         self.first_ratio_max_dev = saved["first_ratio_max_dev"]
         self.skipped_updates = saved["skipped_updates"]
@@ -295,7 +298,7 @@ class PolicyModule(pl.LightningModule):
 
 
 def _harmless(block: CellBlock) -> CellBlock:
-    """A block of weight 0 with finite data of the same shapes: it runs the same collectives, and 0 * NaN cannot
+    """Return a block of weight 0 with finite data of the same shapes: it runs the same collectives, and 0 * NaN cannot
     arise."""
     held = {name: getattr(block, name) for name in ("latents", "next_latents", "log_probs", "final", "means")}
     zeros: dict[str, Any] = {name: torch.zeros_like(value) for name, value in held.items() if value is not None}

@@ -32,7 +32,10 @@ class ParameterCopy:
 
     @contextmanager
     def swapped(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Inside, the parameters hold the copy's values; afterwards their own, bit by bit. No copy yet: unchanged.
+        """Give the parameters the copy's values during the body, then restore their own values exactly.
+
+        Without a copy the parameters stay unchanged.
+
 
         Values are written through `.data` into the same storage, so FSDP's views stay valid as long as no backward
         runs inside.
@@ -50,15 +53,15 @@ class ParameterCopy:
                 parameter.data.copy_(kept[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors themselves, for a checkpoint."""
+        """Return the tensors themselves, for a checkpoint."""
         return dict(self.tensors)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the values; they move to their parameter's device on next use."""
+        """Load the values. They move to their parameter's device on next use."""
         self.tensors = {name: value.clone() for name, value in tensors.items()}
 
     def _at(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """The copy of one parameter, where the parameter is."""
+        """Return the copy of one parameter, where the parameter is."""
         self.tensors[name] = copy = self.tensors[name].to(parameter.device)
         return copy
 

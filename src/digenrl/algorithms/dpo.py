@@ -63,7 +63,7 @@ class DPO(PolicyModule):
         self._reference = self.copies["reference"] = ParameterCopy()  # empty while it is the base model
 
     def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
-        """[pairs, K], scaled by b/pairs: the sum weighs as much as b x K cells."""
+        """Return [pairs, K], scaled by b/pairs: the sum weighs as much as b x K cells."""
         if 2 * self.pairs > block.samples:
             raise ValueError(
                 f"algorithm.pairs={self.pairs} needs at least {2 * self.pairs} samples in a task, got {block.samples}: "

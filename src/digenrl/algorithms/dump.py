@@ -1,4 +1,4 @@
-"""The micro-batch behind a skipped update: what in it is not finite, and all of it on disk, to be looked at."""
+"""Write the micro-batch behind a skipped update to disk, and name the tensors in it that are not finite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from digenrl.types import CellBlock, TrainBatch
 
 
 def not_finite(batch: TrainBatch) -> list[str]:
-    """Names of the batch's tensors that hold an infinity or NaN; a NaN reward is a missing one and does not count."""
+    """Return names of the batch's tensors that hold an infinity or NaN; a NaN reward is a missing one and does not
+    count."""
     names = [f"reward/{name}" for name, table in batch.rewards.items() if bool(table.isinf().any())]
     for index, block in enumerate(batch.blocks):
         names += [f"{index}/{name}" for name, value in _tensors(block).items() if not bool(value.isfinite().all())]
@@ -25,7 +26,8 @@ def _tensors(block: CellBlock) -> dict[str, Tensor]:
 
 
 def dump_to(directory: Path, rank: int = 0, keep: int = 3) -> Callable[[TrainBatch, str], None]:
-    """A `PolicyModule.dump_batch` that writes at most `keep` batches as <directory>/rank<r>-version<v>-update<u>/.
+    """Return a `PolicyModule.dump_batch` that writes at most `keep` batches as
+    <directory>/rank<r>-version<v>-update<u>/.
 
     batch.safetensors holds `reward/<name>` and `<block>/<field>`; batch.json the reason and the scalars of each block.
     """

@@ -39,7 +39,7 @@ class NoisedCells:
         return self.noise - self.clean
 
     def velocity(self, policy: Policy) -> Tensor:
-        """[rows, K, *L] of the policy at its present weights, one forward."""
+        """Return [rows, K, *L] of the policy at its present weights, one forward."""
         rows, count = self.noise.shape[:2]
         out = policy.velocity(
             self.noisy.flatten(0, 1), self.sigma.repeat(rows), expand_condition(self.condition, rows * count)
@@ -48,8 +48,8 @@ class NoisedCells:
 
 
 def noised(block: CellBlock, rows: Sequence[int], noise_of: Sequence[int], seed: int, stream: str) -> NoisedCells:
-    """Rows `rows` of the block at its noise levels; row i gets the noise of identity `noise_of[i]` (I11: keyed, not
-    drawn).
+    """Return rows `rows` of the block at its noise levels; row i gets the noise of identity `noise_of[i]` (I11: keyed,
+    not drawn).
 
     Raises ValueError when the block carries no clean latents.
     """

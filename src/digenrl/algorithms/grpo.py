@@ -118,7 +118,7 @@ class GRPO(PolicyModule):
 
     @property
     def needs_means(self) -> bool:
-        """GRPO-Guard and Flow-DPPO compare with the rollout's means."""
+        """Whether rollouts must store their means, with which GRPO-Guard and Flow-DPPO compare."""
         return self.surrogate.needs_means
 
     @property
@@ -127,7 +127,7 @@ class GRPO(PolicyModule):
         return self.kl_weight > 0
 
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """Every surrogate is proportional to the advantage: only a KL term gives a cell of advantage 0 a gradient."""
+        """Return which samples can have a gradient. Without a KL term, samples of advantage 0 have none."""
         if self.kl_weight > 0:
             return super().useful(rewards, weights)
         return self.advantage(rewards, weights).values != 0
@@ -163,7 +163,7 @@ class GRPO(PolicyModule):
         return losses
 
     def _base_means(self, block: CellBlock, live: bool) -> Tensor:
-        """[b, K, *L]: a record's, or computed (and kept, where somebody records)."""
+        """Return [b, K, *L]: a record's, or computed (and kept, where somebody records)."""
         if block.base_means is not None:
             return block.base_means
         with torch.no_grad(), self.policy.reference():
@@ -187,7 +187,7 @@ class GRPO(PolicyModule):
         )
 
     def _step_weights(self, block: CellBlock, new: Replay) -> tuple[Tensor | float, Tensor | float]:
-        """What multiplies the policy loss and the KL, each broadcastable to [b, K]."""
+        """Return what multiplies the policy loss and the KL, each broadcastable to [b, K]."""
         if self.step_weight == "std":
             return new.std / new.sqrt_h, 1.0
         if self.step_weight == "longcat":
@@ -199,8 +199,8 @@ class GRPO(PolicyModule):
         return 1.0, 1.0
 
     def _proximal(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:
-        """[b, K] log-probs under the weights at the beginning of the logical batch; None where these are the present
-        ones."""
+        """Return [b, K] log-probs under the weights at the beginning of the logical batch; None where these are the
+        present ones."""
         if not self.surrogate.needs_proximal or batch.update == 0:
             return None
         with torch.no_grad(), self._batch_start.swapped(self.policy.trained_parameters()):
@@ -241,20 +241,23 @@ class GRPO(PolicyModule):
         return found if mean is None or square is None else found | {"effective_samples": mean**2 / square}
 
     def on_fit_start(self) -> None:
-        """Say what the first ratios are held to."""
+        """Print the bound for the first ratios."""
         if self.first_ratio_max_dev is None:
             logger.info("max |ratio-1| before the first optimizer step must be at most %g", self._bound())
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Before the run's first optimizer step, also hold the ratios of all ranks to the bound."""
+        """Clip the gradients. Before the run's first optimizer step, also check the ratios of all ranks."""
         if self.first_ratio_max_dev is None:
             self._hold_ratios()
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _hold_ratios(self) -> None:
-        """A collective. Where no rank had a cell, no weight changes either, and the next update is the first."""
+        """Compare the first ratios of all ranks with the bound. This is a collective.
+
+        If no rank had a cell, no weight changes either, and the next update counts as the first.
+        """
         none = torch.full((1,), NOTHING, dtype=torch.float64, device=self.device)  # a rank without cells takes part too
         deviations = self._everyones(torch.cat([none, *self._deviations]))
         deviations, self._deviations = deviations[deviations != NOTHING], []
@@ -279,7 +282,7 @@ class GRPO(PolicyModule):
         logger.info("max |ratio-1| is %.3g, its %g%% quantile %.3g", self.first_ratio_max_dev, 100 * MOST, most)
 
     def _everyones(self, values: Tensor) -> Tensor:
-        """The values [n] of all trainers together; n may differ from rank to rank."""
+        """Return the values [n] of all trainers together; n may differ from rank to rank."""
         sizes = torch.as_tensor(self.all_gather(torch.tensor(len(values), device=values.device))).flatten()
         padded = nn.functional.pad(values, (0, int(sizes.max()) - len(values)))
         rows = torch.as_tensor(self.all_gather(padded)).reshape(len(sizes), -1)

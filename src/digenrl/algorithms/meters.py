@@ -38,19 +38,19 @@ class Meters(Metric):
         self._sums[name] = (total.detach().double() + known, count + counted)
 
     def peak(self, name: str, value: Tensor, count: float) -> None:
-        """The metric is the largest `value` (>= 0) that came with a count above 0."""
+        """Add a `value` (>= 0); the metric is the largest value that came with a count above 0."""
         known = self._peaks.get(name, torch.full_like(value, NOTHING, dtype=torch.float64))
         self._peaks[name] = torch.maximum(known, value.detach().double()) if count > 0 else known
 
     def compute(self) -> dict[str, Tensor]:
-        """name -> fp32 scalar; names nobody counted are left out."""
+        """Return name -> fp32 scalar; names nobody counted are left out."""
         means = zip(sorted(self._sums), *self.sums.unbind(1), strict=True)
         found = {name: (total / count).float() for name, total, count in means if count > 0}
         peaks = zip(sorted(self._peaks), self.peaks, strict=True)
         return found | {name: value.float() for name, value in peaks if value > NOTHING}
 
     def collect(self) -> dict[str, Tensor]:
-        """`compute` over all ranks, equal on all of them. Empties the meters."""
+        """Return `compute` over all ranks, equal on all of them. Empties the meters."""
         self._agree()
         if not self._sums:
             return {}
@@ -62,7 +62,7 @@ class Meters(Metric):
         return found
 
     def _agree(self) -> None:
-        """Every rank gets the names of all, with nothing counted where it met none."""
+        """Give every rank the names of all ranks, with a count of zero for names that it lacks."""
         if not self.distributed_available_fn():
             return
         own = "\n".join([*(f"sum {name}" for name in self._sums), *(f"peak {name}" for name in self._peaks)])

@@ -85,7 +85,7 @@ class NFT(PolicyModule):
         self._old = self.copies["old_policy"] = ParameterCopy()
 
     def rollout_parameters(self) -> dict[str, Tensor]:
-        """The old policy's."""
+        """Return the parameters of the old policy."""
         return dict(self._old.tensors) or super().rollout_parameters()
 
     def rollout_weights(self) -> AbstractContextManager[None]:
@@ -93,7 +93,7 @@ class NFT(PolicyModule):
         return self._old.swapped(self.policy.trained_parameters())
 
     def on_train_start(self) -> None:
-        """The old policy starts as the trained one."""
+        """Start the old policy as a copy of the trained one."""
         super().on_train_start()
         if not self._old.tensors:
             self._old.follow(self.policy.trained_parameters(), 0.0)
@@ -120,7 +120,7 @@ class NFT(PolicyModule):
         return losses
 
     def after_update(self, batch: TrainBatch, changed: bool) -> None:
-        """After the logical batch's last update the old policy follows."""
+        """Let the old policy follow after the last update of a logical batch."""
         super().after_update(batch, changed)
         last = batch.update == self.updates_per_batch - 1
         if last and (batch.version + 1) % self.old_policy.every == 0:

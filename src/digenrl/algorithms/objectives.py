@@ -16,7 +16,7 @@ from digenrl.diffusion.sigmas import step_sigmas
 
 
 def mean_dims(value: Tensor) -> Tensor:
-    """Mean over the latent dimensions: [b, K, *L] -> [b, K]."""
+    """Return mean over the latent dimensions: [b, K, *L] -> [b, K]."""
     return value.flatten(2).mean(dim=2)
 
 
@@ -32,8 +32,8 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
 
 
 def clip_binds(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """[b, K] bool: where `clipped_surrogate` is flat. A ratio beyond the other bound keeps its gradient, so this is
-    less than the share of ratios outside the range, which yifan123/flow_grpo logs as `clipfrac`."""
+    """Return [b, K] bool: where `clipped_surrogate` is flat. A ratio beyond the other bound keeps its gradient, so this
+    is less than the share of ratios outside the range, which yifan123/flow_grpo logs as `clipfrac`."""
     return ((advantages > 0) & (ratio > 1.0 + clip_high)) | ((advantages < 0) & (ratio < 1.0 - clip_low))
 
 
@@ -47,8 +47,8 @@ def longcat_weight(sigma: Tensor, sigma_guard: Tensor, sqrt_h: Tensor) -> Tensor
 
 
 def rectified_weight(kernel: Kernel, sigmas: Tensor, steps: Tensor) -> Tensor:
-    """[K]: 1 / (sqrt(h)/std + std*sqrt(h)*(1-s)/(2s)) at `steps` [K], in units of its mean over all steps of `sigmas`
-    [T+1] but the last.
+    """Return [K]: 1 / (sqrt(h)/std + std*sqrt(h)*(1-s)/(2s)) at `steps` [K], in units of its mean over all steps of
+    `sigmas` [T+1] but the last.
 
     It takes the time's own factor out of the gradient of a Gaussian log-prob with respect to the velocity (Flash-GRPO,
     arXiv 2605.15980; Shredded-Pork/Flash-GRPO scripts/train_wanx2_1_flash.py:983 at 4211013, over the batch's mean).

@@ -1,4 +1,4 @@
-"""What a cell contributes to the policy gradient: the clipped ratio and its variants. `algorithm.surrogate` in YAML.
+"""Contribution of a cell to the policy gradient: the clipped ratio and its variants. `algorithm.surrogate` in YAML.
 
 All work on mean-per-dimension log-probs (`diffusion.sde`). `old_log_prob` is always the one that the rollout rank
 stored, so an on-policy ratio is exactly 1 and a stale one is the true importance ratio per dimension. The off-policy
@@ -61,10 +61,11 @@ class Surrogate(ABC):
 
     @abstractmethod
     def loss(self, cells: Cells) -> Tensor:
-        """[b, K], to be summed; its gradient is the update."""
+        """Return [b, K], to be summed; its gradient is the update."""
 
     def cut(self, cells: Cells) -> Tensor:
-        """[b, K] bool: cells whose gradient or weight the surrogate bounds or drops (`clip_fraction`); here none."""
+        """Return [b, K] bool: cells whose gradient or weight the surrogate bounds or drops (`clip_fraction`); here
+        none."""
         return torch.zeros_like(cells.log_prob, dtype=torch.bool)
 
 
@@ -130,7 +131,7 @@ class FlowDPPO(Surrogate):
 
     @torch.no_grad()
     def cut(self, cells: Cells) -> Tensor:
-        """The cells that are left out."""
+        """Return [b, K] bool: cells that are left out."""
         assert cells.old_mean is not None
         kl = gaussian_kl(cells.mean, cells.old_mean, cells.scale)
         return ~dppo_keep(cells.ratio, cells.advantages, kl, self.threshold)

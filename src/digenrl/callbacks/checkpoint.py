@@ -1,4 +1,4 @@
-"""When checkpoints are written, and what only the system knows about a run: RNG state and the in-flight version."""
+"""Write checkpoints on time, with the state that only the system knows: RNG state and the in-flight version."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from digenrl.record.run_dir import CHECKPOINT_FAILED, append_event, append_urgen
 from digenrl.types import StepGivenUp
 
 KEY = "digenrl"
-"""Our entry in Lightning's checkpoint dictionary."""
+"""Key of our entry in Lightning's checkpoint dictionary."""
 
 
 class Checkpoint(pl.Callback):
-    """Writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run, a requested stop included: where
-    the step in progress is given up (`StepGivenUp`), the version before it.
+    """Callback that writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run.
 
-    It is written beside training, one at a time: the next one, and the end of the run, wait for it. One that cannot be
-    written costs none of the older ones and leaves nothing behind. The run's directory is the Trainer's
-    `default_root_dir`.
+    The end includes a requested stop. If the step in progress is given up (`StepGivenUp`), the checkpoint is of the
+    version before it.
+
+    One checkpoint at a time is written beside training. The next checkpoint and the end of the run wait for it. A
+    checkpoint that cannot be written leaves nothing behind, and older checkpoints stay. The run's directory is the
+    Trainer's `default_root_dir`.
 
     Args:
         every: RL steps between checkpoints.
-        on_error: what follows one that could not be written: "stop" ends the run after the step in progress, with the
-            cause, and tries to save that step; "continue" goes on and tries again when the next one is due. The last
-            one of a run always counts.
+        on_error: action after a checkpoint that could not be written. "stop" ends the run after the step in progress,
+            with the cause, and tries to save this step. "continue" goes on and tries again when the next checkpoint is
+            due. A failure of the run's last checkpoint always counts.
         retry_s: seconds for which the last checkpoint of a run is tried again, after pauses of 1, 2, 4 ... seconds;
             0 = never.
 
     Raises:
-        ValueError: another value.
+        ValueError: an argument is out of range.
     """
 
     def __init__(self, every: int = 5, on_error: str = "stop", retry_s: float = 15.0) -> None:
@@ -50,11 +52,11 @@ class Checkpoint(pl.Callback):
             raise ValueError(f"callbacks.checkpoint.retry_s = {retry_s}: use 0 or more seconds.")
         self._every, self._on_error, self._pauses = every, on_error, _pauses(retry_s)
         self._finished, self._saved = 0, 0
-        """RL steps finished, and those in the newest checkpoint."""
+        """RL steps that are finished, and RL steps in the newest checkpoint."""
         self._writing: tuple[int, Path, Callable[[Path], None]] | None = None
         """RL steps in the checkpoint that is being written, its path, and the function that writes it."""
         self._progress: dict[str, Any] = {}
-        """Entries of a checkpoint as they were when the last step was finished, but for the weights."""
+        """Entries of a checkpoint at the end of the last finished step, without the weights."""
         self._weights: dict[str, Any] = {}
         """Weights before the first of several updates of a logical batch."""
 
@@ -65,7 +67,7 @@ class Checkpoint(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         strategy: Any = trainer.strategy
-        several = strategy.updates_done == 0 and strategy.spec.updates_per_batch > 1
+        several = strategy.state.updates_done == 0 and strategy.spec.updates_per_batch > 1
         if several and self._finished > self._saved and strategy.engine.policy.lora is not None:
             dumped = _dump(trainer)
             kept = {name: dumped[name] for name in ("state_dict", "optimizer_states", "algorithm")}
@@ -75,7 +77,7 @@ class Checkpoint(pl.Callback):
         if not isinstance(exception, StepGivenUp):
             return
         self._settle(trainer)
-        version = trainer.strategy.version  # type: ignore[attr-defined]
+        version = trainer.strategy.state.version  # type: ignore[attr-defined]
         if version > self._finished:  # the evaluation after that step was given up
             self._begin(trainer, version, trainer.save_checkpoint)
         elif self._finished > self._saved:
@@ -111,13 +113,14 @@ class Checkpoint(pl.Callback):
         self._writing = step, path, write
 
     def _written(self, trainer: pl.Trainer) -> bool:
-        """Whether the checkpoint in writing is complete, or has failed, by the word of every trainer."""
+        """Return whether the checkpoint in progress is complete or has failed on every trainer."""
         strategy: Any = trainer.strategy
-        here = strategy.saving is None or strategy.saving.future.done()
+        writing = strategy.parts.checkpoints.writing
+        here = writing is None or writing.future.done()
         return self._writing is not None and strategy.reduce_boolean_decision(here, all=True)
 
     def _settle(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Wait for the checkpoint in writing; the last one of a run is tried again when it fails."""
+        """Wait for the checkpoint in progress. The last checkpoint of a run is tried again when it fails."""
         if self._writing is None:
             return
         (step, path, write), self._writing = self._writing, None
@@ -150,12 +153,12 @@ class Checkpoint(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         torch.set_rng_state(checkpoint[KEY]["rng"])
-        trainer.strategy.previous = checkpoint[KEY]["previous"] or None  # type: ignore[attr-defined]
-        trainer.strategy.shares.load(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
+        trainer.strategy.state.previous = checkpoint[KEY]["previous"] or None  # type: ignore[attr-defined]
+        trainer.strategy.parts.shares.load(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
 
 
 def _pauses(seconds: float) -> list[float]:
-    """Return pauses between tries that take `seconds` at most: each twice as long as the one before, up to a minute."""
+    """Return the pauses between tries, at most `seconds` in all. Each doubles the pause before, up to a minute."""
     pauses: list[float] = []
     while sum(pauses) + (pause := min(2.0 ** len(pauses), 60.0)) <= seconds:
         pauses.append(pause)
@@ -163,7 +166,7 @@ def _pauses(seconds: float) -> list[float]:
 
 
 def _failure(trainer: pl.Trainer, path: Path) -> str | None:
-    """Wait for the checkpoint in writing; return why it could not be written, None if it was."""
+    """Wait for the checkpoint in progress; return why it could not be written, or None if it was written."""
     try:
         trainer.strategy.saved()  # type: ignore[attr-defined]
     except OSError as error:
@@ -172,7 +175,7 @@ def _failure(trainer: pl.Trainer, path: Path) -> str | None:
 
 
 def _told(path: Path, error: OSError) -> str:
-    """What could not be written and why, how much is free, and what there is to go on from."""
+    """Return a sentence about a failed checkpoint: the cause, the free space, and the checkpoints that remain."""
     newest = path.with_name("last")
     older = f"the newest whole one is {newest.resolve().name}" if newest.exists() else "there is no older one"
     cause = f"{error.strerror or error} ({free_space(path.parents[1])})"
@@ -183,12 +186,12 @@ def _own(trainer: pl.Trainer) -> dict[str, Any]:
     strategy: Any = trainer.strategy
     return {
         "rng": torch.get_rng_state(),
-        "version": strategy.version,
-        "previous": strategy.previous or {},
-        "shares": strategy.shares.state(strategy.version),
+        "version": strategy.state.version,
+        "previous": strategy.state.previous or {},
+        "shares": strategy.parts.shares.state(strategy.state.version),
     }
 
 
 def _dump(trainer: pl.Trainer) -> dict[str, Any]:
-    """The checkpoint of this moment. A collective of the trainers where weights are sharded."""
+    """Return the checkpoint of this moment. This is a collective of the trainers if weights are sharded."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

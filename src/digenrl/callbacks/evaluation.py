@@ -1,4 +1,4 @@
-"""Evaluation: the same prompts and noise before, during and after training, scored by judges that nobody optimises."""
+"""Evaluate the same prompts and noise before, during and after training, with scorers that are never optimised."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from digenrl.rollout.evaluation import FixedSamples, Pictures, Piece, ReferenceS
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
-"""(media [N, ...] in [0, 1], N prompts) -> name -> value; names become keys of the eval line."""
+"""Function (media [N, ...] in [0, 1], N prompts) -> {name: value}. Names become keys of the eval line."""
 
 
 def measure(
     pictures: Pictures, weights: Mapping[str, float], statistics: Sequence[Statistic] = (), heldout: str | None = None
 ) -> dict[str, float]:
-    """The numbers of an eval line.
+    """Return the numbers of an eval line.
 
-    `reward` is the weighted sum of the optimised rewards' means, `reward/<name>` their means; every reward without
-    weight is `heldout/<name>`, and `heldout` repeats the one that is named (None: the first). `missing` counts NaN
-    scores, which no mean includes. `kl` is there where it was measured: nats per sample between policy and base model.
+    `reward/<name>` is the mean of an optimised reward, and `reward` the weighted sum of these means. `heldout/<name>`
+    is the mean of a reward without weight. `heldout` repeats the one that the argument names (None: the first).
+    `missing` counts NaN scores, which no mean includes. `kl`, if it was measured, is in nats per sample between policy
+    and base model.
 
     Raises:
         ValueError: `heldout` names no reward without weight, or two statistics give the same key.
@@ -70,8 +71,10 @@ def measure(
 
 
 def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
-    """Write the first `per_prompt` pictures of each prompt: `media` uint8 [N, ...], `prompts` (N texts), scores [N];
-    where every prompt names an image, also `sources` uint8 [N, 3, H, W].
+    """Write the first `per_prompt` pictures of each prompt.
+
+    The file holds `media` uint8 [N, ...], `prompts` (N texts) and scores [N]. If every prompt names an image, it also
+    holds `sources` uint8 [N, 3, H, W].
 
     Raises:
         OSError: the file cannot be written; no part of the file stays.
@@ -96,7 +99,8 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
 
 
 def fitted_sources(pictures: Pictures) -> list[NDArray[np.uint8]] | None:
-    """[3, H, W] of each sample: the image that its prompt names, as large as the sample; None where one names none."""
+    """Return [3, H, W] for each sample: the image of its prompt, as large as the sample; None if a prompt names
+    none."""
     height, width = pictures.media.shape[-2:]
     uids = [prompt.uid for prompt in pictures.prompts]
     fitted: dict[int, NDArray[np.uint8]] = {}
@@ -108,32 +112,38 @@ def fitted_sources(pictures: Pictures) -> list[NDArray[np.uint8]] | None:
 
 
 class Evaluation(pl.Callback):
-    """Samples fixed prompts with fixed noise at the start, every `every` RL steps and after the last one.
+    """Callback that samples fixed prompts with fixed noise at the start, every `every` RL steps and after the last
+    step.
 
-    Sampling is the plain ODE (`RolloutEngine.evaluate`); its noise depends on (seed, prompt, sample) alone and touches
-    no generator of the run: evaluating more or less often changes no weight. Where `allocation.evaluation` says so,
-    rollouts draw and score the prompts while the trainers go on, which wait for the last of them before their next
-    update. Otherwise prompts are spread over trainer ranks, and every rank makes equally many forwards, as sharded
-    weights need. Global rank zero writes one line of kind "eval" to metrics.jsonl, `samples/eval-<rl_step>.npz`, and
-    `eval/...` to the loggers. Pictures are rounded to 8 bits before the statistics, so that these can be recomputed
-    from the file when it holds every sample.
+    Sampling is the plain ODE (`RolloutEngine.evaluate`). The noise depends on (seed, prompt, sample) only and uses no
+    random generator of the run, so evaluating more or less often changes no weight.
+
+    With `allocation.evaluation=rollouts`, rollouts draw and score the prompts while trainers go on. Trainers wait for
+    the last prompt before their next update. Otherwise prompts are spread over trainer ranks, and every rank makes
+    equally many forwards, as sharded weights need.
+
+    Global rank zero writes a line of kind "eval" to metrics.jsonl, `samples/eval-<rl_step>.npz`, and `eval/...` to the
+    loggers. Pictures are rounded to 8 bits before the statistics. So statistics can be recomputed from the file if it
+    holds every sample.
 
     Args:
-        prompts: a prompt file or the name of one of the project's sets: the training prompts.
-        heldout_prompts: the same, evaluated in their place; None = none are held out.
-        samples_per_prompt: samples of each.
+        prompts: the training prompts: a prompt file, or the name of one of the project's sets.
+        heldout_prompts: prompts to evaluate in place of the training prompts; None = no held-out prompts.
+        samples_per_prompt: samples of each prompt.
         every: RL steps between evaluations; 0 = only before and after.
-        max_prompts: evaluate the first so many; None = all.
-        seed: of the noise; the same in every run, so that runs compare sample by sample.
+        max_prompts: number of prompts to evaluate, the first of the file; None = all.
+        seed: seed of the noise. It is equal in every run, so that runs compare sample by sample.
         steps: ODE steps; None = `sampling.eval.steps`.
         heldout_reward: the reward without weight that becomes `heldout`; None = the first.
         statistics: more numbers per evaluation, for example `reward_models.digit_judge.DigitStatistics`.
         saved_per_prompt: pictures of each prompt in the npz file.
-        shown_prompts: the first so many go to the loggers as pictures, and the best and worst samples; 0 = no pictures.
-        shown_samples: pictures of each of them, of the best and of the worst.
-        kl_samples: of each prompt (at most all), whose divergence from the base model becomes `kl`: trajectories with
-            noise, two forwards a step (`RolloutEngine.divergence`); 0 = it is not measured, nor without a base model
-            (all weights are trained and `model.keep_reference` is false).
+        shown_prompts: number of first prompts whose pictures go to the loggers, with the best and worst samples; 0 = no
+            pictures.
+        shown_samples: pictures of each shown prompt, of the best samples and of the worst.
+        kl_samples: samples of each prompt (at most all) from which `kl`, the divergence from the base model, is
+            measured. They are trajectories with noise and take two forwards a step (`RolloutEngine.divergence`). 0 =
+            `kl` is not measured. It is not measured either without a base model (all weights are trained and
+            `model.keep_reference` is false).
 
     Raises:
         ValueError: a count out of range.
@@ -176,11 +186,11 @@ class Evaluation(pl.Callback):
         self._first: Pictures | None = None
         self._reference_samples = ReferenceSamples()
         self._open: int | None = None
-        """RL step whose weights rollouts evaluate at present."""
+        """RL step whose weights rollouts are evaluating, or None."""
 
     @property
     def drawn(self) -> FixedSamples:
-        """What every evaluation draws."""
+        """Samples that every evaluation draws."""
         return FixedSamples(tuple(self.prompts), self.samples_per_prompt, self.seed, self.steps, self.kl_samples)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -206,8 +216,8 @@ class Evaluation(pl.Callback):
         return self.every > 0 and rl_step % self.every == 0
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
-        """Have rollouts evaluate the present weights, or do so here."""
-        evaluations: Any = getattr(trainer.strategy, "evaluations", None)
+        """Let rollouts evaluate the present weights, or evaluate them here."""
+        evaluations: Any = getattr(getattr(trainer.strategy, "parts", None), "evaluations", None)
         if evaluations is not None and evaluations.on_rollouts:
             evaluations.open(rl_step)
             self._open = rl_step
@@ -220,13 +230,14 @@ class Evaluation(pl.Callback):
         self._tell(trainer, rl_step, pictures, numbers, [self._reference_samples.look(pictures, _engine(trainer))])
 
     def _finish(self, trainer: pl.Trainer) -> None:
-        """Wait for the evaluation in progress, if there is one. All trainers come here with the weights it is of."""
+        """Wait for the evaluation in progress, if there is one. All trainers still hold the weights that it
+        evaluates."""
         if self._open is not None:
             rl_step, self._open = self._open, None
-            trainer.strategy.evaluations.finish(partial(self._assemble, trainer, rl_step))  # type: ignore[attr-defined]
+            trainer.strategy.parts.evaluations.finish(partial(self._assemble, trainer, rl_step))  # type: ignore[attr-defined]
 
     def _assemble(self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Piece], missing: Sequence[int]) -> None:
-        """Write the evaluation of `pieces`, which trainer 0 has, and of those `missing`, which trainers make first."""
+        """Write the evaluation of `pieces` on trainer 0 and of the `missing` pieces, which trainers make first."""
         with _span(trainer, rl_step):
             own = self._sampled(trainer, missing) if missing else None
             if not trainer.is_global_zero:
@@ -240,8 +251,8 @@ class Evaluation(pl.Callback):
 
     def _sampled(self, trainer: pl.Trainer, pieces: Sequence[int]) -> Pictures:
         """Make `pieces` with all trainers together, and return their pictures on every trainer."""
-        stop_vote = getattr(trainer.strategy, "stop_vote", None)
-        begin = (lambda: None) if stop_vote is None else stop_vote.begin
+        parts: Any = getattr(trainer.strategy, "parts", None)
+        begin = (lambda: None) if parts is None else parts.stop_vote.begin
         with getattr(trainer.lightning_module, "averaged", nullcontext)():  # the moving average, where there is one
             local = self.sample(_engine(trainer), trainer.global_rank, trainer.world_size, begin, pieces)
         begin()
@@ -255,7 +266,8 @@ class Evaluation(pl.Callback):
         numbers: Mapping[str, float],
         looked: Iterable[Mapping[str, Tensor]],
     ) -> None:
-        """Write and log an evaluation; `looked`: `Piece.reference_scores` of everybody who has looked."""
+        """Write and log an evaluation. `looked` has `Piece.reference_scores` of every rank that scored reference
+        samples."""
         run_dir, weights = Path(trainer.default_root_dir), _engine(trainer).reward_weights
         samples = run_dir / SAMPLES / f"eval-{rl_step}.npz"
         try:
@@ -291,7 +303,7 @@ class Evaluation(pl.Callback):
         weights: Mapping[str, float],
         changed: Iterable[Alarm],
     ) -> None:
-        """Compare with this process's first evaluation, and write what is suspicious to events.jsonl."""
+        """Compare with this process's first evaluation, and write suspicious changes to events.jsonl."""
         found: list[Alarm] = []
         if self._first is None:
             self._first = pictures
@@ -310,8 +322,10 @@ class Evaluation(pl.Callback):
         before_step: Callable[[], None] = lambda: None,
         pieces: Sequence[int] | None = None,
     ) -> Pictures:
-        """Rank `rank`'s share of the prompts `pieces` (None: of all); with one rank all of them, in this order.
-        `before_step`: as in `RolloutEngine.evaluate`."""
+        """Sample rank `rank`'s share of the prompts `pieces` (None: of all prompts), in this order.
+
+        `before_step` is as in `RolloutEngine.evaluate`.
+        """
         pieces = range(len(self.prompts)) if pieces is None else pieces
         share = -(-len(pieces) // ranks)
         # A rank without a prompt of its own repeats one: sharded weights need the same forwards everywhere.
@@ -319,11 +333,11 @@ class Evaluation(pl.Callback):
         return self.drawn.draw(engine, mine, before_step)
 
     def measure(self, engine: RolloutEngine, pictures: Pictures) -> dict[str, float]:
-        """The numbers of an eval line; see the function `measure`."""
+        """Return the numbers of an eval line; see the function `measure`."""
         return measure(pictures, engine.reward_weights, self.statistics, self.heldout_reward)
 
     def _gather(self, trainer: pl.Trainer, local: Pictures, pieces: Sequence[int]) -> Pictures:
-        """The pictures of all ranks, on every rank; the repeated ones come last and are cut off."""
+        """Return the pictures of all ranks, on every rank. Repeated pictures come last and are cut off."""
         rows = len(pieces) * self.samples_per_prompt
         return Pictures(
             media=_gathered(trainer, local.media)[:rows],
@@ -343,7 +357,7 @@ def _engine(trainer: pl.Trainer) -> RolloutEngine:
 
 
 def _lacks(trainer: pl.Trainer, rl_step: int) -> bool:
-    """Whether the run was resumed before the evaluation of `rl_step` had been written; asked of trainer 0."""
+    """Return whether the run was resumed before the evaluation of `rl_step` was written, as trainer 0 sees it."""
     path = Path(trainer.default_root_dir) / METRICS
     if not trainer.is_global_zero or not path.exists():
         return trainer.is_global_zero
@@ -352,7 +366,7 @@ def _lacks(trainer: pl.Trainer, rl_step: int) -> bool:
 
 
 def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
-    """[n, ...] of each rank -> [ranks * n, ...] on the CPU, in rank order. A collective of the trainers."""
+    """Gather [n, ...] of each rank to [ranks * n, ...] on the CPU, in rank order. A collective of the trainers."""
     if trainer.world_size == 1:
         return local
     with _waiting(trainer):
@@ -361,12 +375,12 @@ def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
 
 
 def _waiting(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """Inside, this trainer waits for a slower one, where the strategy keeps a timeline."""
+    """Mark the body as a wait for a slower trainer, if the strategy keeps a timeline."""
     spans = getattr(trainer.strategy, "spans", None)
     return nullcontext() if spans is None else spans.stage("wait straggler")
 
 
 def _span(trainer: pl.Trainer, rl_step: int) -> AbstractContextManager[Any]:
-    """The run's timeline entry of this evaluation, where the strategy keeps a timeline."""
+    """Mark the body as this evaluation in the run's timeline, if the strategy keeps one."""
     spans = getattr(trainer.strategy, "spans", None)
     return nullcontext() if spans is None else spans.span("eval", step=rl_step)

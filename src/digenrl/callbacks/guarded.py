@@ -1,4 +1,4 @@
-"""Loggers that can neither stop nor slow a run: metrics.jsonl is complete without them."""
+"""Keep loggers from stopping or slowing a run. metrics.jsonl is complete without them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from digenrl.record.run_dir import LOGGER, append_event
 
 
 class Guarded(Logger):
-    """Another logger, called in a thread of its own: what it raises is counted, and while it is slow or hangs the lines
-    wait, or are dropped and counted. The first failure and their number at the end become events of kind "logger".
+    """Logger that calls another logger in a separate thread.
+
+    Exceptions of the other logger are counted. While it is slow or hangs, lines wait, or are dropped and counted. The
+    first failure, and the number of failures at the end, become events of kind "logger".
 
     Args:
-        logger: the one that logs.
-        key: its name in the configuration.
-        run_dir: where the events go.
-        pending: calls that may wait.
-        finish_s: seconds that the logger gets at the end for the calls that wait.
+        logger: the other logger.
+        key: name of the other logger in the configuration.
+        run_dir: run directory for the events.
+        pending: most calls that may wait.
+        finish_s: seconds that the logger gets at the end for the waiting calls.
     """
 
     def __init__(
@@ -52,14 +54,14 @@ class Guarded(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The logger's own; who uses it is not guarded."""
+        """The other logger's experiment. Its use is not guarded."""
         return self._logger.experiment  # type: ignore[attr-defined]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._order(lambda: self._logger.log_metrics(dict(metrics), step))
 
     def log_pictures(self, shown: Shown, step: int) -> None:
-        """Tiles of an evaluation, where the logger has a place for them."""
+        """Log tiles of an evaluation, if the logger can show pictures."""
         self._order(lambda: log_pictures(self._logger, shown, step))
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -69,7 +71,7 @@ class Guarded(Logger):
         self._order(self._logger.save)
 
     def finalize(self, status: str) -> None:
-        """Let the logger write what waits, for `finish_s` at most."""
+        """Let the logger write the waiting calls, for `finish_s` seconds at most."""
         deadline, done = time.monotonic() + self._finish_s, threading.Event()
         try:
             self._calls.put(lambda: self._logger.finalize(status), timeout=self._finish_s)

@@ -1,4 +1,4 @@
-"""Weights & Biases without a key or a server. (TensorBoard and CSV are Lightning's own.)"""
+"""Weights & Biases that works without a key or a server. (TensorBoard and CSV loggers are Lightning's.)"""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_warn
 
 _TROUBLE = (wandb.errors.Error, OSError, TimeoutError)
-"""What W&B raises when its server or its helper process is away."""
+"""Exceptions of W&B when its server or its helper process cannot be reached."""
 
 
 def has_key() -> bool:
-    """Whether W&B would find a login: WANDB_API_KEY, or an entry of its host in the netrc file."""
+    """Return whether W&B would find a login: WANDB_API_KEY, or an entry of its host in the netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or "api.wandb.ai"
@@ -30,17 +30,17 @@ def has_key() -> bool:
 
 
 class WandbLogger(pl_loggers.WandbLogger):
-    """Lightning's W&B logger, offline unless a key is there.
+    """Lightning's W&B logger, offline unless there is a key.
 
-    Offline runs lie in `<save_dir>/wandb`; `wandb sync <directory>` uploads them later. If the server cannot be reached
-    at the start the run is recorded offline.
+    Offline runs are in `<save_dir>/wandb`; `wandb sync <directory>` uploads them later. If the server cannot be reached
+    at the start, the run is recorded offline.
 
     Args:
         save_dir: the run directory.
         project: W&B project.
-        name: of the run; None = the run directory's name.
-        offline: None = online exactly if a key is there (and WANDB_MODE does not say otherwise).
-        timeout_s: patience for the server at the start and for the last upload at the end.
+        name: name of the run; None = the run directory's name.
+        offline: whether to record offline; None = online exactly if there is a key (and WANDB_MODE does not forbid it).
+        timeout_s: seconds to wait for the server at the start and for the last upload at the end.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WandbLogger(pl_loggers.WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The W&B run, made on first use; recorded offline when the server does not answer."""
+        """W&B run, made on first use; recorded offline if the server does not answer."""
         try:
             return super().experiment
         except _TROUBLE as error:

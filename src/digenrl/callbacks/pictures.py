@@ -1,4 +1,4 @@
-"""The pictures of an evaluation in TensorBoard and Weights & Biases: the same prompts and noise from step to step."""
+"""Show pictures of an evaluation in TensorBoard and W&B: the same prompts and noise from step to step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from digenrl import gallery
 from digenrl.gallery import Tile
 
 Shown = Mapping[str, Sequence[Tile]]
-"""Key in the loggers -> its tiles. A key names the same prompt at every evaluation."""
+"""Key in the loggers -> tiles. A key names the same prompt at every evaluation."""
 
 
 def chosen(
@@ -25,8 +25,11 @@ def chosen(
     samples: int,
     sources: Sequence[NDArray[np.uint8]] | None = None,
 ) -> dict[str, tuple[Tile, ...]]:
-    """What loggers show of an evaluation: the first `samples` of the first `keep` prompts, and as many of the best and
-    the worst, each beside its source where prompts name images."""
+    """Return the pictures of an evaluation for the loggers.
+
+    They are the first `samples` pictures of the first `keep` prompts, and as many of the best and of the worst samples.
+    Each is beside its source if prompts name images.
+    """
     shown = {}
     for place, (prompt, rows) in enumerate(list(gallery.by_prompt(prompts).items())[:keep]):
         shown[f"eval/{place:02d} {prompt[:40]}"] = gallery.tiles(media, prompts, score, rows[:samples], sources)
@@ -37,8 +40,11 @@ def chosen(
 
 
 def log_pictures(logger: Logger, shown: Shown, step: int) -> None:
-    """Hand tiles to a logger that has a place for pictures. TensorBoard gets a sheet of each key, a video as a strip of
-    frames; W&B each picture by itself with score and prompt, a video as MP4."""
+    """Give tiles to a logger that can show pictures.
+
+    TensorBoard gets one sheet per key, with a video as a strip of frames. W&B gets each picture by itself with score
+    and prompt, and a video as MP4.
+    """
     for key, tiles in shown.items():
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(key, np.asarray(gallery.sheet(tiles)), step, dataformats="HWC")

@@ -1,4 +1,4 @@
-"""The recorder: what the trainers know about each RL step, as lines of the run directory."""
+"""Recorder of the trainers' metrics and events in the run directory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from digenrl.types import StepGivenUp
 
 
 class Recorder(pl.Callback):
-    """One line of metrics.jsonl per RL step (a Lightning epoch), and of events.jsonl for what happens to the trainers.
+    """Callback that writes a line of metrics.jsonl per RL step (a Lightning epoch), and the trainers' events.
 
-    Global rank zero writes the metrics, every rank its own failure. Always on, whatever loggers are configured. The
-    run's directory is the Trainer's `default_root_dir`.
+    Global rank zero writes the metrics, and every rank its own failure. The recorder is always on, whatever loggers are
+    configured. The run's directory is the Trainer's `default_root_dir`.
     """
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ class Recorder(pl.Callback):
 
 
 def _is_pace(name: str) -> bool:
-    """Whether a fact of a step belongs to the speed of the run: what loggers get besides what the algorithm logs."""
+    """Return whether a metric is about the run's speed. Loggers get these in addition to the algorithm's metrics."""
     return name in ("step_s", "samples_per_s", "predicted_step_s") or name.startswith("bubble/")
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The single numbers of Lightning's metrics, without the `_step` and `_epoch` twins of a name that is there too."""
+    """Return Lightning's scalar metrics, without the `_step` and `_epoch` copies of a name that is present itself."""
     values: dict[str, float] = {}
     for name, value in metrics.items():
         base = name.removesuffix("_step").removesuffix("_epoch")
@@ -92,9 +92,9 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _first_ratio_deviation(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, float]:
-    """max |ratio - 1| before the first optimizer step, over all trainer ranks; {} for an algorithm without ratios.
+    """Return max |ratio - 1| before the first optimizer step over all trainer ranks; {} for algorithms without ratios.
 
-    Called by every rank: the maximum is a collective of the trainers.
+    Every rank must call this, because the maximum is a collective of the trainers.
     """
     deviation = getattr(pl_module, "first_ratio_max_dev", None)
     if deviation is None:

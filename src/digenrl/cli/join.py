@@ -19,8 +19,8 @@ from pathlib import Path
 from pydantic import Field
 
 from digenrl import config as configuration
-from digenrl.cluster.access import ACCESS, Access, take_access
-from digenrl.cluster.signals import StopSignals, outlast_terminal
+from digenrl.cluster.access import ACCESS, Access, read_access
+from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.config.help import Arguments, RunDirectory, own_command
 from digenrl.config.stored import disagreements, identity
 from digenrl.record.run_dir import SUMMARY
@@ -99,7 +99,7 @@ def _access(request: Request) -> Access:
         ValueError: the run is not running, or `address` is malformed.
     """
     try:
-        access = take_access(request.run)
+        access = read_access(request.run)
     except FileNotFoundError:
         raise ValueError(f"{request.run}: {_why_closed(request.run)}") from None
     if token := os.environ.get(TOKEN):
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     0: the run is complete, or goes on without this rollout, which was asked to leave. 1: the rollout ended before the
     run did. 2: the rollout could not join.
     """
-    outlast_terminal()
+    ignore_closed_terminal()
     with StopSignals() as signals:
 
         def work(request: Request, words: list[str]) -> None:

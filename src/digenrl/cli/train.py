@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 
-from digenrl.cluster.signals import StopSignals, outlast_terminal
+from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.extension import extension
 
 
@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
     """Run once (or, with -m, once per combination); return the exit code, 128 + n after signal n."""
     with StopSignals() as signals:  # nothing else is imported before signals are taken
         signals.leave_after(0, 2, "stopped by {signal}; no rank was running")
-        outlast_terminal()
+        ignore_closed_terminal()
         from digenrl.config.loading import is_multirun
 
         return sweep(words) if is_multirun(words) else train(words, signals)

@@ -27,7 +27,7 @@ class Access:
     """Identifier of the scheduler's job; empty unless torchrun or SLURM started the ranks."""
 
 
-def leave_access(run_dir: Path, access: Access) -> None:
+def write_access(run_dir: Path, access: Access) -> None:
     """Write the access file, readable by this user alone."""
     (run_dir / ACCESS).unlink(missing_ok=True)
     # O_EXCL with mode 600 from the start: the token is never in a file that somebody else made or can read.
@@ -36,7 +36,7 @@ def leave_access(run_dir: Path, access: Access) -> None:
         json.dump(asdict(access), file)
 
 
-def take_access(run_dir: Path) -> Access:
+def read_access(run_dir: Path) -> Access:
     """Read the access file of a run.
 
     Raises:

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from digenrl.cluster.access import ACCESS, Access, leave_access, take_access
+from digenrl.cluster.access import ACCESS, Access, read_access, write_access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, Outcome
@@ -244,7 +244,7 @@ def attach(
             monitor = monitored(partial(on_hang, run_dir))  # forked before the store has threads
             ended.callback(monitor.stop)
             server = StoreServer(network.listen(host), handshake)
-            leave_access(run_dir, Access(server.host, server.port, handshake.token, time.time(), place.prefix))
+            write_access(run_dir, Access(server.host, server.port, handshake.token, time.time(), place.prefix))
             notices.set("run_dir", str(run_dir))
         run_dir = _learn_run_dir(notices, place, limits.start_s)
         session = replace(_session(run_dir, place, handshake), host=host, network=network, limits=limits)
@@ -372,9 +372,9 @@ def _session(run_dir: Path, place: Place, handshake: Handshake) -> Session:
     """Return the session that the access file of process 0 describes.
 
     Raises:
-        ValueError: as `take_access`; or the directory belongs to another job, so process 0 did not announce it.
+        ValueError: as `read_access`; or the directory belongs to another job, so process 0 did not announce it.
     """
-    access = take_access(run_dir)
+    access = read_access(run_dir)
     if access.prefix != place.prefix:
         raise ValueError(f"{run_dir} is in use by the job {access.prefix}, this process belongs to {place.prefix}.")
     return Session(

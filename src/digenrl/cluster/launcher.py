@@ -30,7 +30,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from digenrl.cluster.access import ACCESS, Access, leave_access
+from digenrl.cluster.access import ACCESS, Access, write_access
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
@@ -53,7 +53,7 @@ EXIT_STOPPED = 75
 """Exit code of a run that asked to stop itself (EX_TEMPFAIL: fix the cause, then resume)."""
 
 
-class NoPlace(RuntimeError):
+class PlacementError(RuntimeError):
     """Ranks cannot start where they should. The message has the reason and the remedy."""
 
 
@@ -214,14 +214,14 @@ def launch(spec: Launch) -> Outcome:
             ended.callback(server.close)
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
             control.set(CREDENTIALS, json.dumps(spec.credentials))
-            leave_access(spec.run_dir, Access(host, port, spec.handshake.token, epoch))
+            write_access(spec.run_dir, Access(host, port, spec.handshake.token, epoch))
             ended.callback((spec.run_dir / ACCESS).unlink, missing_ok=True)
             for rank in ranks:
                 control.set(heartbeat_key(rank), "0")
             terms = Terms(spec.trainers, spec.rollouts, spec.max_lost, spec.patience_s, spec.fewest)
             members = Members(control, server, terms, spec.run_dir, spec.limits, ranks)
             outcome = _Watch(spec, ranks, control, members).run()
-        except NoPlace as error:
+        except PlacementError as error:
             outcome = Outcome("failed", str(error), 1)
         except Exception as error:
             outcome = _own_failure(error, logs)
@@ -271,10 +271,10 @@ def _child(
     if os.getppid() != launcher:
         os._exit(1)
     forget()
-    os._exit(live(rank_main, world, session))  # interpreter shutdown would wait for threads that wait for peers
+    os._exit(run_rank(rank_main, world, session))  # interpreter shutdown would wait for threads that wait for peers
 
 
-def live(rank_main: RankMain, world: World, session: Session) -> int:
+def run_rank(rank_main: RankMain, world: World, session: Session) -> int:
     """Run a rank in this process and return its exit code. Output goes to the rank's log, an error to the launcher."""
     log = session.run_dir / "logs" / f"rank-{world.rank:03d}.log"
     keep_memory()

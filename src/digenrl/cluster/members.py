@@ -133,7 +133,7 @@ class Members:
         """
         left = rank in self._granted and self._control.get(f"left/{rank}") is not None
         # First of all: a rank that only seems dead must not finish a task that somebody else is given.
-        self._server.shut_out(rank)
+        self._server.exclude(rank)
         said, claims = self._control.get(f"cause/{rank}"), Claims(StoredClaims(self._control), rank=-1)
         cause = f"left: {self._granted[rank]}" if left else said or cause
         self._last_cause, self._hopeless = f"{self.name(rank)} {cause}", said is not None

@@ -124,7 +124,7 @@ class StopSignals:
                 os._exit(128 + number)
 
 
-def outlast_terminal() -> None:
+def ignore_closed_terminal() -> None:
     """Discard output to a terminal that is gone, or to a pipe that nobody reads, instead of failing."""
 
     def attempt(descriptor: int, call: Callable[..., Any], *args: Any) -> Any:

@@ -53,7 +53,7 @@ class StoreServer:
         with self._lock:
             return {rank for rank, sockets in self._open.items() if sockets}
 
-    def shut_out(self, rank: int) -> None:
+    def exclude(self, rank: int) -> None:
         """Answer no request of `rank` from now on, and close its connections."""
         with self._lock:
             self._out.add(rank)
@@ -70,7 +70,7 @@ class StoreServer:
             while True:
                 request = frames.receive()
                 with self._lock:
-                    # Under the same lock as `shut_out`: no request takes effect after that call has returned.
+                    # Under the same lock as `exclude`: no request takes effect after that call has returned.
                     if rank in self._out:
                         return
                     answer = self._answer(*request)

@@ -27,6 +27,8 @@ from digenrl.record.redact import redact, redact_text
 from digenrl.record.run_dir import CONFIG
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#\s]*)", re.IGNORECASE)
+_HOST_PORT = re.compile(r"(?!(?:cpu|cuda):\d+$)(?:[\w.-]+|\[[0-9a-f:.]+\]):\d{1,5}", re.IGNORECASE)
+"""A whole value HOST:PORT, as in `ray.address`; `cuda:0` is a device."""
 _RESUMED = "a resumed run keeps what its checkpoint was trained with"
 REPLAYED = "the record holds what was sampled with the stored value"
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
@@ -127,11 +129,18 @@ def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[
 
 
 def _hosts(tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, host and port as written) of every URL in `tree` that leads to another machine."""
+    """Yield (dotted path, host and port as written) of every URL and HOST:PORT that leads to another machine."""
     for path, value in nodes(tree):
-        for host in _URL.findall(value) if isinstance(value, str) else ():
+        text = value.strip() if isinstance(value, str) else ""
+        named = [text] if _HOST_PORT.fullmatch(text) or (path == "ray.address" and _is_host(text)) else []
+        for host in [*named, *_URL.findall(text)]:
             if not _LOOPBACK.fullmatch(host):
                 yield path, redact_text(host)
+
+
+def _is_host(address: str) -> bool:
+    """Whether Ray's `address` names a machine, not a cluster to be found or started on this machine, nor a URL."""
+    return address not in ("", "auto", "local") and "://" not in address
 
 
 def changes(

@@ -1,9 +1,10 @@
 """Prompt files: their places and their format. Standard library only (no torch).
 
-`.txt` holds one prompt a line; `.jsonl` one object `{prompt, negative?, target?, id?, ...metadata}` a line, with images
-as paths relative to the file: `image` (or `images`, a list), `last_image`, `target_image`. Blank lines are skipped; a
-byte order mark and CRLF are accepted. Text is kept as written: no Unicode normalisation. A file is checked line by line
-and stays on disk: in memory are the places of its lines. The files beside this module are the project's own sets;
+`.txt` holds one prompt per line. `.jsonl` holds one object `{prompt, negative?, target?, id?, ...metadata}` per line,
+with images as paths relative to the file: `image` (or `images`, a list), `last_image`, `target_image`. Blank lines are
+skipped. A byte order mark and CRLF are accepted. Text is kept as written, without Unicode normalisation. A file is
+checked line by line and stays on disk; only the offsets of its lines are in memory.
+ The files beside this module are the project's own sets;
 `python -m digenrl.extensions.tasks.generate_prompts` writes them again.
 """
 
@@ -21,27 +22,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from digenrl.images import ROLES, ImageLimits, PromptImage, read_image
+from digenrl.images import ROLES, ImageLimits, PromptImage, open_regular, read_image
 
 DIRECTORY = Path(__file__).resolve().parent
 SUFFIXES = (".txt", ".jsonl")
 FIELDS = ("prompt", "negative", "target", "images", *ROLES)
-"""Fields of a .jsonl line that have a meaning here; all others are metadata, unless they look like one of these
-misspelt."""
+"""Fields of a .jsonl line that have a meaning here. All others are metadata, unless they look like a misspelt field."""
 MAX_CHARACTERS = 10_000
-"""Longest accepted prompt. Text encoders cut at 77 to 512 tokens, so that a longer line is a damaged file."""
+"""Longest accepted prompt. Text encoders cut at 77 to 512 tokens, so a longer line means a damaged file."""
 _MAX_LINE_BYTES = 1 << 20
 _MAX_PROBLEMS = 20
 _BLANKS = b" \t\r\n\v\f"
 
 
 class PromptFileError(ValueError):
-    """A prompt file that cannot be used; the message names file and line of every problem (the first twenty)."""
+    """A prompt file cannot be used. The message names file and line of each problem (the first twenty)."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A prompt as a line of a prompt file gives it."""
+    """A prompt as written in a line of a prompt file."""
 
     text: str
     line: int
@@ -49,22 +49,22 @@ class Record:
     negative: str | None = None
     target: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Every other field, `id` included."""
+    """Every other field, including `id`."""
     images: tuple[PromptImage, ...] = ()
-    """In the order of `images.ROLES`."""
+    """Images in the order of `images.ROLES`."""
 
 
 class Records(Sequence[Record]):
-    """The prompts of a file that `read` has checked, each read again from its line when it is asked for."""
+    """Prompts of a file that `read` has checked. Each is read again from its line when it is needed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines, self._offsets, self._digests = array("q"), array("q"), array("Q")
         self._kept: dict[int, Record] = {}
-        """Records with images, by uid. Other contents of the image files must not change a record."""
+        """Records with images, by uid. They are kept because image files that change later must not change a record."""
 
     def add(self, record: Record, offset: int, raw: bytes) -> None:
-        """One more: the line `raw`, which begins at byte `offset`."""
+        """Add the record of line `raw`, which begins at byte `offset`."""
         if record.images:
             self._kept[len(self)] = record
         self._lines.append(record.line)
@@ -81,7 +81,7 @@ class Records(Sequence[Record]):
     def __getitem__(self, index: slice) -> tuple[Record, ...]: ...
 
     def __getitem__(self, index: int | slice) -> Record | tuple[Record, ...]:
-        """Raises PromptFileError where the file is gone, or has another line there than when it was checked."""
+        """Return a record. Raises PromptFileError if the file is gone or the line has changed since the check."""
         if isinstance(index, slice):
             return tuple(self._at(range(*index.indices(len(self)))))
         return next(self._at([range(len(self))[index]]))
@@ -93,7 +93,7 @@ class Records(Sequence[Record]):
         with ExitStack() as stack:
             file = None
             with suppress(OSError):
-                file = stack.enter_context(self._path.open("rb"))
+                file = stack.enter_context(open_regular(self._path))
             for row in rows:
                 raw = b""
                 if file is not None:
@@ -109,25 +109,25 @@ class Records(Sequence[Record]):
 
 @dataclass(frozen=True)
 class PromptFile:
-    """A valid prompt file, duplicates removed."""
+    """A valid prompt file without duplicates."""
 
     path: Path
     records: Records
-    """In file order. Never empty."""
+    """Records in file order. Never empty."""
     duplicates: tuple[tuple[int, int], ...]
-    """(line, line of its first occurrence) of every record that was left out because its content occurred before."""
+    """(line, line of the first occurrence) of every record that was left out as a duplicate."""
 
 
 def builtin() -> list[str]:
-    """Names of the project's own prompt files."""
+    """Return the names of the project's own prompt files."""
     return sorted(path.name for path in DIRECTORY.iterdir() if path.suffix in SUFFIXES)
 
 
 def locate(name: str | Path) -> Path:
-    """The file that `name` means: a path (from the working directory), else one of the project's own sets.
+    """Return the file of `name`: a path (from the working directory), or else one of the project's own sets.
 
     Raises:
-        PromptFileError: there is neither, or it is no regular file.
+        PromptFileError: there is no such path or set, or it is no regular file.
     """
     given = Path(name).expanduser()
     candidates = [given, DIRECTORY / given] if given.name == str(given) else [given]
@@ -145,7 +145,7 @@ def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
     """Read and check the prompt file `name` (see `locate`).
 
     Args:
-        limits: decode every image once within these bounds; None = images are only read, for their digests.
+        limits: bounds within which every image is decoded once; None = images are only read, for their digests.
 
     Raises:
         PromptFileError: missing, unreadable, not UTF-8, empty, or with malformed lines or unusable images.
@@ -181,31 +181,41 @@ def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
 
 
 def sources(setting: str | Path | Sequence[Mapping[str, Any]]) -> tuple[tuple[str | Path, float], ...]:
-    """(file, weight) of each prompt file that `data.prompts` or `data.heldout` names."""
+    """Return (file, weight) of each prompt file that `data.prompts` or `data.heldout` names."""
     if isinstance(setting, (str, Path)):
         return ((setting, 1.0),)
     return tuple((str(entry["file"]), float(entry["weight"])) for entry in setting)
 
 
 def most_of_batch(weights: Sequence[float], prompts: int) -> list[int]:
-    """How many of a batch's `prompts` each of the files with these weights gives at most."""
+    """Return the most prompts of a batch of `prompts` that each file with these weights gives."""
     return [math.ceil(prompts * weight / sum(weights) - 1e-9) for weight in weights]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """(1-based number, offset, bytes) of every line that is not blank. Only LF ends a line; the CR of CRLF is blank."""
+    """Yield (1-based number, offset, bytes) of every line that is not blank. Only LF ends a line; the CR of CRLF is
+    blank.
+
+    Raises:
+        PromptFileError: a line is too long to be read.
+    """
     offset = number = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if file.read(len(BOM_UTF8)) != BOM_UTF8:
             file.seek(0)
-        while raw := file.readline():
+        while raw := file.readline(_MAX_LINE_BYTES + 1):
             number, offset = number + 1, file.tell() - len(raw)
+            if len(raw) > _MAX_LINE_BYTES:
+                raise PromptFileError(
+                    f"{path}:{number}: the line has more than {_MAX_LINE_BYTES} bytes; end it earlier (a prompt has at "
+                    f"most {MAX_CHARACTERS} characters)."
+                )
             if raw.strip(_BLANKS):
                 yield number, offset, raw
 
 
 def _parsed(path: Path, raw: bytes, line: int, limits: ImageLimits | None) -> Record:
-    """Raises ValueError, whose text says what is wrong with the line."""
+    """Return the record of a line. Raises ValueError, whose text says what is wrong with the line."""
     text = _decoded(raw.strip(_BLANKS))
     if path.suffix == ".jsonl":
         return _json_record(text, line, path.parent, limits)
@@ -217,8 +227,6 @@ def _digest(raw: bytes) -> int:
 
 
 def _decoded(raw: bytes) -> str:
-    if len(raw) > _MAX_LINE_BYTES:
-        raise ValueError(f"the line has {len(raw)} bytes; at most {_MAX_LINE_BYTES}.")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -275,7 +283,7 @@ def _json_record(text: str, line: int, folder: Path, limits: ImageLimits | None)
 
 
 def _images(fields: dict[str, Any], folder: Path, limits: ImageLimits | None) -> Iterator[PromptImage]:
-    """The images that a line names, taken out of `fields`."""
+    """Yield the images that a line names, and remove them from `fields`."""
     several = fields.pop("images", None)
     if several is not None and fields.get("image") is not None:
         raise ValueError('give "image" or "images", not both.')

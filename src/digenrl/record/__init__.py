@@ -1,1 +1,1 @@
-"""What a run writes: its directory, events, spans. Everyone writes here; `digenrl.report` reads."""
+"""Files that a run writes: its directory, events and spans. All rooms write here; `digenrl.report` reads."""

@@ -1,4 +1,4 @@
-"""A resume of a run until its ranks have loaded the checkpoint: one that ends before leaves the run as it was."""
+"""An attempt to resume a run. If it ends before its ranks have loaded the checkpoint, the run stays as it was."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from digenrl.record.run_dir import CONFIG, DECISIONS, EVENTS, SPANS
 
 
 class ResumeAttempt:
-    """Made before a resume writes its first line. config.yaml is replaced as soon as every trainer has loaded the
-    checkpoint, and by that alone.
+    """State of the records before a resume writes its first line.
+
+    config.yaml is replaced only when every trainer has loaded the checkpoint.
 
     Args:
         run_dir: the run's directory.
@@ -22,8 +23,10 @@ class ResumeAttempt:
         self._records = {path: path.stat() for path in _records(run_dir)}
 
     def undone(self) -> bool:
-        """Cut the records back to what they were, unless the checkpoint was loaded: whether they were. logs/ stays, and
-        so does a record that was written anew."""
+        """Cut the records back to their old state, unless the checkpoint was loaded; return whether they were cut.
+
+        logs/ stays, and so does a record that was written anew.
+        """
         if _stamp(self._run_dir / CONFIG) != self._config:
             return False
         sizes = {facts.st_ino: facts.st_size for facts in self._records.values()}
@@ -37,7 +40,7 @@ class ResumeAttempt:
 
 
 def _records(run_dir: Path) -> Iterator[Path]:
-    """The files that ranks and launcher write before training begins."""
+    """Yield the files that ranks and launcher write before training begins."""
     yield from run_dir.glob(EVENTS)
     for name in (SPANS, DECISIONS):
         yield from (run_dir / name).glob("*.jsonl")

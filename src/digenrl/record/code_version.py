@@ -1,4 +1,4 @@
-"""Version of the running code. All ranks of a run must have the same."""
+"""Version of the running code, which must be equal on all ranks of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 @cache
 def code_version() -> str:
-    """The digest of this package's sources, and the libraries that compute."""
+    """Return the digest of this package's sources, with the versions of the computing libraries."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())

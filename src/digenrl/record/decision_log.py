@@ -1,4 +1,4 @@
-"""What this rank's policy saw and decided: one JSON line per event and decision, in a file of its own."""
+"""Log of one rank's scheduling policy: a JSON line per event and per decision."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 from digenrl.record.line_file import LineFile
 
 _NOTHING = (None, False, 0, "wait")
-"""Answers with which a rank goes on waiting."""
+"""Decisions after which a rank goes on waiting."""
 _COUNTED = ("step_ended",)
-"""Decisions that are asked once, and change what follows whatever the answer."""
+"""Questions that are asked once and change later decisions whatever the answer."""
 _BLOCK = 100
-"""Lines that wait in memory at most."""
+"""Most lines that wait in memory."""
 
 
 class DecisionLog:
-    """Writes what `digenrl.schedule.policy` records, below its `header`; `policy.replay` gives every decision again.
+    """Writer of the events and decisions of `digenrl.schedule.policy`, below its `header`, for `policy.replay`.
 
-    A rank that waits asks the same question many times a second. While the answer stays "nothing to do", it is the same
-    decision still standing, and is written once. What a rank sees of others is written when something is decided with
-    it: a decision depends on the newest view, and on every speed that was seen.
+    A waiting rank asks the same question many times a second. While the answer stays "nothing to do", it is written
+    once. A rank's view of other ranks is written when a decision uses it. A decision depends on the newest view, and on
+    every speed that was seen.
 
-    A decision follows from all before it, so a record without its middle gives none of the later ones again: the first
-    `limit` bytes are kept, whole. For the same reason a record ends where the disk refused a part of it.
+    Each decision follows from all before it, so a log with a gap cannot be replayed after the gap. Therefore the first
+    `limit` bytes are kept whole, and a log ends where the disk refused a part of it.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], limit: float = math.inf) -> None:
@@ -68,12 +68,12 @@ class DecisionLog:
             self._over = True
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write the lines that are still in memory."""
         self._flush()
         self._file.close()
 
 
 def _speed(row: Mapping[str, Any]) -> Any:
-    """Return the seconds of a task of a rank that was seen (`Work.values`); None for one that is lost."""
+    """Return the seconds of a task on a rank that was seen (`Work.values`); None for a lost rank."""
     work = row["args"][1]
     return None if work is None else work[1]

@@ -1,4 +1,4 @@
-"""A file of lines that one process alone writes: bounded, and never the cause of a failed run."""
+"""Bounded file of lines that a single process writes. It never makes a run fail."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _STEP = re.compile(rb'"step":(-?\d+)')
 _VERSION = re.compile(rb'"version":(\d+)')
 _END = re.compile(rb'"end":([0-9.e+-]+)')
 LEFT_OUT = "left_out"
-"""Key of the line that stands for the spans which were dropped: {"stage cause": seconds}."""
+"""Key of the line that replaces dropped spans: {"stage cause": seconds}."""
 
 
 class LineFile:
-    """Appends blocks of lines; a block that cannot be written leaves nothing behind and is counted.
+    """Writer that appends blocks of lines. A block that cannot be written leaves nothing behind and is counted.
 
     Args:
-        path: created with its directory.
+        path: file, which is created with its directory.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        """Bytes of whole lines."""
+        """Bytes of whole lines in the file."""
         self._descriptor: int | None = None
 
     def write(self, block: bytes) -> bool:
-        """Whether `block` (lines with their newlines) could be appended."""
+        """Append `block` (lines with their newlines), and return whether that succeeded."""
         try:
             self._open()
             assert self._descriptor is not None
@@ -59,21 +59,22 @@ class LineFile:
             self.size += 1
 
     def close(self) -> None:
-        """Close the file; the next block opens it again."""
+        """Close the file. The next block opens it again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def kept_steps(sizes: Mapping[int, int], limit: float) -> set[int]:
-    """Return the steps that stay when a file is thinned to at most half of `limit`. The first steps get an eighth of
-    `limit`, the newest a quarter. Between them every second, fourth or eighth step ... stays, in another eighth.
+    """Return the steps that stay when a file is thinned to at most half of `limit`.
 
-    Strides are powers of two, so that the steps which several ranks keep are the same but for the coarser stride.
+    The first steps get an eighth of `limit`, the newest a quarter. Between them every second, fourth or eighth step ...
+    stays, in another eighth. Strides are powers of two, so that several ranks keep the same steps up to the coarser
+    stride.
 
     Args:
         sizes: step -> bytes.
-        limit: bytes.
+        limit: bytes of the whole file.
     """
     order = sorted(sizes)
     first = _while_fits(order, sizes, limit / 8)
@@ -97,11 +98,12 @@ def _while_fits(steps: list[int], sizes: Mapping[int, int], room: float) -> set[
 
 
 def thin(path: Path, limit: float) -> None:
-    """Drop whole steps of a span file (see `kept_steps`); their seconds stay, summed in its first line. Reads and
-    writes line by line, at about 100 MB/s.
+    """Drop whole steps of a span file (see `kept_steps`), and keep the sums of their seconds in its first line.
+
+    The file is read and written line by line, at about 100 MB/s.
 
     Raises:
-        OSError: the thinned file cannot be written; the old one is as it was.
+        OSError: the thinned file cannot be written. The old file stays as it was.
     """
     sizes: Counter[int] = Counter()
     for step, _, line in _lines(path):
@@ -129,8 +131,10 @@ def thin(path: Path, limit: float) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bool, bytes]]:
-    """(step, whether an attempt begins with it, line) of each span. A span without step or version belongs to the step
-    of the one before."""
+    """Yield (step, whether an attempt begins here, line) of each span.
+
+    A span without step or version belongs to the step of the span before.
+    """
     step, previous = -1, -1.0
     with path.open("rb") as file:
         for line in file:

@@ -1,8 +1,11 @@
-"""What this process does at the moment, thread by thread. Heartbeats carry it, and the watcher of the heartbeats judges
-it by its own clock (`digenrl.cluster.vitals`): nothing here waits, and nothing here knows the time.
+"""Progress of this process, thread by thread, for its heartbeats.
 
-A *stretch* is what lies between two signs of progress of a thread: a stage begins, ends, or ticks. Stages are those of
-`digenrl.record.spans`, marked by `SpanLog.span`; a stage `wait ...` waits for others and is nobody's fault.
+The watcher of the heartbeats judges progress by its own clock (`digenrl.cluster.vitals`). Nothing in this module waits
+or reads a clock.
+
+A *stretch* is the time between two signs of progress of a thread: a stage begins, ends, or ticks. Stages are those of
+`digenrl.record.spans`, marked by `SpanLog.span`. In a stage `wait ...` a thread waits for others, so it is not to
+blame.
 """
 
 from __future__ import annotations
@@ -14,28 +17,28 @@ from dataclasses import dataclass
 
 WAIT = "wait"
 OUTSIDE = ""
-"""The stage of a thread that is in none."""
+"""Stage of a thread outside of any stage."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one thread does at the moment."""
+    """Present stretch of one thread."""
 
     thread: str
     number: int
-    """Counts up with every sign of progress."""
+    """Number that counts up with every sign of progress."""
     stage: str
     known: bool
-    """This process has finished a stretch of the stage before."""
+    """Whether this process has finished a stretch of this stage before."""
 
     @property
     def waits(self) -> bool:
-        """Whether it is somebody else's turn."""
+        """Whether the thread waits for others."""
         return self.stage.split(" ")[0] == WAIT
 
 
 class Progress:
-    """The stages in progress of one process. The thread that makes it is always listed, others while in a stage."""
+    """Stages in progress in one process. The thread that creates it is always listed, others only while in a stage."""
 
     def __init__(self) -> None:
         self._main = threading.get_ident()
@@ -44,11 +47,11 @@ class Progress:
         self._finished: set[str] = set()
         self._count = 0
         self.said = ""
-        """What the process does, in a few words, for the live display."""
+        """Activity of the process in a few words, for the live display."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Inside, this thread is in stage `name`."""
+        """Mark this thread as being in stage `name` during the body."""
         thread = threading.get_ident()
         stages = self._stages.setdefault(thread, [])
         stages.append(name)
@@ -62,11 +65,11 @@ class Progress:
             self._advance(thread)
 
     def tick(self) -> None:
-        """The stage of this thread has got on."""
+        """Mark progress of this thread in its stage."""
         self._advance(threading.get_ident())
 
     def now(self) -> list[Stretch]:
-        """What each thread does."""
+        """Return the present stretch of each thread."""
         return list(self._now.values())
 
     def _advance(self, thread: int) -> None:

@@ -1,7 +1,7 @@
-"""Keeps secrets out of messages, config.yaml, logs and reports.
+"""Keep secrets out of messages, config.yaml, logs and reports.
 
-Three signs of a secret: the name of its key, the shape of its value, and that an environment variable with a
-secret's name holds it. `num_tokens`, `tokenizer` or `token_env` are not secrets.
+A secret is recognised by the name of its key, by the shape of its value, or as the value of an environment variable
+with a secret's name. `num_tokens`, `tokenizer` or `token_env` are not secrets.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _SHORTEST_SECRET = 8  # a shorter environment value would mask ordinary words
 
 
 def is_secret_name(key: str) -> bool:
-    """Whether the last part of a dotted `key` names a secret."""
+    """Return whether the last part of a dotted `key` names a secret."""
     return bool(_SECRET_NAME.search(key.rsplit(".", 1)[-1]))
 
 
 def redact_text(text: str) -> str:
-    """`text` without known token shapes, user names in URLs, `key=value` secrets and secrets of the environment."""
+    """Return `text` without known token shapes, user names in URLs, `key=value` secrets and secrets of the
+    environment."""
     text = _SECRET_SHAPE.sub(MASK, text)
     text = _URL_USER.sub(lambda match: f"{match['scheme']}{MASK}@", text)
     text = _ASSIGNMENT.sub(
@@ -48,7 +49,7 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """`value` (nested dicts and lists of plain values) with every secret replaced by a mask."""
+    """Return `value` (nested dicts and lists of plain values) with every secret replaced by a mask."""
     if isinstance(value, Mapping):
         return {name: redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,10 @@
-"""What a run writes into its directory: names of files, events, JSON lines. `digenrl.report.read_run` reads it.
+"""Write the files of a run directory: names of files, events, JSON lines. `digenrl.report.read_run` reads them.
 
 Writers append one JSON object per line with a single `write`, so several processes may share a file and a reader sees
-whole lines. A record never stops a run: lines that a full or read-only disk refuses are counted, and told once at the
-first and once at the end (events of kind "unwritten"). So that they can be told, a run holds a little room in reserve.
+whole lines.
+
+A record never stops a run. Lines that a full or read-only disk refuses are counted. Events of kind "unwritten" report
+them, once at the first line and once at the end. A run reserves a little disk space for these events.
 """
 
 from __future__ import annotations
@@ -53,10 +55,10 @@ LOGGER = "logger"
 UNWRITTEN = "unwritten"
 """Kind of the event that tells of `lines` that `file` could not take, with the `cause`."""
 PROMPT_STORE = "prompt_store"
-"""Kind of the event that tells how many `texts` a run needs and how many of them this rank has `encoded`; rank 0 always
-writes it, the others where they have encoded."""
+"""Kind of the event with the number of `texts` that a run needs, and the number that this rank has `encoded`. Rank 0
+always writes this event. Other ranks write it if they have encoded texts."""
 TRAJECTORIES = "trajectories"
-"""Directory of the messages on which trainers trained. Events of this kind tell their size, or an early end, as
+"""Directory of the messages on which trainers trained. Events of this kind give their size, or an early end, as
 `cause`."""
 LEFT_OUT = "left_out"
 """Kind of the event that tells how many routine events of a kind (`of`) were not written, and their `samples`."""
@@ -65,32 +67,32 @@ ROUTINE = ("publish", "lend", "dropped", "missing", "shares", "warning", "checkp
 
 _RESERVE, _RESERVE_BYTES, _PAGE = ".reserve", 64 << 10, 4 << 10
 _unwritten: Counter[Path] = Counter()
-"""Lines that this process could not write and has not told yet, by file; a file stays here once it failed."""
+"""Lines that this process could not write and has not reported yet, by file. A file that failed once stays here."""
 _left_out: Counter[tuple[Path, str, str, str]] = Counter()
-"""(events file, kind, what is counted, by what) -> routine events, or their samples, that this process left out."""
+"""(events file, kind, counted thing, key) -> routine events, or their samples, that this process left out."""
 _events_limit: float = math.inf
 
 
 def limit_events(size: float) -> None:
-    """Count routine events in place of writing them once events.jsonl has `size` bytes."""
+    """Count routine events instead of writing them once events.jsonl has `size` bytes."""
     global _events_limit
     _events_limit = size
 
 
 def hold_reserve(run_dir: str | os.PathLike[str]) -> None:
-    """Take a little room of the disk, which is given back page by page when there is no other."""
+    """Reserve a little disk space, which is released page by page when the disk is full."""
     with suppress(OSError), replaced(Path(run_dir) / _RESERVE) as path:
         path.write_bytes(bytes(_RESERVE_BYTES))
 
 
 def release_reserve(run_dir: str | os.PathLike[str]) -> None:
-    """Give all of it back: the run is over, and its summary may need it."""
+    """Release the whole reserve at the end of a run, whose summary may need it."""
     with suppress(OSError):
         (Path(run_dir) / _RESERVE).unlink(missing_ok=True)
 
 
 def _release_page(run_dir: Path) -> bool:
-    """Whether a page of the reserve could be given back. Half of it is for the run's end."""
+    """Release a page of the reserve, and return whether that was possible. Half of the reserve is for the run's end."""
     try:
         size = (run_dir / _RESERVE).stat().st_size
         if size <= _RESERVE_BYTES // 2:
@@ -102,7 +104,7 @@ def _release_page(run_dir: Path) -> bool:
 
 
 def free_space(path: str | os.PathLike[str]) -> str:
-    """What is free on the disk of `path`, in words."""
+    """Return the free space on the disk of `path`, in words."""
     try:
         state = os.statvfs(path)
     except OSError as error:
@@ -112,7 +114,7 @@ def free_space(path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed over it when the body is done, and gone when the body fails."""
+    """Yield a temporary path beside `path`. It replaces `path` after the body, and is removed if the body fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -124,7 +126,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` as JSON can hold it: NaN and infinities become null, 0-d tensors and numpy scalars plain numbers."""
+    """Return `value` for JSON: NaN and infinities become null, 0-d tensors and numpy scalars become plain numbers."""
     if isinstance(value, Mapping):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -147,8 +149,9 @@ def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
 
 
 def _append(path: Path, row: Mapping[str, Any], limit: float = math.inf) -> bool:
-    """Whether `row` was appended: not to a file of `limit` bytes and more. After a line that a crash tore, it still
-    begins on a line of its own.
+    """Append `row` to a file of less than `limit` bytes, and return whether it was appended.
+
+    After a line that a crash tore, the row still begins on a new line.
 
     Raises:
         OSError: the file cannot be opened or does not take the whole line.
@@ -179,8 +182,10 @@ def write_whole(descriptor: int, data: bytes) -> None:
 
 
 def append_event(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any] | None = None) -> None:
-    """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl, secrets masked: facts hold what
-    errors said."""
+    """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl.
+
+    Secrets are masked, because facts contain texts of errors.
+    """
     path, event = Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **redact(facts or {})}
     try:
         if not _append(path, event, _events_limit if kind in ROUTINE else math.inf):
@@ -192,7 +197,7 @@ def append_event(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str,
 
 
 def append_urgent(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any]) -> bool:
-    """Like `append_event`, with room of the reserve if there is no other; whether it was written."""
+    """Append an event as `append_event` does, with the reserve if the disk is full; return whether it was written."""
     path, event = Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **redact(facts)}
     for _ in range(2):
         try:
@@ -204,7 +209,7 @@ def append_urgent(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str
 
 
 def unwritten(path: Path, lines: int, error: OSError) -> None:
-    """Count lines that `path`, a file of a run directory, could not take. The first are told at once."""
+    """Count lines that `path`, a file of a run directory, could not take. The first failure is reported at once."""
     first = path not in _unwritten
     _unwritten[path] += lines
     if first:
@@ -212,7 +217,7 @@ def unwritten(path: Path, lines: int, error: OSError) -> None:
 
 
 def tell_unwritten(run_dir: str | os.PathLike[str]) -> None:
-    """Tell what this process could not write, or left out, and has not told yet. Called when its part is over."""
+    """Report the lines that this process could not write or left out. Called at the end of its part of the run."""
     for path in [path for path, lines in _unwritten.items() if lines and Path(run_dir) in path.parents]:
         _tell(path, None)
     for path, kind, what, by in [key for key in _left_out if key[0].parent == Path(run_dir) and key[2] == "times"]:

@@ -1,6 +1,6 @@
-"""What this rank did when: one JSON line per span, in a file of its own; a crash loses no more than a second of it.
+"""Log of one rank's spans: a JSON line per span. A crash loses no more than a second.
 
-A file that grows beyond its limit is thinned: whole steps are dropped, the first and the newest stay.
+A file that grows beyond its limit is thinned. Whole steps are dropped, and the first and the newest steps stay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from digenrl.record.line_file import LineFile, thin
 from digenrl.record.progress import Progress
 
 _BLOCK = 1000
-"""Lines that wait in memory at most."""
+"""Most lines that wait in memory."""
 
 
 class SpanLog:
@@ -27,9 +27,9 @@ class SpanLog:
 
     Args:
         path: JSON-lines file, created with its directory; None keeps spans in memory only.
-        epoch: wall-clock second that the launcher calls zero. Durations use the monotonic clock alone.
-        progress: where the stages in progress are marked, and said.
-        limit: bytes of the file.
+        epoch: wall-clock second that the launcher calls zero. Durations use the monotonic clock only.
+        progress: object in which stages in progress are marked.
+        limit: most bytes of the file.
     """
 
     def __init__(
@@ -52,20 +52,22 @@ class SpanLog:
         """(stage, cause) -> seconds since the last `take_seconds`."""
 
     def now(self) -> float:
-        """Seconds since the run started."""
+        """Return the seconds since the run started."""
         return time.monotonic() + self._offset
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Inside, the rank is in stage `name`: what `span` does without the record."""
+        """Mark the rank as being in stage `name` during the body, as `span` does, but without a record."""
         self.progress.said = name
         with self.progress.stage(name):
             yield
 
     @contextmanager
     def span(self, stage: str, quiet: bool = False, **args: Any) -> Iterator[dict[str, Any]]:
-        """Record the body as one span; the yielded dict takes facts that are known only inside. `quiet` spans of other
-        threads do not change what the rank is said to do."""
+        """Record the body as one span. The yielded dict takes facts that are known only inside.
+
+        `quiet` spans of other threads do not change the rank's activity in the live display.
+        """
         start = self.now()
         name = " ".join([stage, *(args[key] for key in ("cause", "what") if key in args)])
         where = next((f" {key[0]}{args[key]}" for key in ("group", "version") if key in args), "")
@@ -101,7 +103,7 @@ class SpanLog:
             self._thin_at = file.size + self._limit / 8
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
-        """Seconds by (stage, cause) since the last call."""
+        """Return the seconds by (stage, cause) since the last call."""
         with self._lock:
             taken, self.seconds = dict(self.seconds), defaultdict(float)
         return taken

@@ -1,4 +1,4 @@
-"""Spans: what every rank did when. Runtime and simulator write the same records, reports read only these.
+"""Spans: the time that every rank spent in each stage. Runtime and simulator write equal records, which reports read.
 
 A span file has one JSON object per line: {"rank", "role", "stage", "start", "end", "step", ...args}, seconds since the
 start of the run. `trace.json` is the Chrome / Perfetto event format.
@@ -31,7 +31,7 @@ WAIT_CAUSES = ("first_fragment", "weights", "tail", "reward", "straggler", "star
 """Values of a `wait` span's `cause`: why a rank waited."""
 
 ROLES = ("launcher", "rollout", "trainer")
-"""Every role that a span of a record may name; its place is the process number in `trace.json`."""
+"""Every role that a span may name. A role's index is the process number in `trace.json`."""
 
 _LATEST_S, _LARGEST = 1e10, 2**53
 _FIELDS = {"rank": int, "role": str, "stage": str, "start": float, "end": float, "step": int}
@@ -39,7 +39,7 @@ _FIELDS = {"rank": int, "role": str, "stage": str, "start": float, "end": float,
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a rank's time."""
+    """An interval of a rank's time in one stage."""
 
     rank: int
     """Launch rank."""
@@ -53,7 +53,7 @@ class Span:
     step: int
     """RL step that the work belongs to; -1 outside any."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Everything else (cause of a wait, group, task, version); JSON values only."""
+    """Further facts (cause of a wait, group, task, version), as JSON values."""
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -72,16 +72,16 @@ class Span:
         return self.end - self.start
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object of a span file: the fields, then the args, flat."""
+        """Return the JSON object of a span file: the fields, then the args, flat."""
         return {**{name: getattr(self, name) for name in _FIELDS}, **self.args}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Span:
-        """Inverse of `to_dict`; a missing step is -1.
+        """Return the span of a JSON object, as the inverse of `to_dict`. A missing step is -1.
 
         Raises:
-            ValueError: another field is missing, or one has a value that no rank writes.
-            TypeError, OverflowError: one is no number.
+            ValueError: another field is missing, or a field has a value that no rank writes.
+            TypeError, OverflowError: a field is no number.
         """
         missing = [name for name in _FIELDS if name not in record and name != "step"]
         if missing:
@@ -98,7 +98,7 @@ class Span:
 
 
 def perfetto(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
-    """Chrome trace events (open in ui.perfetto.dev): one process per role, one thread per rank, microseconds.
+    """Yield Chrome trace events for ui.perfetto.dev: one process per role, one thread per rank, microseconds.
 
     Format: "Trace Event Format", complete events (`ph: X`) and metadata events (`ph: M`), in any order.
     """
@@ -125,17 +125,17 @@ def perfetto(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
 
 
 def bubbles(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
-    """Seconds waited, role -> cause -> seconds summed over ranks. Roles without a wait are absent."""
+    """Return role -> cause -> seconds waited, summed over ranks. Roles without a wait are absent."""
     return _totals((span.role, span.args["cause"], span.seconds) for span in spans if span.stage == "wait")
 
 
 def busy(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
-    """Seconds worked, role -> stage -> seconds summed over ranks (waits excluded)."""
+    """Return role -> stage -> seconds worked, summed over ranks (without waits)."""
     return _totals((span.role, span.stage, span.seconds) for span in spans if span.stage != "wait")
 
 
 def _totals(parts: Iterable[tuple[str, str, float]]) -> dict[str, dict[str, float]]:
-    """role -> name -> sum of the seconds."""
+    """Return role -> name -> sum of the seconds."""
     table: dict[str, dict[str, float]] = {}
     for role, name, seconds in parts:
         row = table.setdefault(role, {})
@@ -144,7 +144,7 @@ def _totals(parts: Iterable[tuple[str, str, float]]) -> dict[str, dict[str, floa
 
 
 def clipped(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """The parts of `spans` inside [start, end]: what one RL step or one window of a run cost."""
+    """Return the parts of `spans` inside [start, end], for the costs of an RL step or of another window."""
     parts = []
     for span in spans:
         first, last = max(span.start, start), min(span.end, end)

@@ -1,1 +1,2 @@
-"""From a run directory's files to its summary, trace, plots and report. No torch and no running process is needed."""
+"""Make summary, trace, plots and report from the files of a run directory, without torch and without a running
+process."""

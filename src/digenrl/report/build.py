@@ -1,6 +1,6 @@
-"""Everything that is made from a run directory, in one call: summary.json, trace.json, pictures, report.html.
+"""Make all files of a report from a run directory in one call: summary.json, trace.json, pictures, report.html.
 
-Each is made on its own: one that fails, on a full disk for example, becomes a warning and costs no other.
+Each file is made by itself. A failure, for example on a full disk, becomes a warning and does not affect other files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from digenrl.report.summary import build_summary
 
 
 def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> dict[str, Any]:
-    """`close` a run, then `rebuild` what is made from its files. The launcher calls it once, when all ranks are gone.
+    """Call `close`, then `rebuild`. The launcher does this once, when all ranks are gone.
 
     Args:
         run_dir: the run's directory.
@@ -38,7 +38,7 @@ def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = Non
         cause: why the run stopped or failed; None for a completed run.
 
     Raises:
-        ValueError: another status.
+        ValueError: `status` is another word.
     """
     summary = close(run_dir, status, cause)
     rebuilt = rebuild(run_dir)
@@ -67,9 +67,9 @@ def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None
 
 
 def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write summary.json, trace.json, the pictures and report.html from the run's files alone; returns the summary.
+    """Write summary.json, trace.json, the pictures and report.html from the run's files alone; return the summary.
 
-    What cannot be made is named in the summary's `warnings`; the rest is written all the same.
+    A file that cannot be made is named in the summary's `warnings`. The others are still written.
 
     Raises:
         FileNotFoundError: `run_dir` is not a run directory.

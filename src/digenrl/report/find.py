@@ -1,4 +1,4 @@
-"""Which run a notebook or a command means when nobody says: the newest one."""
+"""Find the newest run, for notebooks and commands that name none."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from digenrl.record.run_dir import METRICS
 
 
 def newest(pattern: str, variable: str, remedy: str) -> Path:
-    """The path in environment variable `variable`, else the newest match of `pattern` below outputs/ of the nearest
-    directory upwards that holds configs/ (notebooks run in a folder below it).
+    """Return the path in environment variable `variable`, or else the newest match of `pattern` below outputs/.
+
+    outputs/ is in the nearest directory upwards that holds configs/, because notebooks run in a folder below it.
 
     Raises:
-        FileNotFoundError: there is none; the message ends with `remedy`.
+        FileNotFoundError: there is no match. The message ends with `remedy`.
     """
     chosen = os.environ.get(variable)
     here = Path.cwd().resolve()
@@ -27,7 +28,7 @@ def newest(pattern: str, variable: str, remedy: str) -> Path:
 
 
 def newest_run() -> Path:
-    """The run directory in RUN, else the one whose metrics changed last.
+    """Return the run directory in RUN, or else the run whose metrics changed last.
 
     Raises:
         FileNotFoundError: there is no run yet.

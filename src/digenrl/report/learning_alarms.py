@@ -1,4 +1,4 @@
-"""What a reader of a run must not overlook, in sentences with the figures."""
+"""Warnings that a reader of a run must not overlook, as sentences with figures."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from digenrl.report.read_run import is_number
 
 DIVERSITY_RANGE = (0.70, 1.15)
-"""Within-class diversity relative to real data that counts as neither collapsed nor noisy."""
+"""Range of within-class diversity, relative to real data, that is neither collapsed nor noisy."""
 
 
 def alarms(summary: Mapping[str, Any]) -> list[str]:
-    """Sentences, the most serious first; [] for a run with nothing to report."""
+    """Return the warnings, the most serious first; [] for a run without warnings."""
     found: list[str] = []
     if summary["status"] == "failed":
         found.append(f"The run failed: {summary['cause']}.")
@@ -34,7 +34,7 @@ def alarms(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _learning(summary: Mapping[str, Any]) -> list[str]:
-    """Signs that the reward rose for the wrong reason."""
+    """Return signs that the reward rose for the wrong reason."""
     found: list[str] = []
     reward = _change(summary, "reward")
     heldout = _change(summary, "heldout")

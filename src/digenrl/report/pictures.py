@@ -1,4 +1,4 @@
-"""Before and after: the same prompts and the same noise under the first and the last evaluated weights."""
+"""Compare samples before and after: the same prompts and noise under the first and the last evaluated weights."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, FAINT, INK, VERMILION
 
 NARROW, SHORT = 32, 24
-"""Pictures up to so many pixels wide are drawn small, ten in a row, where no prompt has more letters than that."""
+"""Pixels up to which pictures are drawn small (ten in a row), and most letters of a prompt for that."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What one evaluation kept."""
+    """Samples that one evaluation kept."""
 
     rl_step: int
     media: NDArray[np.uint8]
     """[N, C, H, W] images or [N, F, C, H, W] videos, C = 1 or 3."""
     prompts: tuple[str, ...]
-    """N texts."""
+    """Text of each of the N prompts."""
     scores: dict[str, NDArray[np.float32]]
-    """name -> [N], of every further array with one number per sample."""
+    """Name -> [N], for every further array with one number per sample."""
     sources: NDArray[np.uint8] | None = None
-    """[N, 3, H, W]: the image that each sample was made from; None where prompts name none."""
+    """[N, 3, H, W]: image that each sample was made from; None if prompts name no image."""
 
     @property
     def is_video(self) -> bool:
@@ -74,13 +74,13 @@ def read_samples(path: str | os.PathLike[str]) -> Samples:
 
 
 def sample_files(run: Run) -> list[Path]:
-    """The run's evaluation samples by rising rl_step."""
+    """Return the files of the run's evaluation samples by rising rl_step."""
     files = (run.path / SAMPLES).glob("eval-*.npz")
     return sorted(files, key=lambda path: int(re.sub(r"\D", "", path.stem) or 0))
 
 
 def before_after(run: Run) -> Figure | None:
-    """The picture samples/before_after.png; None while there are fewer than two evaluations with samples."""
+    """Draw samples/before_after.png; None while fewer than two evaluations have samples."""
     files = sample_files(run)
     if len(files) < 2:
         return None
@@ -88,7 +88,7 @@ def before_after(run: Run) -> Figure | None:
 
 
 def comparison(before: Samples, after: Samples) -> Figure:
-    """Samples of `before` above those of `after` (videos: film strips side by side), matched by prompt and position.
+    """Draw samples of `before` above those of `after`, matched by prompt and position. Videos are film strips.
 
     Raises:
         ValueError: the two share no prompt, or hold media of different shapes.
@@ -104,7 +104,10 @@ def comparison(before: Samples, after: Samples) -> Figure:
 
 
 def _matched(before: tuple[str, ...], after: tuple[str, ...]) -> dict[str, list[tuple[int, int]]]:
-    """prompt -> [(index before, index after)]: the k-th sample of a prompt has the same noise in every evaluation."""
+    """Return prompt -> [(index before, index after)].
+
+    The k-th sample of a prompt has the same noise in every evaluation.
+    """
     places: dict[str, list[int]] = defaultdict(list)
     for index, text in enumerate(after):
         places[text].append(index)
@@ -187,7 +190,7 @@ def _film_strips(before: Samples, after: Samples, pairs: dict[str, list[tuple[in
 
 
 def _show(axes: Axes, sample: NDArray[np.uint8]) -> None:
-    """One picture [C, H, W]; small pixel images keep their hard edges."""
+    """Draw one picture [C, H, W]. Small pixel images keep their hard edges."""
     image = sample[0] if len(sample) == 1 else np.moveaxis(sample, 0, -1)
     smooth = "nearest" if image.shape[1] <= 64 else "antialiased"
     axes.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation=smooth, aspect="equal")

@@ -1,7 +1,7 @@
-"""Reads a run directory. Accepts what a crash leaves behind: a torn last line, missing files, lines written twice.
+"""Read a run directory, also after a crash: with a torn last line, missing files, or lines written twice.
 
-Nothing in it is trusted: a line that is no JSON object, or whose known fields have other types or absurd values, is
-left out, counted, and named with its file and line. Spans are read line by line, as often as they are asked for.
+Nothing in the directory is trusted. A line is left out, counted, and named with its file and number if it is no JSON
+object, or if a known field has another type or an absurd value. Spans are read line by line each time they are needed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
 
 _LONGEST = 1 << 20
-"""Bytes of a line that is read."""
+"""Most bytes of a line that is read."""
 _LARGEST = 1e300
-"""Largest number that is read: sums and axes of larger numbers overflow."""
+"""Largest number that is read. Sums and axes of larger numbers overflow."""
 
 _Second = Annotated[float, Field(ge=0, le=2.5e11)]  # until the year 9892, which a calendar can show
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class _Row(BaseModel):
-    """What is read of a line by name; other keys are anything. `time`: null where a clock said nothing."""
+    """Fields of a line that are read by name; other keys are free. `time` is null if no clock was read."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     kind: str = ""
@@ -72,23 +72,23 @@ class Refused:
 
     count: int = 0
     first: str = ""
-    """Number and fault of the first malformed line."""
+    """Line number and fault of the first malformed line."""
 
     def add(self, line: int, why: str) -> None:
         self.count += 1
         self.first = self.first or f"line {line}: {' '.join(why.split())[:200]}"
 
     def warn(self, path: Path, warnings: list[str]) -> None:
-        """Say it, if there is something to say."""
+        """Add a warning if lines were left out."""
         if self.count:
             warnings.append(f"{path.name}: {self.count} damaged line(s) left out; the first is {self.first}")
 
 
 def parse(line: bytes) -> Row:
-    """The object of a line; its keys are shared with those of other lines.
+    """Return the JSON object of a line. Its keys share memory with those of other lines.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: the line holds no object.
     """
     try:
         row = json.loads(line)
@@ -100,7 +100,7 @@ def parse(line: bytes) -> Row:
 
 
 def lines_of(path: Path, refused: Refused) -> Iterator[tuple[int, Row]]:
-    """(number, object) of every line that holds one; none of a file that cannot be read."""
+    """Yield (number, object) of every line that holds an object; nothing for a file that cannot be read."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -127,17 +127,18 @@ def lines_of(path: Path, refused: Refused) -> Iterator[tuple[int, Row]]:
 
 
 class JsonlTail:
-    """Reads a growing JSONL file piece by piece: each call of `read` returns the lines completed since the last one."""
+    """Reader of a growing JSONL file. Each call of `read` returns the lines completed since the last call."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.damaged = 0
-        """Lines so far that were no JSON object: torn by a crash."""
+        """Number of lines so far that were no JSON object because a crash tore them."""
         self._offset = 0
         self._rest = b""
 
     def read(self) -> list[Row]:
-        """New whole lines, oldest first; an absent file has none yet. A file that shrank is read from its beginning."""
+        """Return new whole lines, oldest first; none for an absent file. A file that shrank is read from its
+        beginning."""
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
@@ -152,7 +153,7 @@ class JsonlTail:
         return self._parse(lines)
 
     def finish(self) -> list[Row]:
-        """What `read` would return if the file ended here: also a last line without its newline, when it is whole."""
+        """Return the lines of `read`, and also a whole last line without its newline, as at the end of the file."""
         rows = self.read()
         rest, self._rest = self._rest, b""
         return rows + self._parse([rest])
@@ -171,12 +172,14 @@ class JsonlTail:
 
 @dataclass(frozen=True)
 class SpanFiles:
-    """The spans of all ranks, rank by rank in the order of their ends; read from their files whenever they are asked
-    for. Seconds since the run's first start, also after a resume."""
+    """Spans of all ranks, rank by rank in the order of their ends.
+
+    They are read from their files at each iteration. Seconds count from the run's first start, also after a resume.
+    """
 
     files: tuple[Path, ...]
     offsets: tuple[float, ...]
-    """Seconds from the first start to that of each attempt."""
+    """Seconds from the first start to the start of each attempt."""
 
     def __iter__(self) -> Iterator[Span]:
         for file in self.files:
@@ -185,25 +188,25 @@ class SpanFiles:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory, read."""
+    """Contents of a run directory."""
 
     path: Path
     config: Row
-    """config.yaml as plain data; {} when the run died before it was written."""
+    """config.yaml as plain data; {} if the run died before writing it."""
     steps: tuple[Row, ...]
-    """Metric lines of kind "step" by rising rl_step; those that a resume repeated are replaced by the later ones."""
+    """Metric lines of kind "step" by rising rl_step. Lines that a resume repeated are replaced by the later ones."""
     evals: tuple[Row, ...]
     """Metric lines of kind "eval" by rising rl_step, replaced likewise."""
     events: tuple[Row, ...]
-    """In the order of the file."""
+    """Events in the order of the file."""
     spans: Iterable[Span]
     """Spans of all ranks, in no order, for any number of iterations. The record of a long run lacks steps."""
     seconds: Mapping[tuple[str, int], Mapping[str, float]]
-    """(role, rank) -> stage, or "wait <cause>" -> seconds; of the steps that the record lacks too."""
+    """(role, rank) -> stage or "wait <cause>" -> seconds, also of steps that the record lacks."""
     step_ends: Mapping[int, float]
-    """RL step -> second at which the last trainer finished it, of the steps in `spans`."""
+    """RL step -> second at which the last trainer finished it, for the steps in `spans`."""
     warnings: tuple[str, ...]
-    """What could not be read, in words."""
+    """Sentences about lines and files that could not be read."""
 
     @property
     def staleness_allowed(self) -> int:
@@ -212,7 +215,7 @@ class Run:
         return int(isinstance(schedule, Mapping) and schedule.get("async_steps", 0) != 0)
 
     def column(self, key: str, kind: str = "step") -> tuple[list[int], list[float]]:
-        """(rl_steps, values) of the lines that carry a number under `key`."""
+        """Return (rl_steps, values) of the lines that carry a number under `key`."""
         rows = self.steps if kind == "step" else self.evals
         pairs = [(int(row["rl_step"]), float(row[key])) for row in rows if is_number(row.get(key))]
         return [step for step, _ in pairs], [value for _, value in pairs]
@@ -222,16 +225,16 @@ class Run:
         return sorted({key for row in self.steps for key in row if key.startswith(prefix)})
 
     def attempts(self) -> list[list[Row]]:
-        """The events of each attempt. Trainers write start or resume; they open an attempt where no launcher did."""
+        """Return the events of each attempt. A trainer's start or resume opens an attempt if no launcher did."""
         return split_attempts(self.events)
 
     def events_of(self, *kinds: str) -> list[Row]:
-        """The events of the given kinds, in order."""
+        """Return the events of the given kinds, in order."""
         return [event for event in self.events if event.get("kind") in kinds]
 
 
 def split_attempts(events: Sequence[Row]) -> list[list[Row]]:
-    """Cut events where an attempt begins: at each launch, or, where no launcher wrote, at each start or resume."""
+    """Cut events where an attempt begins: at each launch, or at each start or resume if no launcher wrote."""
     timed = [event for event in events if is_number(event.get("time"))]
     openers = (LAUNCH,) if any(event.get("kind") == LAUNCH for event in timed) else ("start", "resume")
     attempts: list[list[Row]] = []
@@ -243,7 +246,7 @@ def split_attempts(events: Sequence[Row]) -> list[list[Row]]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether `value` is a finite number (a boolean is none)."""
+    """Return whether `value` is a finite number. A boolean is no number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
@@ -251,8 +254,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """Read everything that a run directory holds.
 
     Raises:
-        FileNotFoundError: `path` is no directory, that of a plan, or holds neither config.yaml nor metrics.jsonl nor
-            events.jsonl.
+        FileNotFoundError: `path` is no directory, is the directory of a plan, or holds none of config.yaml,
+            metrics.jsonl and events.jsonl.
     """
     path = Path(path)
     if not path.is_dir():
@@ -290,7 +293,7 @@ def _read_config(path: Path, warnings: list[str]) -> Row:
 
 
 def _checked(path: Path, fields: type[_Row], warnings: list[str]) -> Iterator[Row]:
-    """The rows of a file whose known fields are what they should be."""
+    """Yield the rows of a file whose known fields are valid."""
     refused = Refused()
     for number, row in lines_of(path, refused):
         try:
@@ -304,10 +307,10 @@ def _checked(path: Path, fields: type[_Row], warnings: list[str]) -> Iterator[Ro
 
 
 def _latest(metrics: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """(step lines, eval lines), each by rising rl_step.
+    """Return (step lines, eval lines), each by rising rl_step.
 
-    A resumed run goes back to its checkpoint and writes some rl_steps again: a line takes the place of those of its
-    kind from its rl_step on, and of later evaluations, which belonged to the abandoned attempt.
+    A resumed run goes back to its checkpoint and writes some rl_steps again. Such a line replaces the lines of its kind
+    from its rl_step on. It also replaces later evaluations, which belonged to the abandoned attempt.
     """
     steps: list[Row] = []
     evals: list[Row] = []
@@ -321,7 +324,7 @@ def _latest(metrics: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
 
 
 def append_step(rows: list[Row], row: Row) -> None:
-    """Append a metric line in place of those that a resumed run repeats: of its rl_step and later ones."""
+    """Append a metric line after removing lines of its rl_step and later ones, which a resumed run repeats."""
     while rows and rows[-1]["rl_step"] >= row["rl_step"]:
         rows.pop()
     rows.append(row)
@@ -329,7 +332,7 @@ def append_step(rows: list[Row], row: Row) -> None:
 
 @dataclass
 class _Survey:
-    """What all spans say together. Grows while they are read."""
+    """Sums over all spans. Grows while they are read."""
 
     seconds: dict[tuple[str, int], dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     step_ends: dict[int, float] = field(default_factory=dict)
@@ -340,7 +343,7 @@ class _Survey:
 
 
 def _survey(spans: SpanFiles, warnings: list[str]) -> _Survey:
-    """Read every span once; say what had to be left out."""
+    """Read every span once, and add warnings about lines that had to be left out."""
     survey = _Survey()
     for file in spans.files:
         refused, left_out = Refused(), dict[tuple[str, int], Row]()
@@ -356,12 +359,12 @@ def _survey(spans: SpanFiles, warnings: list[str]) -> _Survey:
 
 
 def label_of(span: Span) -> str:
-    """What a span's seconds are counted under: its stage, or "wait <cause>"."""
+    """Return the label under which a span's seconds are counted: its stage, or "wait <cause>"."""
     return f"wait {span.args['cause']}" if span.stage == "wait" else span.stage
 
 
 def finishes(span: Span) -> bool:
-    """Whether a trainer's part of an RL step lasts at least until this span's end."""
+    """Return whether a trainer's part of an RL step lasts at least until this span's end."""
     return span.role == "trainer" and span.step >= 0 and span.stage not in ("generate", "lend", "send", "eval")
 
 
@@ -371,10 +374,10 @@ _LABELS = {*STAGES, *(f"wait {cause}" for cause in WAIT_CAUSES)} - {"wait"}
 def _spans(
     path: Path, offsets: Sequence[float], refused: Refused, left_out: dict[tuple[str, int], Row]
 ) -> Iterator[Span]:
-    """The spans of one rank; those of resumed attempts, whose clock began again at zero, after those of the attempts
-    before. `left_out` takes the seconds of steps that the record lacks.
+    """Yield the spans of one rank, attempt by attempt, with seconds from the run's first start.
 
-    A rank's lines are written as spans end, so an `end` that falls back by more than a second marks the next attempt.
+    The clock of each attempt begins at zero. Lines are written as spans end, so an `end` that falls back by more than a
+    second marks the next attempt. `left_out` takes the seconds of steps that the record lacks.
     """
     attempt, previous = 0, 0.0
     for number, row in lines_of(path, refused):

@@ -1,4 +1,4 @@
-"""How every picture of a run looks: one palette (Okabe and Ito's, safe for colour-blind readers), sizes, light axes."""
+"""Style of all pictures of a run: Okabe and Ito's palette (safe for colour-blind readers), sizes, light axes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGE_COLOURS = {
     "adopt": "#7D848F",
     "eval": "#E3B7CD",
 }
-"""Work: cool and neutral hues."""
+"""Colours of stages of work: cool and neutral hues."""
 CAUSE_COLOURS = {
     "first_fragment": "#F6C667",
     "weights": "#F08A5D",
@@ -35,9 +35,9 @@ CAUSE_COLOURS = {
     "startup": "#EFE3C8",
     "evaluation": "#E08FB0",
 }
-"""Colours of bubbles: a warm hue for each cause, so that lost time stands out."""
+"""Colours of bubbles by cause: warm hues, so that lost time stands out."""
 
 
 def paper_style() -> AbstractContextManager[None]:
-    """Matplotlib's settings for the body of a `with`; the caller's own are back afterwards."""
+    """Set matplotlib's settings for the body of a `with`, and restore the caller's settings afterwards."""
     return mpl_style.context(Path(__file__).with_name("paper.mplstyle"))

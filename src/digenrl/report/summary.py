@@ -1,4 +1,4 @@
-"""summary.json: one run in a few dozen numbers, all from the run directory's files."""
+"""Build summary.json: one run in a few dozen numbers, all from the run directory's files."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ from digenrl.record.run_dir import (
 from digenrl.report.read_run import Run, is_number
 
 GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
-"""Fates of a group: it is trained, or why it is not."""
+"""Outcomes of a group: trained, or the reason why it was not trained."""
 
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """Every key that design section 5 promises for summary.json, and `experiment`, `attempts`, `missing`, `alarms`,
-    `lost`, `restarted`, `unwritten` (file -> lines), `loggers` (name -> failures), `warnings`. `restarts` counts what
-    the run survived: attempts after the first, and ranks that were lost while it continued. `lost` has the causes of
-    these, `restarted` of those attempts that the run began by itself.
+    """Return the content of summary.json.
 
-    A figure that the files do not hold is null. `reward_first` and `reward_last` are the batch means of the first and
-    the last RL step, `heldout_*` those of the first and the last evaluation; seconds in `bubble` are summed over ranks.
+    It has every key of design section 5, and `experiment`, `attempts`, `missing`, `alarms`, `lost`, `restarted`,
+    `unwritten` (file -> lines), `loggers` (name -> failures) and `warnings`. A figure that the files do not hold is
+    null.
+
+    `restarts` counts the attempts after the first, and the ranks that were lost while the run continued. `lost` has the
+    causes of lost ranks. `restarted` has the causes of attempts that the run began by itself. `reward_first` and
+    `reward_last` are the batch means of the first and the last RL step. `heldout_*` are means of the first and the last
+    evaluation. Seconds in `bubble` are summed over ranks.
     """
     status, cause = outcome(run)
     samples, seconds = (sum(run.column(key)[1]) for key in ("samples", "step_s"))
@@ -85,7 +88,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def bubble(run: Run) -> dict[str, dict[str, float]]:
-    """role -> cause -> seconds waited, summed over ranks."""
+    """Return role -> cause -> seconds waited, summed over ranks."""
     table: dict[str, Counter[str]] = defaultdict(Counter)
     for (role, _), labels in run.seconds.items():
         for label, seconds in labels.items():
@@ -96,12 +99,14 @@ def bubble(run: Run) -> dict[str, dict[str, float]]:
 
 
 def planned(run: Run) -> dict[str, Any] | None:
-    """What the planner promised of the run that it chose: `schedule`, `step_s`, and `sync_step_s` of schedule=sync."""
+    """Return the planner's prediction of the run that it chose: `schedule`, `step_s`, and `sync_step_s` of
+    schedule=sync."""
     return next((dict(event["planned"]) for event in reversed(run.events_of(LAUNCH)) if "planned" in event), None)
 
 
 def prompt_store(run: Run) -> dict[str, int] | None:
-    """Texts that the run's ranks encoded, and those that the store had before; summed over attempts. None: no store."""
+    """Return how many texts the ranks encoded and how many the store had before, summed over attempts; None = no
+    store."""
     events = run.events_of(PROMPT_STORE)
     encoded = sum(event.get("encoded", 0) for event in events)
     texts = sum(event.get("texts", 0) for event in events if event.get("rank") == 0)
@@ -109,7 +114,7 @@ def prompt_store(run: Run) -> dict[str, int] | None:
 
 
 def counted(run: Run, kind: str, name: str, amount: str) -> dict[str, int]:
-    """Sums of `amount` over the events of `kind`, by their `name`."""
+    """Return the sums of `amount` over the events of `kind`, by their `name`."""
     counts: Counter[str] = Counter()
     for event in run.events_of(kind):
         counts[str(event.get(name))] += event.get(amount, 0)
@@ -117,7 +122,7 @@ def counted(run: Run, kind: str, name: str, amount: str) -> dict[str, int]:
 
 
 def troubles(run: Run) -> list[str]:
-    """What went wrong while the run went on, each once: warnings, checkpoints, records that have gaps, loggers."""
+    """Return each trouble that the run survived once: warnings, failed checkpoints, gaps in records, failed loggers."""
     told = [str(event.get("message")) for event in run.events_of("warning")]
     told += [str(event.get("cause")) for event in run.events_of(CHECKPOINT_FAILED)][-1:]
     causes: dict[tuple[str, str], str] = {}
@@ -134,19 +139,19 @@ def troubles(run: Run) -> list[str]:
 
 
 def suspicions(run: Run) -> list[str]:
-    """Messages of the alarms that the last evaluation raised (reward hacking, collapsed rewards)."""
+    """Return the messages of alarms that the last evaluation raised (reward hacking, collapsed rewards)."""
     last = run.evals[-1]["rl_step"] if run.evals else None
     return [str(event["message"]) for event in run.events_of("alarm") if event.get("rl_step") == last]
 
 
 def experiment(run: Run) -> str:
-    """Name of the run's experiment: from the config, else from the directory's parent."""
+    """Return the name of the run's experiment: from the config, or else from the directory's parent."""
     name = run.config.get("experiment_name") or run.config.get("experiment")
     return name if isinstance(name, str) else run.path.resolve().parent.name
 
 
 def outcome(run: Run) -> tuple[str, str | None]:
-    """(status, cause) of the last attempt: as its end event says, else inferred from what the trainers wrote."""
+    """Return (status, cause) of the last attempt, from its end event or else from the trainers' events."""
     attempts = run.attempts()
     last = attempts[-1] if attempts else []
     by_kind = {event["kind"]: event for event in last if "kind" in event}
@@ -163,7 +168,8 @@ def outcome(run: Run) -> tuple[str, str | None]:
 
 
 def wall_seconds(run: Run) -> float | None:
-    """Seconds from the first to the last sign of life, summed over attempts (the pauses between them do not count)."""
+    """Return the seconds from the first to the last sign of life, summed over attempts without the pauses between
+    them."""
     starts = [attempt[0]["time"] for attempt in run.attempts()]
     times = sorted(_times(run))
     if not times:
@@ -177,7 +183,7 @@ def wall_seconds(run: Run) -> float | None:
 
 
 def samples_by(run: Run, kind: str, key: str) -> dict[str, int]:
-    """Samples that the events of `kind` count, by their `key`; an event without a count counts as one sample."""
+    """Return the samples counted in events of `kind`, by their `key`. An event without a count is one sample."""
     counts: Counter[str] = Counter()
     for event in run.events_of(kind):
         counts[str(event.get(key))] += event.get("samples", 1)
@@ -188,7 +194,7 @@ def samples_by(run: Run, kind: str, key: str) -> dict[str, int]:
 
 
 def world(run: Run) -> dict[str, int]:
-    """role -> ranks: as the launcher said, else as the spans show."""
+    """Return role -> ranks, from the launcher's event or else from the spans."""
     for event in reversed(run.events_of(LAUNCH, END)):
         if "world" in event:
             return dict(event["world"])

@@ -1,4 +1,4 @@
-"""Figures as people read them: the end table of a run, on the terminal and in the report."""
+"""Format figures for people: the end table of a run, on the terminal and in the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DASH = "-"
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """A figure with as many digits as it deserves; a dash for none."""
+    """Return a figure with a sensible number of digits; a dash for None."""
     if not is_number(value):
         return DASH
     if isinstance(value, int) or value == 0:
@@ -24,7 +24,7 @@ def number(value: Any, digits: int = 3) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """8.4 s, 2 min 05 s, 3 h 07 min."""
+    """Return a duration in words, such as 8.4 s, 2 min 05 s, 3 h 07 min."""
     if not is_number(seconds):
         return DASH
     if seconds < 60:
@@ -36,12 +36,12 @@ def duration(seconds: Any) -> str:
 
 
 def change(summary: Mapping[str, Any], key: str) -> str:
-    """First -> last of a figure."""
+    """Return "first -> last" of a figure."""
     return f"{number(summary[f'{key}_first'])} → {number(summary[f'{key}_last'])}"
 
 
 def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name, figure) of everything worth a place on the first page; what the run did not record is left out."""
+    """Return (name, figure) for the first page. Figures that the run did not record are left out."""
     waits = sorted(
         ((seconds, f"{role}: {cause.replace('_', ' ')}") for role, causes in summary["bubble"].items()
          for cause, seconds in causes.items() if cause != "startup"), reverse=True,

@@ -1,9 +1,9 @@
-"""Alarms against rewards that are plausible but wrong, and against policies that game them: pure functions.
+"""Alarms for rewards that are plausible but wrong, and for policies that exploit them: pure functions.
 
-Each takes what a report has read from a run and returns `Alarm`s; none means nothing was found, not that all is well.
-`of_evaluations` calls those that need only the samples and scores of two evaluations (samples/eval-*.npz). That a
-reward rises while a held-out one falls, or variety shrinks, is told from the eval lines
-(`digenrl.report.learning_alarms`).
+Each function takes data that a report has read from a run and returns `Alarm`s. No alarm means that nothing was found,
+not that all is well. `of_evaluations` calls the functions that need only samples and scores of two evaluations
+(samples/eval-*.npz). Two further alarms come from the eval lines (`digenrl.report.learning_alarms`): a reward that
+rises while a held-out one falls, and shrinking variety.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLLAPSED_SHARE = 0.9
 BLUR_SHARE = 0.5
 GRID_RATIO = 4.0
 CANARY_TOLERANCE = 1e-3
-"""Relative to the score, or to 1.0 where the score is smaller: room for kernels that round differently."""
+"""Tolerated difference, relative to the score or to 1.0 if the score is smaller. Kernels may round differently."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Alarm:
     name: str
     """variance_collapse | blur | grid | canary"""
     value: float
-    """What was measured."""
+    """Measured value."""
     threshold: float
     message: str
-    """Cause and what to look at."""
+    """Cause, and what to look at."""
 
 
 def of_evaluations(
@@ -47,12 +47,12 @@ def of_evaluations(
     scores: Mapping[str, NDArray[np.float32]],
     prompts: Sequence[str],
 ) -> list[Alarm]:
-    """Alarms that two evaluations of a run give: blur, grid, and rewards that are constant within the prompts.
+    """Return the alarms of two evaluations of a run: blur, grid, and rewards that are constant within the prompts.
 
     Args:
         before, after: media of the first and of the last evaluation, [N, (F,) C, H, W].
-        scores: of the last evaluation, name -> [N].
-        prompts: of the last evaluation, N texts; samples of one prompt are a group.
+        scores: scores of the last evaluation, name -> [N].
+        prompts: prompts of the last evaluation, N texts. Samples of one prompt are a group.
     """
     pictures = [torch.from_numpy(media).float() / 255 for media in (before, after)]
     found = [blur(*pictures), grid(*pictures)]
@@ -66,10 +66,10 @@ def of_evaluations(
 
 
 def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm | None:
-    """Whether nearly every group of `rewards` [P, G] has one value: such a group carries no gradient.
+    """Return an alarm if nearly every group of `rewards` [P, G] has a single value and so gives no gradient.
 
-    `floor` is the standard deviation below which a group counts as constant, in units of the reward's overall spread or
-    of 1.0, whichever is larger. NaN members are left out; groups with fewer than two members do not count.
+    `floor` is the standard deviation below which a group counts as constant. Its unit is the reward's overall spread or
+    1.0, whichever is larger. NaN members are left out. Groups with fewer than two members do not count.
     """
     spreads = [row[~row.isnan()].std().item() for row in rewards.float() if (~row.isnan()).sum() >= 2]
     if not spreads:
@@ -89,7 +89,7 @@ def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm 
 
 
 def blur(before: Tensor, after: Tensor) -> Alarm | None:
-    """Whether the samples `after` have lost detail against `before` (both [N, (F,) C, H, W] in [0, 1])."""
+    """Return an alarm if the samples `after` have less detail than `before` (both [N, (F,) C, H, W] in [0, 1])."""
     old, new = sharpness(before).median().item(), sharpness(after).median().item()
     if old <= 0 or new / old >= BLUR_SHARE:
         return None
@@ -102,7 +102,7 @@ def blur(before: Tensor, after: Tensor) -> Alarm | None:
 
 
 def grid(before: Tensor, after: Tensor) -> Alarm | None:
-    """Whether a regular pattern grew: checkerboards and grids are what a policy paints to please a scorer."""
+    """Return an alarm if a regular pattern grew, such as checkerboards and grids that please a scorer."""
     old, new = grid_strength(before).median().item(), grid_strength(after).median().item()
     if new < GRID_RATIO * max(old, 1.0 / GRID_RATIO):
         return None
@@ -112,7 +112,7 @@ def grid(before: Tensor, after: Tensor) -> Alarm | None:
 
 
 def canary(name: str, scores: Tensor, expected: Tensor) -> Alarm | None:
-    """Whether the same pictures still score what they scored when the run began; both [N], NaN = not scored."""
+    """Return an alarm if pictures no longer get the scores of the run's beginning; both [N], NaN = not scored."""
     gaps = (scores - expected).abs().double() / expected.abs().clamp_min(1.0)
     if gaps.isnan().all() or (worst := float(gaps[~gaps.isnan()].max())) <= CANARY_TOLERANCE:
         return None
@@ -127,15 +127,16 @@ def canary(name: str, scores: Tensor, expected: Tensor) -> Alarm | None:
 
 
 def sharpness(media: Tensor) -> Tensor:
-    """[N] mean absolute Laplacian of the samples' brightness."""
+    """Return [N], the mean absolute Laplacian of the samples' brightness."""
     return laplacian(luma(media)).abs().mean((1, 2, 3))
 
 
 def grid_strength(media: Tensor) -> Tensor:
-    """[N] sharpest peak of the spectrum above a quarter of Nyquist, over its neighbourhood; about 1.5 = none.
+    """Return [N], the sharpest peak of the spectrum above a quarter of Nyquist over its neighbourhood; about 1.5 = no
+    peak.
 
-    For each sample: the power of every frequency along rows (and along columns), averaged over the other axis; the
-    largest ratio of one frequency to the mean of the eight around it. Photographs and noise have smooth spectra, a grid
+    The power of every frequency along rows (and along columns) is averaged over the other axis. The result is the
+    largest ratio of a frequency to the mean of the eight around it. Photographs and noise have smooth spectra, a grid
     has a line.
     """
     frames = luma(media)
@@ -154,5 +155,5 @@ def grid_strength(media: Tensor) -> Tensor:
 
 
 def _window_sum(spectrum: Tensor) -> Tensor:
-    """[N, K]: sum over the nine entries around each, fewer at the ends."""
+    """Return [N, K], the sum over the nine entries around each, fewer at the ends."""
     return functional.avg_pool1d(spectrum[:, None], 9, stride=1, padding=4)[:, 0] * 9

@@ -1,4 +1,4 @@
-"""What rewards and statistics of a configuration need, before any is built: weights that are here, prompts to score."""
+"""Check the needs of a configuration's rewards and statistics before any is built: weights on disk, usable prompts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MOST = 20
-"""Prompts named; the rest are counted."""
+"""Most prompts that a message names; further ones are counted."""
 
 
 def _built_here(reward: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """(dotted key, name, YAML node) of every scorer of the group `reward` that no service stands in for."""
+    """Yield (dotted key, name, YAML node) of every scorer of the group `reward` that is not behind a service."""
     for group in ("rewards", "heldout"):
         for name, entry in (reward.get(group) or {}).items():
             if (entry.get("placement") or reward.get("placement")) != "http":
@@ -27,7 +27,8 @@ def _built_here(reward: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[s
 
 
 def _measuring(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """(dotted key, what it is, YAML node) of what `_built_here` gives, and of every statistic of the evaluation."""
+    """Yield (dotted key, description, YAML node) of every scorer built here, and of every statistic of the
+    evaluation."""
     for key, name, node in _built_here(reward):
         yield key, f"reward {name}", node
     evaluation = callbacks.get("evaluation") or {}
@@ -36,15 +37,14 @@ def _measuring(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Itera
 
 
 def require_weights(reward: Mapping[str, Any], callbacks: Mapping[str, Any] | None = None) -> None:
-    """Imports neither torch nor a scorer.
+    """Check that the weights of scorers and statistics are on this machine, without importing torch or a scorer.
 
     Args:
-        reward: the group of a checked configuration.
-        callbacks: the same; None = none.
+        reward: group `reward` of a checked configuration.
+        callbacks: group `callbacks` of the same configuration; None = no callbacks.
 
     Raises:
-        ValueError: weights that a scorer or statistic of ours needs are not on this machine; says which, and how to
-            get them.
+        ValueError: weights are missing. The message says which, and how to get them.
     """
     problems = []
     for key, what, node in _measuring(reward, callbacks or {}):
@@ -61,7 +61,7 @@ def require_weights(reward: Mapping[str, Any], callbacks: Mapping[str, Any] | No
 
 
 def _absent(value: str | None, key: str, source: str) -> str | None:
-    """How to get the weights at `value` (a path, a hub id, or None); None where they are here."""
+    """Return how to get the weights at `value` (a path, a hub id, or None); None if they are here."""
     if value is None:
         return f"download them (`{source}`) and set {key}=FILE"
     if Path(value).expanduser().exists():
@@ -80,11 +80,11 @@ def _absent(value: str | None, key: str, source: str) -> str | None:
 
 
 def unscorable(reward: Mapping[str, Any], prompts: Iterable[tuple[str, Prompt]]) -> list[str]:
-    """A message for each prompt that a scorer could never score (the first twenty); the scorers' modules are imported.
+    """Return a message for each prompt that a scorer could never score (the first twenty). Imports scorers' modules.
 
     Args:
-        reward: the group of a checked configuration.
-        prompts: (where it stands, the prompt).
+        reward: group `reward` of a checked configuration.
+        prompts: (place of the prompt, prompt).
 
     Raises:
         ValueError: a scorer cannot be imported.

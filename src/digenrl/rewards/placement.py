@@ -1,4 +1,4 @@
-"""Where a scorer runs: built here (`inline`, `thread`), in a process of its own, or behind HTTP."""
+"""Place a scorer: in this process (`inline`, `thread`), in a separate process, or behind HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACEMENTS = ("inline", "thread", "process", "http")
 def place_scorer(
     name: str, scorer: Any, placement: str, urls: Sequence[str] | None, start_s: float, call_s: float
 ) -> Callable[[], Scorer]:
-    """What makes the scorer of one reward where it is placed; until it is called, nothing is loaded.
+    """Return a function that makes the scorer of a reward in its place. Nothing is loaded before its call.
 
     Args:
         name: the reward's name, for messages.

@@ -1,17 +1,19 @@
-"""What a scorer is, and the checks that keep a wrong score from becoming a gradient.
+"""Protocol of scorers, and the checks that keep a wrong score from becoming a gradient.
 
 A *scorer* is any callable `scorer(media, prompts) -> scores`:
 
 - `media`: fp32 in [0, 1]; images [B, C, H, W], videos [B, F, C, H, W]; C is 3 (RGB) or 1 (grey). Any device.
-- `prompts`: B `Prompt`s, row i of `media` was made from prompt i; `target` and `metadata` travel untouched.
-- `scores`: [B] floating point on any device, each finite, or NaN for a sample without a score; larger is better.
-  Infinity counts as NaN: no advantage can be made of it.
+- `prompts`: B `Prompt`s. Row i of `media` was made from prompt i. `target` and `metadata` are passed on unchanged.
+- `scores`: [B] floating point on any device. Each is finite, or NaN for a sample without a score; larger is better.
+  Infinity counts as NaN, because no advantage can be made of it.
 
-A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name it: `model_id` (what
-is scored with) and `weights_digest` (hex digest of its weights, "none" where it has none); see `identity_of`.
-Two methods are optional: `check_prompts(prompts)`, static, raises ValueError for a prompt that it could never score;
-`close()` ends processes and connections. A scorer that looks at the images of prompts says `reads_images = True`: then
-a service is sent them, and `source_images` gives them in the size of the media.
+A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name it (see
+`identity_of`): `model_id` names the model, and `weights_digest` is the hex digest of its weights ("none" without
+weights).
+
+Two methods are optional. The static `check_prompts(prompts)` raises ValueError for a prompt that it could never score.
+`close()` ends processes and connections. A scorer that looks at the images of prompts sets `reads_images = True`. Then
+a service gets the images, and `source_images` returns them in the size of the media.
 """
 
 from __future__ import annotations
@@ -37,30 +39,30 @@ MISSING_IMAGE = "name a file in the field {role} of its line, in a .jsonl prompt
 
 
 class RewardError(RuntimeError):
-    """A reward cannot be trusted (wrong shape, changed identity, repeated nonsense): the run must stop."""
+    """A reward cannot be trusted (wrong shape, changed identity, repeated malformed answers), so the run must stop."""
 
 
 class RewardUnavailable(RewardError):
-    """A scorer could not answer this time (down, slow, refused): its samples are missing (NaN), and counted."""
+    """A scorer could not answer this time (down, slow, refused). Its samples are missing (NaN) and counted."""
 
     def __init__(self, cause: str, scores: Tensor | None = None) -> None:
-        """`scores` [B]: what could be scored all the same, NaN elsewhere; None = nothing."""
+        """Store `scores` [B], which holds the scores that exist and NaN elsewhere; None = no scores."""
         super().__init__(cause)
         self.scores = scores
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """See the module's docstring."""
+    """Scorer of media; see the module's docstring."""
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Scores [B] of `media` [B, ...]; NaN = missing."""
+        """Return scores [B] of `media` [B, ...]; NaN = missing."""
         ...
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What answered: pinned by a run, so that a swapped reward model is noticed. The bounds hold on the wire."""
+    """Identity of a scorer, which a run pins to notice a swapped reward model. The bounds hold on the wire."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
     model_id: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -70,13 +72,13 @@ class Identity:
 
 
 def identity_of(scorer: Scorer) -> Identity:
-    """The identity that `scorer` declares; its class name where it declares none."""
+    """Return the identity that `scorer` declares, or its class name if it declares none."""
     model_id = getattr(scorer, "model_id", None) or type(scorer).__qualname__
     return Identity(str(model_id), str(getattr(scorer, "weights_digest", None) or "none"))
 
 
 def check_media(media: Tensor, prompts: Sequence[Prompt]) -> None:
-    """Raises ValueError unless `media` is [B, C, H, W] or [B, F, C, H, W] floating in [0, 1] with B = len(prompts)."""
+    """Raise ValueError unless `media` is [B, C, H, W] or [B, F, C, H, W] floating in [0, 1] with B = len(prompts)."""
     if media.dim() not in (4, 5) or media.shape[-3] not in (1, 3) or 0 in media.shape:
         raise ValueError(
             f"media has shape {list(media.shape)}: "
@@ -94,7 +96,7 @@ def check_media(media: Tensor, prompts: Sequence[Prompt]) -> None:
 
 
 def check_scores(name: str, scores: object, samples: int) -> Tensor:
-    """`scores` as [samples] fp32 on CPU, with NaN where a score is not finite.
+    """Return `scores` as [samples] fp32 on the CPU, with NaN where a score is not finite.
 
     Raises RewardError if they are not a floating tensor of exactly that shape.
     """
@@ -109,11 +111,12 @@ def check_scores(name: str, scores: object, samples: int) -> Tensor:
 
 @contextmanager
 def contained(name: str) -> Iterator[None]:
-    """Turn what ends a thread or a process (SystemExit, KeyboardInterrupt, CancelledError) into a failure of the
-    scorer: nobody would otherwise learn of the end of a scorer's thread. Ctrl-C of a user passes.
+    """Turn an exception that ends a thread or process (SystemExit, KeyboardInterrupt, CancelledError) into RewardError.
+
+    Otherwise the end of a scorer's thread would go unnoticed. A user's Ctrl-C passes.
 
     Args:
-        name: of the scorer.
+        name: name of the scorer.
 
     Raises:
         RewardError: in place of a `BaseException` that is no `Exception`.
@@ -135,19 +138,20 @@ def contained(name: str) -> Iterator[None]:
 
 
 def as_frames(media: Tensor) -> Tensor:
-    """[B, F, C, H, W] of images (F = 1) or videos, as a view."""
+    """Return images (F = 1) or videos as a view [B, F, C, H, W]."""
     return media.unsqueeze(1) if media.dim() == 4 else media
 
 
 def as_rgb(media: Tensor) -> Tensor:
-    """`media` with three channels: grey is repeated, RGB passes."""
+    """Return `media` with three channels. Grey is repeated, RGB passes."""
     shape = list(media.shape)
     shape[-3] = 3
     return media.expand(shape)
 
 
 def source_images(media: Tensor, prompts: Sequence[Prompt], role: str = "image") -> Tensor:
-    """[B, 3, H, W] fp32 in [0, 1] on the CPU: each prompt's first image of `role`, fitted to the size of `media`.
+    """Return each prompt's first image of `role`, fitted to the size of `media`: [B, 3, H, W] fp32 in [0, 1] on the
+    CPU.
 
     Raises RewardError for a prompt without one, or whose file has changed.
     """
@@ -161,7 +165,7 @@ def source_images(media: Tensor, prompts: Sequence[Prompt], role: str = "image")
 
 
 def require_images(prompts: Sequence[Prompt], *roles: str) -> None:
-    """For `check_prompts`: raise ValueError for a prompt that lacks an image of one of `roles`."""
+    """Raise ValueError for a prompt that lacks an image of one of `roles`. For use in `check_prompts`."""
     for prompt in prompts:
         for role in roles:
             if all(image.role != role for image in prompt.images):
@@ -178,20 +182,20 @@ def _fitted(image: PromptImage, height: int, width: int) -> Tensor:
 
 
 def luma(media: Tensor) -> Tensor:
-    """[B, F, H, W] brightness (ITU-R BT.601) of images or videos."""
+    """Return the brightness (ITU-R BT.601) of images or videos, [B, F, H, W]."""
     frames = as_rgb(as_frames(media)).float()
     return (frames * frames.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(2)
 
 
 def laplacian(frames: Tensor) -> Tensor:
-    """[B, F, H, W] 3x3 Laplacian with replicated borders."""
+    """Return the 3x3 Laplacian with replicated borders, [B, F, H, W]."""
     kernel = frames.new_tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]]).view(1, 1, 3, 3)
     padded = functional.pad(frames.flatten(0, 1).unsqueeze(1), (1, 1, 1, 1), mode="replicate")
     return functional.conv2d(padded, kernel).squeeze(1).unflatten(0, frames.shape[:2])
 
 
 def sample_frames(media: Tensor, count: int) -> Tensor:
-    """[B, min(F, count), C, H, W]: evenly spaced frames, each the middle of its share of the video; all of an image."""
+    """Return evenly spaced frames [B, min(F, count), C, H, W], each the middle of its share of the video."""
     frames = as_frames(media)
     total = frames.shape[1]
     if total <= count:
@@ -201,14 +205,15 @@ def sample_frames(media: Tensor, count: int) -> Tensor:
 
 
 def rgb_bytes(media: Tensor, count: int) -> Tensor:
-    """[B, min(F, count), 3, H, W] uint8 on the CPU: `sample_frames` of `media` as pictures."""
+    """Return `sample_frames` of `media` as pictures [B, min(F, count), 3, H, W], uint8 on the CPU."""
     return as_rgb(sample_frames(media, count)).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` = the current CUDA device where there is one, else the CPU; anything else as torch reads it.
+    """Return the device: for `auto` the current CUDA device, or the CPU without one; anything else as torch reads it.
 
-    A CUDA device comes with its index: a scorer is called in another thread than built, where device 0 is current.
+    A CUDA device has its index, because a scorer is called in another thread than the one that built it. Device 0 is
+    current there.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -219,7 +224,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def build_scorer(node: Mapping[str, Any]) -> Scorer:
-    """The scorer that a YAML node describes. Raises what Hydra raises, and ValueError if the result is not callable."""
+    """Build the scorer that a YAML node describes. Raises Hydra's errors, and ValueError if the result is not
+    callable."""
     from hydra.utils import instantiate
 
     scorer = instantiate(plain(node), _convert_="all")
@@ -231,7 +237,7 @@ def build_scorer(node: Mapping[str, Any]) -> Scorer:
 
 
 def plain(node: Mapping[str, Any]) -> dict[str, Any]:
-    """`node` as plain containers with interpolations resolved (an OmegaConf node, or a dict as it is)."""
+    """Return `node` as plain containers with interpolations resolved (an OmegaConf node, or a dict as it is)."""
     from omegaconf import DictConfig, OmegaConf
 
     if isinstance(node, DictConfig):

@@ -1,8 +1,10 @@
-"""Scoring off the critical path: a rollout rank submits a task's media and goes on generating the next one.
+"""Score off the critical path: a rollout rank submits a task's media and goes on generating the next task.
 
-One thread takes waiting tasks, joins those of equal shape into one batch (if `max_batch` allows), skips samples that it
-has scored before, and fulfils a future per task. The number of waiting tasks is bounded: `submit` blocks when it is
-reached, so a scorer that is slower than generation slows generation down, visibly, and memory does not grow.
+One thread takes waiting tasks, joins tasks of equal shape into one batch (if `max_batch` allows), skips samples that it
+has scored before, and fulfils a future per task.
+
+The number of waiting tasks is bounded, and `submit` blocks at the bound. So a scorer that is slower than generation
+visibly slows generation down, and memory does not grow.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from digenrl.types import Prompt
 
 Scores = dict[str, Tensor]
 _Key = tuple[bytes, int, bool] | None
-"""(hash of a sample, prompt's uid, held-out rewards too); None = not kept."""
+"""(hash of a sample, prompt's uid, whether held-out rewards are included); None = scores are not kept."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class _Task:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Tasks of one kind may share a batch."""
+        """Key of tasks that may share a batch."""
         return (tuple(self.media.shape[1:]), self.heldout)
 
 
@@ -43,8 +45,8 @@ class AsyncScorer:
     """`RewardSuite.score` behind a bounded queue and one thread.
 
     Args:
-        suite: scores; its `placement`, `pending`, `max_batch` and `cache_size` apply. With placement `inline`, `submit`
-            scores at once in the caller's thread.
+        suite: suite that scores. Its `placement`, `pending`, `max_batch` and `cache_size` apply. With placement
+            `inline`, `submit` scores at once in the caller's thread.
     """
 
     def __init__(self, suite: RewardSuite) -> None:
@@ -60,13 +62,14 @@ class AsyncScorer:
             self._thread.start()
 
     def submit(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> Future[Scores]:
-        """Return a future of what `RewardSuite.score` returns or raises. Wait without limit for a free place in the
-        queue: the rank's watchdog deals with a scorer that hangs.
+        """Return a future of the result or exception of `RewardSuite.score`.
+
+        The call waits without limit for a free place in the queue. The rank's watchdog deals with a scorer that hangs.
 
         Args:
             media: [B, ...] in [0, 1]; copied to the CPU, so the caller may reuse its memory.
             prompts: B prompts.
-            heldout: also the held-out rewards.
+            heldout: whether to score the held-out rewards too.
 
         Raises:
             ValueError: not one prompt per sample.
@@ -85,7 +88,7 @@ class AsyncScorer:
         return task.future
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Cancels waiting tasks, lets the running batch finish (up to `timeout_s`) and closes the suite. Idempotent."""
+        """Cancel waiting tasks, let the running batch finish (up to `timeout_s`) and close the suite. Idempotent."""
         self._closed = True
         if self._thread is not None and self._thread.is_alive():
             self._drain()
@@ -119,7 +122,7 @@ class AsyncScorer:
                 return
 
     def _gather(self, first: _Task) -> tuple[list[_Task], _Task | None, bool]:
-        """(tasks to score together, a task of another kind that was next, whether the end came): never waits."""
+        """Return (tasks to score together, next task of another kind or None, whether the end came). Never waits."""
         batch, samples = [first], len(first.prompts)
         while samples < self.suite.max_batch:
             try:
@@ -174,7 +177,7 @@ class AsyncScorer:
         ]
 
     def _remember(self, key: _Key, scores: dict[str, float]) -> None:
-        """Keeps complete scores only: a missing one is asked for again."""
+        """Keep complete scores only. A missing score is asked for again."""
         if key is None or any(value != value for value in scores.values()):
             return
         self._cache[key] = scores

@@ -1,7 +1,7 @@
-"""`RewardSuite`: the scorers of a run, their weights, and the count of what could not be scored.
+"""`RewardSuite`: the scorers of a run, their weights, and the counts of missing scores.
 
-The suite returns *raw* scores per reward. How they are normalised and summed into an advantage is the algorithm's
-business (`digenrl.algorithms.advantages`); `weights` tells it which rewards are optimised and how much each counts.
+The suite returns *raw* scores per reward. The algorithm normalises and sums them (`digenrl.algorithms.advantages`).
+`weights` says which rewards are optimised, and how much each counts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from digenrl.types import Prompt
 _ENTRY_KEYS = ("scorer", "weight", "placement")
 _HELDOUT_KEYS = ("scorer", "placement")
 CAUSES_KEPT = 8
-"""Distinct failure causes kept per reward; the rest only count."""
+"""Distinct causes of failures kept per reward. Further causes are only counted."""
 
 
 @dataclass
 class FailureCount:
-    """How often one reward was asked and did not answer. Grows during a run, hence not frozen."""
+    """Counts of how often a reward was asked and gave no score. They grow during a run, hence not frozen."""
 
     scored: int = 0
     missing: int = 0
@@ -48,27 +48,28 @@ class FailureCount:
 
     @property
     def share(self) -> float:
-        """Missing samples as a share of those asked for; 0 before the first."""
+        """Share of samples without a score; 0 before the first sample."""
         asked = self.scored + self.missing
         return self.missing / asked if asked else 0.0
 
 
 class RewardSuite:
-    """Scores media with every reward of a mixture.
+    """Suite of scorers that scores media with every reward of a mixture.
 
     The defaults are those of configs/reward/_suite.yaml.
 
     Args:
-        rewards: name -> {scorer, weight = 1.0, placement}. Weight 0 = scored and logged in every step, never optimised.
-        heldout: name -> {scorer, placement}: scored only when asked for (evaluation), never optimised.
-        placement: where scorers run unless an entry says otherwise: `inline` (in the caller's thread), `thread` (in the
+        rewards: name -> {scorer, weight = 1.0, placement}. A reward of weight 0 is scored and logged in every step, and
+            never optimised.
+        heldout: name -> {scorer, placement}. These are scored only in evaluations, and never optimised.
+        placement: placement of scorers whose entry has none: `inline` (in the caller's thread), `thread` (in the
             asynchronous scorer's thread), `process` (a process per scorer), `http` (a reward service, see `urls`).
         urls: reward services that answer for the scorers placed `http`, name -> list of URLs.
         max_missing_share: `check_missing` raises once more than this share of a reward's samples is missing ...
         min_missing_samples: ... among at least this many samples.
         pending: bound on tasks that wait for scores (see `digenrl.rewards.scorer.AsyncScorer`).
-        max_batch: largest number of samples that scoring joins from several waiting tasks; 0 = each task alone, so that
-            no score depends, in its last bits, on which tasks happened to wait together.
+        max_batch: most samples that scoring joins from several waiting tasks. With 0 each task is scored alone, so that
+            no score depends, in its last bits, on the tasks that happened to wait together.
         cache_size: scores kept by content hash; 0 = off.
         start_s: placement `process`: seconds until a scorer must be built.
         call_s: placements `process` and `http`: seconds after which a batch without scores is missing.
@@ -120,15 +121,18 @@ class RewardSuite:
         self.names: tuple[str, ...] = tuple(rewards)
         self.heldout: tuple[str, ...] = tuple(heldout)
         self.on_missing: Callable[[str, int, str], None] = lambda name, samples, cause: None
-        """Told (reward, samples, cause) whenever samples stay without a score; a run writes it down."""
+        """Callback (reward, samples, cause) for samples that stay without a score, with which a run records them."""
         self.stage: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Entered with "score NAME" around every call of a scorer; a run marks what it does with it."""
+        """Context entered with "score NAME" around every call of a scorer, with which a run marks its stage."""
         self._failures = {name: FailureCount() for name in self._makers}
         self._lock = threading.Lock()
 
     @cached_property
     def _scorers(self) -> dict[str, Scorer]:
-        """Built on first use: a rank that never scores holds no reward model. Training's random numbers stay."""
+        """Scorers, built on first use, so that a rank that never scores holds no reward model.
+
+        Building does not change training's random numbers.
+        """
         with torch.random.fork_rng(devices=[]):
             return {name: make() for name, make in self._makers.items()}
 
@@ -137,9 +141,9 @@ class RewardSuite:
         self._scorers  # noqa: B018
 
     def score(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> dict[str, Tensor]:
-        """Raw scores: name -> [B] fp32 on CPU, NaN = missing.
+        """Return raw scores: name -> [B] fp32 on the CPU, NaN = missing.
 
-        A sample that a scorer gave no score is asked for once more before it counts as missing.
+        A sample without a score is asked for once more before it counts as missing.
 
         Args:
             media: [B, C, H, W] or [B, F, C, H, W] in [0, 1].
@@ -148,7 +152,7 @@ class RewardSuite:
 
         Raises:
             ValueError: media or prompts do not fit the protocol.
-            RewardError: a scorer broke the protocol. A scorer that is merely unavailable gives NaN, which is counted.
+            RewardError: a scorer broke the protocol. An unavailable scorer only gives NaN, which is counted.
         """
         check_media(media, prompts)
         wanted = self.names + self.heldout if heldout else self.names
@@ -172,7 +176,7 @@ class RewardSuite:
         return scores
 
     def _ask(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, str]:
-        """([B] scores, why some of them are missing)."""
+        """Return (scores [B], cause of missing ones)."""
         try:
             with self.stage(f"score {name}"), torch.no_grad(), contained(name):
                 # A scorer may write into what it is given: the next one, and the caller, keep what was generated.
@@ -191,16 +195,16 @@ class RewardSuite:
         return self._scorers[name]
 
     def identities(self) -> dict[str, Identity]:
-        """name -> what scores it, for the run's manifest."""
+        """Return name -> identity of its scorer, for the run's manifest."""
         return {name: identity_of(scorer) for name, scorer in self._scorers.items()}
 
     def failures(self) -> dict[str, FailureCount]:
-        """name -> a copy of the counts so far."""
+        """Return name -> a copy of the counts so far."""
         with self._lock:
             return {n: FailureCount(c.scored, c.missing, Counter(c.causes)) for n, c in self._failures.items()}
 
     def check_missing(self) -> None:
-        """Raises RewardError naming reward, share and commonest cause once too many samples are missing."""
+        """Raise RewardError with reward, share and commonest cause if too many samples are missing."""
         for name, count in self.failures().items():
             if count.scored + count.missing >= self.min_missing_samples and count.share > self.max_missing_share:
                 cause = count.causes.most_common(1)[0][0]
@@ -211,20 +215,20 @@ class RewardSuite:
                 )
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raises ValueError for the first prompt that some scorer could never score: call it before a run begins."""
+        """Raise ValueError for the first prompt that a scorer could never score. Call this before a run begins."""
         for scorer in self._scorers.values():
             if check := getattr(scorer, "check_prompts", None):
                 check(prompts)
 
     def close(self) -> None:
-        """Stops processes and connections of the scorers. Idempotent."""
+        """Stop processes and connections of the scorers. Idempotent."""
         for scorer in self.__dict__.get("_scorers", {}).values():  # those that were built
             if close := getattr(scorer, "close", None):
                 close()
 
 
 def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Weighted sum [B] of the optimised rewards, NaN where any of them is missing. For logs and tables.
+    """Return the weighted sum [B] of the optimised rewards, NaN where one of them is missing. For logs and tables.
 
     Raises KeyError if a reward with a weight has no scores.
     """

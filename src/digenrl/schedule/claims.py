@@ -247,12 +247,14 @@ class Claims:
 
         The rank has left and is marked as lost. The tasks that it finished count.
         """
+        # Two queues can have open tasks: with one-step asynchrony the version before the newest still generates.
         names: list[str] = []
         newest = self._store.newest_version()
         for version in (newest - 1, newest):
             returned, back = self._store.returned(version), []
             for position in range(self._known(version)):
                 owner = self._store.owner(version, position)
+                # A task given to this rank that it never confirmed: the giver has stopped, so no rank runs it.
                 if owner is not None and owner.rank == rank and owner.giver != NOBODY:
                     free = replace(owner, rank=NOBODY, giver=NOBODY)
                     owner = free if self._store.change(version, position, owner, free) else None

@@ -197,6 +197,7 @@ class _Search:
         need = self._needs[point.fragment]
         own = need - point.inside
         for first, count in point.loans:
+            # Of a loan only the tasks numbered below `need` belong to fragments up to this one.
             own -= max(0, min(count, need - first))
         if own <= 0:
             return self.state.fragment_ready[point.fragment]
@@ -229,6 +230,7 @@ class _Search:
         state = self.state
         lenders = state.lenders if point.now == 0.0 else self._later
         begin = point.now + state.switch_seconds
+        # By then rollout ranks have claimed so many tasks, and earlier loans have taken theirs.
         first = bisect_right(self._starts, begin) + point.lent
         available = state.tasks_left - first
         if available <= (rounds - 1) * lenders:
@@ -285,6 +287,7 @@ class _Search:
                 branch = self.lend(here, rounds)
                 if branch is not None:
                     end = min(end, self.explore(branch, depth - 1))
+        # The time still needed, not the end, so that every point of the same quantum can use it.
         self._memo[key] = end - here.now
         return end
 

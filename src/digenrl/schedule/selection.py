@@ -44,6 +44,7 @@ def left_out(spec: ScheduleSpec, faults: Mapping[int, str | None], group: int) -
         faults: complete group -> MISSING_REWARD, ZERO_VARIANCE (only if `spec.selects`), or None.
     """
     first = update_groups(spec, update_of(spec, group)).start
+    # Only earlier groups count, so the answer does not depend on the order of arrival.
     taken = sum(earlier in faults and faults[earlier] is None for earlier in range(first, group))
     if spec.oversample and taken >= spec.places:
         return SURPLUS

@@ -118,6 +118,7 @@ class ScheduleSpec:
 
     def __post_init__(self) -> None:
         trained, updates = self.prompts - self.oversample, self.updates_per_batch
+        # Updates that divide the samples share all groups. Only updates that divide the groups need whole groups each.
         whole = updates // self.slices
         if self.group_size % self.task_size or trained % whole or self.oversample % whole:
             raise ValueError(

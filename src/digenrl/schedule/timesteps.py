@@ -100,6 +100,7 @@ def without(placement: Placement, useless: frozenset[tuple[int, int]]) -> Placem
         return placement
     rests = [[b for micro in own for b in micro if (b.group, b.part) not in useless] for own in placement]
     widths = [max(1, *(len(micro) for micro in own)) for own in placement]
+    # No micro-batch may grow (memory), and all ranks need equally many (collectives).
     needed = max(math.ceil(len(rest) / width) for rest, width in zip(rests, widths, strict=True))
     idle = ((),) * (len(placement[0]) - needed)
     return tuple(idle + (_split(rest, needed) if needed else ()) for rest in rests)

@@ -63,7 +63,7 @@ class Writing:
 
     future: concurrent.futures.Future[Any]
     temporary: Path
-    """Where, until it is complete."""
+    """Directory of the files until the checkpoint is complete."""
 
     def result(self) -> None:
         """Wait until it is complete; every trainer is told alike.
@@ -143,8 +143,11 @@ class DirectoryCheckpointIO(CheckpointIO):
         temporary.rename(target)
         _point(target.with_name("last"), target.name)
         outdated = [old for old in sorted(target.parent.glob("step-*"))[: -self._keep] if old != target]
-        for directory in [*outdated, *target.parent.glob(f"{_ASIDE}*")]:
-            shutil.rmtree(directory)
+        for old in [*outdated, *target.parent.glob(f"{_ASIDE}*")]:
+            if old.is_dir() and not old.is_symlink():
+                shutil.rmtree(old)
+            else:  # not made by a save; what a link points to is not ours to remove
+                old.unlink()
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify and read one checkpoint, whole. Tensors and plain values only: nothing in it can execute.
@@ -201,8 +204,10 @@ def verify(directory: Path) -> None:
 
     Raises:
         CheckpointError: no manifest (the write never finished) or one that does not list the checkpoint's files, a
-            missing file, or other bytes than were written.
+            missing file, a file elsewhere, or other bytes than were written.
     """
+    if (directory / MANIFEST).exists():
+        _check_inside(directory, MANIFEST)
     try:
         text = (directory / MANIFEST).read_text()
         facts = {key: value for key, value in json.loads(text).items() if key != "xxh3"}
@@ -223,12 +228,23 @@ def verify(directory: Path) -> None:
             "Resume from an older checkpoint of the run."
         )
     for name, written in files.items():
-        found = describe(directory / name) if (directory / name).is_file() else None
+        _check_inside(directory, name)
+        found = describe(directory / name)
         if found != written:
             raise CheckpointError(
                 f"{directory / name} is damaged: its manifest says {written}, the file is {found}. "
                 "Resume from an older checkpoint of the run, or restore the file."
             )
+
+
+def _check_inside(directory: Path, name: str) -> None:
+    """Raise CheckpointError unless `name` is a regular file directly in `directory`, wherever links lead."""
+    path = directory / name
+    if not (path.is_file() and path.resolve().parent == directory.resolve()):
+        raise CheckpointError(
+            f"{path} is no file of the checkpoint: missing, no regular file, or outside of {directory}; not read. "
+            "Resume from an older checkpoint of the run, or restore the file."
+        )
 
 
 def newest_valid(checkpoints: Path, say: Callable[[str], object] = log.warning) -> Path:

@@ -202,6 +202,7 @@ class StepBoard:
         self._parts[group, index] = part
         rows = slice(part.meta["first_sample"], part.meta["first_sample"] + self._spec.task_size)
         for name, values in part.rewards.items():
+            # NaN marks a reward that has not arrived.
             table = self.rewards.setdefault(name, torch.full((self._spec.prompts, self._spec.group_size), torch.nan))
             table[group, rows] = values
         if all((group, i) in self._parts for i in range(self._spec.tasks_per_group)):
@@ -255,8 +256,10 @@ class StepBoard:
         if self._lockstep:
             count = self._neighbours or len(placement)
             begin = self._rank - self._rank % count
+            # As many forwards as the neighbour with the most blocks: each forward is a collective.
             widths = [max(map(len, ranks)) for ranks in zip(*placement[begin : begin + count], strict=True)]
             if last:
+                # Gradients are reduced in the last micro-batch, so ranks without cells run a padded forward.
                 widths[-1] = max(1, *(len(own[-1]) for own in placement))
         batches = []
         for blocks, width in zip(placement[self._rank], widths, strict=True):

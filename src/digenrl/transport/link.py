@@ -240,6 +240,7 @@ class SocketLink:
                 while (queued := outbox.get()) is not None:
                     with self._stage("send"):
                         message, buffers = queued
+                        # `send` has encoded the message; only a changed one is encoded again.
                         if (changed := line.outgoing(message)) is not message:
                             buffers = encode(changed)
                         _write(sock, buffers)

@@ -81,6 +81,7 @@ class Bucket:
         for name, view in self.views(data, like).items():
             view.copy_(_whole(parameters[name]))
             end = self.starts[name] + view.numel() * view.element_size()
+            # The padding is part of the digest, so it must not hold random bytes.
             data[end : _padded(end)] = 0
         return data
 

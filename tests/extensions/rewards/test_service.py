@@ -255,6 +255,23 @@ def test_half_open_requests_neither_stay_nor_keep_others_out():
         assert post(url, FRAME).status_code == 200
 
 
+def test_a_burst_leaves_no_more_connections_than_the_limit():
+    with running(RewardService(Brightness(), Limits(max_connections=8, head_s=60.0))) as url:
+        flood = half_open(url, 60)
+        assert post(url, FRAME).status_code == 200
+        time.sleep(0.5)
+        still_open = 0
+        for connection in flood:
+            connection.setblocking(False)
+            try:
+                connection.recv(1)
+            except BlockingIOError:
+                still_open += 1
+            except ConnectionError:
+                pass
+        assert still_open <= 8
+
+
 def test_a_request_under_way_outlives_the_time_for_heads_and_the_limit_of_connections():
     def scorer(media, prompts):
         time.sleep(0.8)

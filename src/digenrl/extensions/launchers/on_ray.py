@@ -30,7 +30,7 @@ from digenrl import devices
 from digenrl.cluster.access import ACCESS
 from digenrl.cluster.attach import UNUSED_ADDRESS
 from digenrl.cluster.control import Control
-from digenrl.cluster.launcher import PR_SET_PDEATHSIG, NoPlace, RankMain, live
+from digenrl.cluster.launcher import PR_SET_PDEATHSIG, PlacementError, RankMain, run_rank
 from digenrl.cluster.network import source_address
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
@@ -125,7 +125,7 @@ class Seat:
             )
             Control(StoreClient(*session.store), world.rank).report(True, error)
             return 1
-        return live(rank_main, world, session)
+        return run_rank(rank_main, world, session)
 
     def join(self, run_dir: str) -> int:
         """Join the run in this directory as a further rollout, and return the exit code of `digenrl join`."""
@@ -194,12 +194,12 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
     """Give every rank a place: trainers in one placement group, each rollout by itself. At exit all actors end.
 
     Raises:
-        NoPlace: Ray is missing, no cluster is at the address, or it lacks resources for the ranks.
+        PlacementError: Ray is missing, no cluster is at the address, or it lacks resources for the ranks.
     """
     try:
         import ray
     except ImportError as error:
-        raise NoPlace("launch=ray needs Ray: pip install 'digenrl[ray]'.") from error
+        raise PlacementError("launch=ray needs Ray: pip install 'digenrl[ray]'.") from error
     from ray.util import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -208,7 +208,7 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
     try:
         ray.init(address=places.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise NoPlace(f"ray.address = {places.address}: no cluster answers there ({error}).") from error
+        raise PlacementError(f"ray.address = {places.address}: no cluster answers there ({error}).") from error
     try:
         remote: Any = ray.remote(Seat)
         environment = {"env_vars": {name: os.environ[name] for name in _INHERITED if name in os.environ}}
@@ -291,7 +291,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
     """Wait until every rank has a place.
 
     Raises:
-        NoPlace: a rank had no place after `wait_s`.
+        PlacementError: a rank had no place after `wait_s`.
     """
     import ray
 
@@ -303,7 +303,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
             try:
                 ray.get(list(answers))
             except ray.exceptions.RayError as error:
-                raise NoPlace(
+                raise PlacementError(
                     f"ranks could not start: {error}; digenrl must be installed on every node, in one version."
                 ) from error
             return
@@ -315,7 +315,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
         )
         lack = f"{len(ranks)} ranks have no place yet ({wants}); the cluster has {has}, of which {free} are free"
         if time.monotonic() > deadline:
-            raise NoPlace(
+            raise PlacementError(
                 f"{lack}, after {places.wait_s:g} s: add nodes, change ray.resources, or set a smaller allocation; "
                 "raise ray.wait_s where nodes still start."
             )

@@ -94,7 +94,7 @@ def _evaluations(run: Run) -> Iterable[list[str]]:
 
 
 def _rewards(run: Run, summary: Mapping[str, Any]) -> Iterable[list[str]]:
-    """Yield the head and a row for each reward: its model, its use, and how often scores were missing."""
+    """Yield a row for each reward: its weight, first and last score, missing scores, and model."""
     group = _mapping(run.config.get("reward"))
     identities = next((event.get("identities") or {} for event in reversed(run.events_of("rewards"))), {})
     causes: dict[str, Counter[str]] = defaultdict(Counter)

@@ -118,6 +118,7 @@ class RewardService:
         config = uvicorn.Config(
             self.app(),
             http=partial(_Connection, limits=self.limits),  # type: ignore[arg-type]  # called as the class would be
+            backlog=self.limits.max_connections,  # accepted at once, before any of them can be refused
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -259,6 +260,9 @@ class _Connection(H11Protocol):
             if oldest is None:
                 transport.abort()
             else:
+                # Its end is told later. Left in the set, it would be chosen again for each of a burst of connections.
+                oldest._stop_timer()
+                self.connections.discard(oldest)
                 oldest.transport.abort()
         super().connection_made(transport)
         self._set_timer()
