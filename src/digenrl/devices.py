@@ -1,7 +1,7 @@
-"""GPUs of this machine: which one a rank takes, and whether they are those that the hardware profile promises.
+"""GPUs of this machine: the GPU that a rank takes, and the check against the hardware profile.
 
-A process that has asked the driver about GPUs cannot fork ranks that use them. So a fork asks: what stops it would stop
-the ranks.
+A process that has asked the driver about GPUs cannot fork ranks that use GPUs. Therefore a forked child asks. An error
+that stops the child would also stop the ranks.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from digenrl.config.relations import most_rollouts
 from digenrl.hardware import assign, parse_hardware
 
 _LEAST = 0.97
-"""Of a pool's memory that its GPU must have: drivers and firmware take a little, in different amounts."""
+"""Part of a pool's memory that its GPU must have. Drivers and firmware take a little, in different amounts."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, as torch sees it."""
+    """A GPU as torch sees it."""
 
     name: str
     memory_gib: float
 
 
 def index(local_rank: int) -> int:
-    """Number of this process's GPU among those that it sees. A scheduler that gives each process a GPU of its own shows
-    it that one alone."""
+    """Return the number of this process's GPU among those that the process sees.
+
+    A scheduler that gives each process a GPU of its own lets the process see only that GPU.
+    """
     return 0 if torch.cuda.device_count() == 1 else local_rank
 
 
 def take(local_rank: int) -> int | None:
-    """Make this process's GPU the current one, before anything is built; returns its number, None on processors."""
+    """Make this process's GPU the current one, before anything is built. Return its number; None on processors."""
     if not torch.cuda.is_available():
         return None
     number = index(local_rank)
@@ -50,10 +52,10 @@ def take(local_rank: int) -> int | None:
 
 
 def claim(session: Session, rank: int) -> None:
-    """Tell the other ranks which GPU this one has taken, where a scheduler dealt them out.
+    """Tell the other ranks which GPU this rank has taken, if a scheduler assigned the GPUs.
 
     Raises:
-        ValueError: another rank has it.
+        ValueError: another rank has the same GPU.
     """
     if not torch.cuda.is_available():
         return
@@ -71,14 +73,16 @@ def claim(session: Session, rank: int) -> None:
 
 @lru_cache(maxsize=1)
 def found() -> tuple[Device, ...]:
-    """The GPUs that ranks forked from this process can use; () without any.
+    """Return the GPUs that ranks forked from this process can use; () without any.
 
     Raises:
-        ValueError: there are some, but a forked process cannot use them.
+        ValueError: there are GPUs, but a forked process cannot use them.
     """
+    # A forked child asks the driver and exits, so that this process can still fork ranks.
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_ask, args=(theirs,))
     process.start()
+    # With its own copy open, this process would never see the end of a child that died.
     theirs.close()
     try:
         answer: list[tuple[str, float]] | str = ours.recv()
@@ -96,13 +100,13 @@ def found() -> tuple[Device, ...]:
 
 
 def seen() -> tuple[Device, ...]:
-    """The GPUs of this process, which asks the driver itself and therefore forks no rank that uses them."""
+    """Return the GPUs of this process. It asks the driver itself, and must therefore fork no rank that uses GPUs."""
     facts = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return tuple(Device(fact.name, fact.total_memory / 2**30) for fact in facts)
 
 
 def _ask(pipe: Connection) -> None:
-    """Send (name, GiB) of every GPU, or what prevents it."""
+    """Send (name, GiB) of every GPU, or the error that prevents it."""
     try:
         pipe.send([(device.name, device.memory_gib) for device in seen()])
     except Exception as error:  # whatever the driver says goes into the message
@@ -166,6 +170,6 @@ def _compare(rank: int, pool: str, gpu: str, memory_gib: float, device: Device) 
 
 
 def _model(name: str) -> str | None:
-    """The part of a GPU's name that tells its model: `NVIDIA A100-SXM4-80GB` -> `A100`; None without one."""
+    """Return the part of a GPU's name that tells its model: `NVIDIA A100-SXM4-80GB` -> `A100`; None without one."""
     parts = re.split(r"[^A-Z0-9]+", name.upper())
     return next((part for part in parts if re.search(r"\d", part) and not part.endswith(("GB", "GIB"))), None)

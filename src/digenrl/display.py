@@ -1,7 +1,7 @@
-"""What a user sees while a run goes on: a live view on a terminal, a line every ten seconds anywhere else.
+"""The user's view of a running run: a live view on a terminal, a line every ten seconds anywhere else.
 
-Runs in the launcher, which has no part in the work: it reads what the ranks append to the run directory, and asks a
-callable what each rank does now. It imports no torch.
+The display runs in the launcher, which does no work of the run. It reads what the ranks append to the run directory,
+and calls a function that tells each rank's present activity. It imports no torch.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from digenrl.report.tables import DASH, duration, facts, number
 LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.2
 SHOWN_RANKS = 8
-"""Up to so many ranks are listed one by one; more are counted by what they do."""
+"""Largest number of ranks that are listed one by one. More ranks are counted by activity."""
 _BARS = "▁▂▃▄▅▆▇█"
 _QUIET = ("publish",)
 _LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER, TRAJECTORIES)
-"""Kinds of events that are said in a line of their own: something is lost while the run goes on, or fills the disk."""
+"""Kinds of events that get a line of their own: something is lost while the run goes on, or fills the disk."""
 _DRAWN = ("rl_step", "reward", "heldout", "samples_per_s", "step_s")
-"""Keys of a metric line that the display needs; it keeps those of every step."""
+"""Keys of a metric line that the display needs and keeps of every step."""
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """The course of `values` in at most `width` characters, each the mean of an equal share; "" for none."""
+    """Return the course of `values` in at most `width` characters, each the mean of an equal share; "" for none."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -58,8 +58,8 @@ class Display:
     Args:
         run_dir: the run's directory.
         total_steps: `max_rl_steps`.
-        states: gives rank -> what it does now, in a few words.
-        stream: where to draw; live if it is a terminal.
+        states: returns rank -> its present activity, in a few words.
+        stream: where to draw; a live view if it is a terminal.
         clock: seconds, monotonic.
     """
 
@@ -86,7 +86,7 @@ class Display:
             self._live.start()
 
     def poll(self) -> None:
-        """Read what is new; draw if it is time to. Cheap: call it several times per second."""
+        """Read what is new, and draw if it is time to. This is cheap: call it several times per second."""
         self._read()
         now = self._clock()
         if now - self._shown < (LINE_EVERY_S if self._live is None else REFRESH_EVERY_S):
@@ -98,7 +98,7 @@ class Display:
             self._live.update(self.view(), refresh=True)
 
     def close(self) -> None:
-        """Give the terminal back. Elsewhere, the last line states where the run got to."""
+        """Give the terminal back. Without a terminal, print the run's final state in one line."""
         self._read()
         if self._live is not None:
             self._live.stop()
@@ -107,7 +107,7 @@ class Display:
             print(self.line(), file=self._stream, flush=True)
 
     def line(self) -> str:
-        """The run's state in one line, with what the ranks do counted."""
+        """Return the run's state in one line, with the ranks counted by activity."""
         parts = [f"{duration(self._clock() - self._began):>12}", f"step {self._done}/{self._total}"]
         if self._steps:
             parts.append(f"reward {number(self._steps[-1].get('reward'))}")
@@ -120,7 +120,7 @@ class Display:
         return "  ".join(part for part in parts if part)
 
     def view(self) -> RenderableType:
-        """The live view: progress, curves, throughput, ranks, last event."""
+        """Return the live view: progress, curves, throughput, ranks, last event."""
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(f"step {self._done}/{self._total}", style="bold"),
@@ -178,7 +178,7 @@ class Display:
 
 
 def final_table(summary: Mapping[str, Any]) -> RenderableType:
-    """The end of a run as a table, its alarms below: print it with a rich Console."""
+    """Return the end of a run as a table with its alarms below, to print with a rich Console."""
     colour = {"completed": "green", "stopped": "yellow"}.get(str(summary["status"]), "red")
     table = Table(
         title=Text(f"{summary['experiment']}: {summary['status']}", style=f"bold {colour}"), show_header=False
@@ -192,7 +192,7 @@ def final_table(summary: Mapping[str, Any]) -> RenderableType:
 
 
 def _activity(state: str) -> str:
-    """A state without its numbers: "generate g3" and "generate g4" are one activity."""
+    """Return a state without its numbers: "generate g3" and "generate g4" are one activity."""
     return " ".join(word for word in state.split() if not any(character.isdigit() for character in word)) or state
 
 

@@ -49,10 +49,12 @@ class Facts:
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Option of configs/model -> its published sizes, by hand, and its counts.
 
-    network: arguments of the transformer's class. few_blocks: those that differ in builds of one or two blocks.
-    encoders: parameters of the text encoders, tokens of a prompt. points: [frames, rows, columns] of tokens at which
-    FLOPs are counted. blocks, attention_blocks, hidden, text_tokens: numbers of the network. joint_attention: whether
-    text goes through the blocks.
+    - network: arguments of the transformer's class.
+    - few_blocks: the arguments that differ in builds of one or two blocks.
+    - encoders: parameters of the text encoders, tokens of a prompt.
+    - points: [frames, rows, columns] of tokens at which FLOPs are counted.
+    - blocks, attention_blocks, hidden, text_tokens: numbers of the network.
+    - joint_attention: whether text goes through the blocks.
     """
     latents: Latents = Latents()
     context: bool = False

@@ -14,18 +14,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What a pool's GPUs reach; a profile's `efficiency` keys replace the figures of the GPU's kind."""
+    """Efficiency of a pool's GPUs. A profile's `efficiency` keys replace the figures of the GPU's kind."""
 
     generate: float = 0.5
-    """Share of the peak that the products of weights of a forward reach."""
+    """Share of the peak reached by a forward's products of weights."""
     attention: float = 0.4
-    """... that PyTorch's attention reaches."""
+    """Share of the peak reached by PyTorch's attention."""
     fused_attention: float = 0.45
-    """... that attention kernels written for the GPU reach."""
+    """Share of the peak reached by attention kernels written for the GPU."""
     train: float = 0.9
     """Speed of forward and backward, as a part of the forward's."""
     decode: float = 0.5
-    """Share of the memory bandwidth that the VAE reaches."""
+    """Share of the memory bandwidth reached by the VAE."""
     score: float = 0.5
     """Speed of the scorers, as a part of a forward's products."""
     encode: float = 0.8
@@ -33,9 +33,9 @@ class Efficiency:
     network: float = 0.8
     """Share of the links' nominal bandwidth that is reached."""
     launch_seconds: float | None = None
-    """Least seconds of a block's forward; None = the engine's."""
+    """Least seconds of a block's forward; None = those of the engine."""
     host_gb_s: float = 20.0
-    """CPU to GPU copies."""
+    """GB/s of copies from CPU to GPU."""
 
     def but(self, given: Mapping[str, Any]) -> Efficiency:
         """Return a copy with the keys that a profile gives."""
@@ -44,10 +44,10 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Engine:
-    """How a forward is run."""
+    """A way to run a forward: eager, compiled, or an inference engine."""
 
     launch_seconds: float
-    """Least seconds of one block's forward: what the processor needs to launch its kernels."""
+    """Least seconds of one block's forward, in which the processor launches its kernels."""
     passes: float
     """Reads and writes of [tokens, hidden] in 16 bit per block, beside those of the products and attention."""
 
@@ -63,7 +63,7 @@ eager and compiled ones. `engine`: an inference engine."""
 
 @dataclass(frozen=True)
 class Gpu:
-    """A data sheet, and the kind of GPU."""
+    """Data sheet of a GPU, and the GPU's kind."""
 
     tflops: float
     """Dense bf16 (with fp32 accumulation)."""
@@ -117,13 +117,13 @@ GPUS = {
 
 
 def known(name: str) -> Gpu | None:
-    """The data sheet of the GPU that a profile or a row names; None for an unknown one."""
+    """Return the data sheet of the GPU that a profile or a row names; None for an unknown GPU."""
     normal = name.upper().replace(" ", "-").removeprefix("NVIDIA-")
     found = [key for key in GPUS if normal.startswith(key.upper())]
     return GPUS[max(found, key=len)] if found else None
 
 
 def kind_of(name: str) -> Kind:
-    """What the GPU of this name reaches."""
+    """Return the figures for the kind of GPU that this name belongs to."""
     gpu = known(name)
     return KINDS[gpu.kind if gpu else "other"]

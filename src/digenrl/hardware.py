@@ -31,27 +31,27 @@ class Pool:
     """GB/s of a node's network link, per direction, shared by its GPUs."""
     per_node: int
     host_gib: float = math.inf
-    """Memory of a node's host; inf: not known."""
+    """Memory of a node's host in GiB; inf: unknown."""
     efficiency: Efficiency | None = None
-    """What its GPUs reach; None = what GPUs of their kind do."""
+    """Efficiency of the pool's GPUs; None = that of their kind of GPU."""
 
     @cached_property
     def reaches(self) -> Efficiency:
-        """What its GPUs reach."""
+        """Efficiency of the pool's GPUs."""
         return self.efficiency or kind_of(self.gpu).efficiency
 
 
 @dataclass(frozen=True)
 class Line:
-    """Between two pools that stand in different places."""
+    """Network connection between two pools in different places."""
 
     gb_s: float
-    """Per direction, shared by all their GPUs."""
+    """GB/s per direction, shared by all GPUs of both pools."""
     latency_s: float = 0.0
     told: bool = False
-    """Versions travel as deltas ..."""
+    """Whether versions are sent as deltas."""
     packed: bool = False
-    """... and everything else packed."""
+    """Whether everything else is sent packed."""
 
     def seconds(self, size: float) -> float:
         """Return the seconds that a message of `size` bytes takes."""
@@ -60,13 +60,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Hardware:
-    """All pools, and durations measured by `make profile` where there are any."""
+    """All pools, and durations that `make profile` measured, if there are any."""
 
     pools: tuple[Pool, ...]
     seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """stage (encode, generate, decode, score: per prompt or sample; train: per cell) -> pool -> measured seconds."""
     lines: Mapping[frozenset[str], Line] = field(default_factory=dict)
-    """Names of two pools -> what joins them, where they stand in different places."""
+    """Names of two pools in different places -> the line between them."""
 
     @property
     def gpus(self) -> int:
@@ -76,12 +76,12 @@ class Hardware:
         return next(pool for pool in self.pools if pool.name == name)
 
     def line(self, one: str, other: str) -> Line | None:
-        """What joins two pools beside the network links of their nodes; None: they stand in one place."""
+        """Return the line between two pools; None: the pools are in one place."""
         return self.lines.get(frozenset((one, other)))
 
     @property
     def places(self) -> list[list[Pool]]:
-        """Pools that stand together: between which there is no line."""
+        """Return groups of pools that are in one place: there is no line between them."""
         found: list[list[Pool]] = []
         for pool in self.pools:
             apart = [any(frozenset((pool.name, other.name)) in self.lines for other in place) for place in found]
@@ -93,7 +93,7 @@ class Hardware:
 
 
 def parse_hardware(node: Mapping[str, Any]) -> Hardware:
-    """A profile's `hardware` node, which `digenrl.config` has checked, as `Hardware`."""
+    """Return a profile's `hardware` node, which `digenrl.config` has checked, as `Hardware`."""
     pools = []
     for name, entry in node["pools"].items():
         given = {"count": 1, "role": "auto"} | {key: value for key, value in entry.items() if value is not None}
@@ -110,23 +110,27 @@ def _links(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:
-    """Rank of each process that a scheduler started, trainers being the first ranks.
+    """Return the rank of each process that a scheduler started. The first ranks are trainers.
 
-    Processes are started pool by pool in the profile's order, in each as many as `assign` gives it; which of them train
-    is the profile's to say. ([3, 0, 1, 2]: the first process is on a pool of rollouts and becomes rank 3.)
+    Processes are started pool by pool in the profile's order, as many in each as `assign` gives it. The profile decides
+    which of them train. Example: [3, 0, 1, 2] means that the first process is on a rollout pool and becomes rank 3.
     """
     placed = [pool for pool, _ in assign(hardware, trainers, rollouts)]
     return tuple(rank for pool in hardware.pools for rank, name in enumerate(placed) if name == pool.name)
 
 
 def shard_group(trainers: int, per_node: int) -> int:
-    """Trainers that hold one copy of the weights under hsdp: those of a node where they all fit into one, else the
-    most that divide both numbers, so that no group spans two nodes."""
+    """Return how many trainers hold one copy of the weights together under hsdp.
+
+    If all trainers fit into one node, the group is all trainers. Otherwise it is the largest number that divides both
+    the trainers and the GPUs of a node, so that no group spans two nodes.
+    """
     return trainers if trainers <= per_node else math.gcd(trainers, per_node)
 
 
 def nodes(hardware: Hardware, pools: Iterable[str]) -> list[tuple[str, int]]:
-    """(pool, number of its node) of every rank, given their pools: a pool's ranks fill its nodes in their order."""
+    """Return (pool, number of its node) of every rank, given the ranks' pools. A pool's ranks fill its nodes in
+    order."""
     seats = Counter[str]()
     found = []
     for name in pools:
@@ -138,12 +142,12 @@ def nodes(hardware: Hardware, pools: Iterable[str]) -> list[tuple[str, int]]:
 def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str, str], ...]:
     """Return (pool, role) of every rank, trainers first.
 
-    Trainers come from pools of role trainer, then from auto pools in their order, all in the first place that has room
-    for them; rollouts from pools of role rollout, then from auto pools in reverse order, wherever they stand. So one
-    order of pools and two numbers describe every placement.
+    Trainers come from pools of role trainer, then from auto pools in their order. All of them are in the first place
+    that has room for them. Rollouts come from pools of role rollout, then from auto pools in reverse order, in any
+    place. The order of the pools and two numbers therefore describe every placement.
 
     Raises:
-        ValueError: a role has fewer GPUs than asked for, or trainers would stand in two places.
+        ValueError: a role has fewer GPUs than asked for, or trainers would be in two places.
     """
     left = {pool.name: pool.count for pool in hardware.pools}
     ranks: list[tuple[str, str]] = []

@@ -1,7 +1,7 @@
-"""Images that a line of a prompt file names: what is edited, animated or compared with. Pillow, no torch.
+"""Images that a line of a prompt file names, to edit, to animate or to compare with. Pillow, no torch.
 
-An image is known by the digest of its file, never by its path: a prompt keeps its identity when a data set moves, and a
-file that changes under a run is an error where it is read.
+An image is identified by the digest of its file, never by its path. A prompt keeps its identity when a data set moves.
+A file that changes under a run is an error when it is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class ImageError(ValueError):
-    """An image that cannot be used; the message says why, not where it was named."""
+    """An image that cannot be used. The message says why, but not where the image was named."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,24 @@ class ImageLimits:
 
 @dataclass(frozen=True)
 class PromptImage:
-    """One image of a prompt; equal where role and content are."""
+    """One image of a prompt. Two are equal if role and content are."""
 
     role: str
     """One of `ROLES`."""
     digest: str
     """Digest of the file's bytes."""
     size: int = field(default=0, compare=False)
-    """Bytes."""
+    """Number of bytes."""
     path: str = field(default="", compare=False)
     """Path of the file; "" for an image that came with a request."""
     data: bytes | None = field(default=None, compare=False, repr=False)
-    """The file's bytes where there is no path."""
+    """The file's bytes if there is no path."""
 
     def content(self) -> bytes:
-        """The file's bytes.
+        """Return the file's bytes.
 
         Raises:
-            ImageError: the file is gone, or another one than when the prompts were read.
+            ImageError: the file is gone, or has changed since the prompts were read.
         """
         if self.data is not None:
             return self.data
@@ -64,7 +64,7 @@ class PromptImage:
         return content
 
     def fitted(self, height: int, width: int) -> Image:
-        """The picture as RGB of exactly this size: its middle part of that aspect ratio, resampled (Lanczos)."""
+        """Return the picture as RGB of exactly this size: its middle part of that aspect ratio, resampled (Lanczos)."""
         from PIL import Image, ImageOps
 
         with Image.open(io.BytesIO(self.content()), formats=FORMATS) as opened:
@@ -76,15 +76,15 @@ class PromptImage:
 
 
 def sources(images: tuple[PromptImage, ...]) -> tuple[PromptImage, ...]:
-    """What the prompt changes: those of role `image`, in the order of the file."""
+    """Return the images that the prompt changes: those of role `image`, in the order of the file."""
     return tuple(image for image in images if image.role == "image")
 
 
 def read_image(role: str, name: str, folder: Path, limits: ImageLimits | None = None) -> PromptImage:
-    """The image that `name` (relative to `folder`, or absolute) means.
+    """Return the image that `name` (relative to `folder`, or absolute) means.
 
     Args:
-        limits: decode it once within these bounds, so that a broken file shows here; None = only its digest is taken.
+        limits: decode it once within these bounds, so that a broken file shows here; None = only compute its digest.
 
     Raises:
         ImageError: missing, unreadable, or, with limits, too large, of another format or broken.
@@ -104,7 +104,7 @@ def read_image(role: str, name: str, folder: Path, limits: ImageLimits | None = 
 
 @lru_cache(maxsize=1 << 20)
 def _known(path: str, size: int, changed_ns: int, limits: ImageLimits | None) -> str:
-    """Digest of a file as it is, taken once per process; with limits, checked once."""
+    """Return the digest of a file as it is, computed once per process. With limits the file is checked once."""
     if limits is not None and size > limits.max_mib * 2**20:
         raise ImageError(f"has {size / 2**20:.1f} MiB, at most {limits.max_mib:g} (data.image_max_mib).")
     content = _read(path)
@@ -142,7 +142,8 @@ def examine(content: bytes, limits: ImageLimits) -> None:
 
 
 def received(role: str, digest: str, content: bytes, limits: ImageLimits) -> PromptImage:
-    """An image that came with a request; raises ImageError as `examine` does, and where it is not what was named."""
+    """Return an image that came with a request. Raises ImageError as `examine`, and if the image is not the one
+    named."""
     if _digest(content) != digest:
         raise ImageError(f"image {digest[:64]} is not what its digest says.")
     examine(content, limits)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from digenrl.cluster.handshake import Gate, Handshake, NotOfThisRun
+from digenrl.cluster.handshake import AuthenticatedListener, Handshake, NotOfThisRun
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 
 pytestmark = pytest.mark.processes
@@ -29,7 +29,7 @@ class Door:
         self.heard = b""
         listener = socket.create_server((HOST, 0))
         self.port = int(listener.getsockname()[1])
-        self.gate = Gate(listener, OURS, purpose, self._welcome)
+        self.gate = AuthenticatedListener(listener, OURS, purpose, self._welcome)
 
     def _welcome(self, sock: socket.socket, rank: int) -> None:
         self.ranks.append(rank)

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from digenrl.cluster.signals import held_back, wait_for_request
+from digenrl.cluster.signals import signals_blocked, wait_for_request
 
 pytestmark = pytest.mark.processes
 
@@ -32,7 +32,7 @@ def test_a_pause_is_no_signal_and_a_signal_during_a_pause_is_one() -> None:
     """CPython's sigtimedwait() returns an arbitrary number after such a pause."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_report_requests, args=(sending,))
-    with held_back():
+    with signals_blocked():
         child.start()
     sending.close()
     assert child.pid is not None

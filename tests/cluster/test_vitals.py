@@ -11,7 +11,7 @@ import pytest
 
 from digenrl.cluster import vitals
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.vitals import ProgressJudge
+from digenrl.cluster.vitals import HangDetector
 from digenrl.record.progress import Progress
 
 LIMITS = Limits(stage_factor=10.0, stage_floor_s=30.0, start_s=100.0)
@@ -20,17 +20,17 @@ Judge = Callable[..., dict[int, str]]
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> Judge:
-    """A judge who observes every second of a clock that the test moves: (seconds, what each rank does) -> verdicts."""
+    """A detector that observes every second of the clock that the test moves: (seconds, each activity) -> verdicts."""
     now = 0.0
     monkeypatch.setattr(vitals.time, "monotonic", lambda: now)
-    judges: dict[Limits, ProgressJudge] = {}
+    detectors: dict[Limits, HangDetector] = {}
 
     def observe(seconds: int, *ranks: Progress, limits: Limits = LIMITS, jump: float = 0.0) -> dict[int, str]:
         nonlocal now
-        judge = judges.setdefault(limits, ProgressJudge(limits))
+        detector = detectors.setdefault(limits, HangDetector(limits))
         now += jump
         for _ in range(seconds):
-            if found := judge.hanging({rank: progress.now() for rank, progress in enumerate(ranks)}):
+            if found := detector.hanging({rank: progress.now() for rank, progress in enumerate(ranks)}):
                 return found
             now += 1.0
         return {}

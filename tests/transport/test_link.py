@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from digenrl.cluster.control import Aborted, Control
-from digenrl.cluster.handshake import Gate, Handshake
+from digenrl.cluster.handshake import AuthenticatedListener, Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.transport.link import SocketLink
@@ -142,7 +142,7 @@ def test_a_full_queue_blocks_until_the_run_is_aborted(controls: list[Control], l
         def never_read(sock: socket.socket, rank: int) -> None:
             awake.wait(30.0)
 
-        gate = Gate(deaf, OURS, "link 9", never_read)
+        gate = AuthenticatedListener(deaf, OURS, "link 9", never_read)
         controls[0].set("address/9", f"{HOST}:{deaf.getsockname()[1]}")
         threading.Timer(1.0, lambda: controls[1].abort("enough")).start()
         sent = [0]

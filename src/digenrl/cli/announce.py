@@ -1,4 +1,4 @@
-"""What is said and recorded before a run starts."""
+"""Messages and records before a run starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from digenrl.settle import evaluators
 
 
 def announce(job: Job, run_dir: Path, checkpoint: Path | None) -> None:
-    """Record the launch, and say what is going to run from `checkpoint` (None: from the beginning)."""
+    """Record the launch, and print what is going to run from `checkpoint` (None: from the beginning)."""
     composed, (trainers, rollouts) = job.composed, job.ranks
     world = {"trainer": trainers, "rollout": rollouts}
     planned = {} if composed.planned is None else {"planned": dict(composed.planned)}

@@ -1,5 +1,5 @@
-"""A run whose ranks this process starts: attempts, each from the newest checkpoint, until one ends well or they are
-too many."""
+"""Runs whose ranks this process starts: attempts, each from the newest checkpoint, until one ends well or they are too
+many."""
 
 from __future__ import annotations
 
@@ -61,22 +61,22 @@ def fork(job: Job, signals: StopSignals) -> tuple[Path, Outcome]:
 
 @dataclass(frozen=True)
 class _Again:
-    """Whether a run begins again after ranks died."""
+    """Decision whether a run starts again after ranks died."""
 
     refusal: str | None
-    """Why it does not; None: it does."""
+    """Reason against another attempt; None: the run starts again."""
     checkpoint: Path | None = None
-    """Where it begins; None: at its beginning."""
+    """Checkpoint of the next attempt; None: the beginning of the run."""
 
 
 def _begin_again(
     composed: Composed, run_dir: Path, outcome: Outcome, restarts: Restarts, began: int, finished: int
 ) -> _Again:
-    """Decide whether a run begins again, record the decision, and say it.
+    """Decide whether a run starts again, record the decision, and print it.
 
     Args:
-        began: RL step from which the attempt that died began.
-        finished: last RL step that it finished.
+        began: RL step from which the attempt that died had started.
+        finished: last RL step that the attempt finished.
     """
     checkpoint = None
     try:
@@ -95,7 +95,7 @@ def _begin_again(
 
 
 def _attempt(job: Job, launcher: Launcher, run_dir: Path, checkpoint: Path | None, signals: StopSignals) -> Launch:
-    """Return what one attempt starts, from `checkpoint`."""
+    """Return the launch of one attempt, from `checkpoint`."""
     config, (trainers, rollouts) = job.composed.config, job.ranks
     shown = _Shown(run_dir, config.max_rl_steps)
     return Launch(
@@ -140,10 +140,10 @@ class _Shown:
 
 
 def _checkpoint_after_death(run_dir: Path) -> Path | None:
-    """Return the checkpoint from which a run begins again; None: no save was ever complete.
+    """Return the checkpoint from which a run starts again; None: no save was ever complete.
 
     Raises:
-        CheckpointError: a save was, and no checkpoint is whole.
+        CheckpointError: a save was complete once, but no checkpoint is whole now.
     """
     found = (run_dir / "checkpoints").glob("*step-*")
     return newest(run_dir) if any(not path.name.startswith(UNFINISHED) for path in found) else None
@@ -168,7 +168,7 @@ def _leave_evidence(composed: Composed, run_dir: Path, finished: int, causes: Se
 
 
 def _pause(seconds: float, signals: StopSignals) -> signal.Signals | None:
-    """Wait; return the signal that ended the wait, if any."""
+    """Wait, and return the signal that ended the wait, if any."""
     deadline = time.monotonic() + seconds
     while not signals.count and time.monotonic() < deadline:
         time.sleep(0.05)

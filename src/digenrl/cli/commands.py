@@ -16,7 +16,7 @@ class Command:
     does: str
     """One line for the list of commands."""
     run_key: str | None = None
-    """Key that the command's first bare word is the value of; None: the command takes `key=value` words only."""
+    """Key for the command's first bare word; None: the command takes `key=value` words only."""
     run_required: bool = True
     """Whether a command with a `run_key` refuses to start without a run."""
 

@@ -15,7 +15,10 @@ from digenrl import config as configuration
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit code: 0; 2 when the configuration does not fit or has nothing to encode; 1 when the store is unwritable."""
+    """Run the command and return the exit code: 0 for success, 1 for a store that cannot be written.
+
+    2 stands for a configuration that does not fit, or that has nothing to encode.
+    """
     config = configuration.load_or_exit(words, doc=__doc__).config
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the ranks of a run: the same bits
 

@@ -1,4 +1,4 @@
-"""How a run ends: time for the last step, the report, and what is said when it ended early."""
+"""The end of a run: time for the last step, the report, and the message if the run ended early."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
-"""`allocation.stop_grace_s=auto`: so many times the longest of the last ten steps, and no less than so many seconds;
-before the first step, seconds."""
+"""Values of `allocation.stop_grace_s=auto`: factor for the longest of the last ten steps; least seconds; seconds before
+the first step."""
 
 
 def stop_grace(config: DictConfig, run_dir: Path) -> float:
@@ -40,8 +40,11 @@ def stop_grace(config: DictConfig, run_dir: Path) -> float:
 
 
 def report(run_dir: Path, outcome: Outcome, attempt: ResumeAttempt | None) -> None:
-    """Write summary, trace, pictures and report, and show the end of the run. A resume that ended before its ranks had
-    loaded the checkpoint is undone instead, and those of the run stay."""
+    """Write summary, trace, pictures and report, and show the end of the run.
+
+    A resume that ended before its ranks had loaded the checkpoint is undone instead. The run's earlier report then
+    stays.
+    """
     cause = None if outcome.cause is None else redact_text(outcome.cause)
     if outcome.status != "completed" and attempt is not None and attempt.undone():
         return _say_end(run_dir, outcome.status, cause, undone=True)
@@ -65,7 +68,7 @@ def end_alone(attempt: ResumeAttempt | None, run_dir: Path, cause: str) -> None:
 
 
 def _say_end(run_dir: Path, status: str, cause: str | None, undone: bool = False) -> None:
-    """Say why a run ended early, and the way on where there is one."""
+    """Print why a run ended early, and how to continue if that is possible."""
     print(f"{status}: {cause}", file=sys.stderr, flush=True)
     if undone:
         print(

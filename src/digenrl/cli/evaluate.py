@@ -43,7 +43,7 @@ class NoCheckpoint(RuntimeError):
 
 
 class Request(Arguments):
-    """What the command line asks for."""
+    """Keys of the command line."""
 
     run: RunDirectory = Field(description="with an evaluation callback and, unless step=base, a whole checkpoint")
     step: Literal["base", "last"] = Field("last", description="only the base model, or also the last checkpoint")
@@ -52,7 +52,7 @@ class Request(Arguments):
 
 
 def mirrored(stored: DictConfig, words: Sequence[str]) -> list[str]:
-    """`words`, each repeated for the key that follows it in the `stored` configuration (see `MIRRORS`)."""
+    """Return `words`, each repeated for the key that follows it in the `stored` configuration (see `MIRRORS`)."""
     found = list(words)
     for word in words:
         key, _, value = word.partition("=")
@@ -63,13 +63,13 @@ def mirrored(stored: DictConfig, words: Sequence[str]) -> list[str]:
 
 
 def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
-    """Sample, score and write; returns what eval.json holds.
+    """Sample, score and write. Return the content of eval.json.
 
     Args:
         words: changes of the run's configuration.
 
     Raises:
-        ConfigError: no such run, or a change that its configuration does not allow.
+        ConfigError: there is no such run, or its configuration does not allow a change.
         NoCheckpoint: step=last, but the run has no whole checkpoint.
         ValueError: the run's configuration has no evaluation callback.
     """
@@ -129,7 +129,7 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
-    """The newest checkpoint that verifies, and its RL step. Raises NoCheckpoint."""
+    """Return the newest checkpoint that verifies, and its RL step. Raises NoCheckpoint."""
     from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, newest_valid, step_of
 
     try:
@@ -140,8 +140,10 @@ def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
 
 
 def restore(module: Any, checkpoint: dict[str, Any]) -> None:
-    """Give an algorithm's module the weights, averages and counters of a checkpoint; says so where the average, which
-    is what evaluations use, has not moved yet."""
+    """Give an algorithm's module the weights, averages and counters of a checkpoint.
+
+    Evaluations use the average. A message is printed if the average has not moved yet.
+    """
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     module.on_load_checkpoint(checkpoint)
     if module.ema is not None and module.ema.steps < module.ema.every:
@@ -153,7 +155,7 @@ def restore(module: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:
-    """The before/after grid of two `digenrl.callbacks.evaluation.Pictures`."""
+    """Draw the before/after grid of two `digenrl.callbacks.evaluation.Pictures`."""
     from digenrl.report.pictures import Samples, comparison
     from digenrl.report.style import paper_style
 
@@ -165,7 +167,7 @@ def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The numbers of `result`, one row per metric."""
+    """Return the numbers of `result`, one row per metric."""
     columns = [name for name in ("base", "last") if name in result]
     rows = [f"{'':<24}" + "".join(f"{name:>12}" for name in columns)]
     for key in result[columns[0]]:
@@ -174,7 +176,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0; 2 when arguments, run or configuration do not fit; 1 without a whole checkpoint."""
+    """Run the command and return the exit code: 0 for success, 1 without a whole checkpoint.
+
+    2 stands for arguments, a run or a configuration that do not fit.
+    """
 
     def work(request: Request, words: list[str]) -> None:
         result = evaluate(request, words)

@@ -29,7 +29,7 @@ TOKEN = "DIGENRL_RUN_TOKEN"
 
 
 class Request(Arguments):
-    """What the command line asks for."""
+    """Keys of the command line."""
 
     run: RunDirectory = Field(description="that is running; or a copy of its config.yaml and access.json")
     address: str | None = Field(None, description="HOST:PORT of its store; null: as access.json says")
@@ -41,11 +41,11 @@ class Failed(RuntimeError):
 
 
 def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
-    """Be a rollout until the run ends or this process is asked to leave; what happened, in words.
+    """Be a rollout until the run ends or this process is asked to leave. Return what happened, in words.
 
     Raises:
         ConfigError, ValueError, OSError: this process cannot join.
-        Failed: it joined, and ended before its time.
+        Failed: this process joined, and ended before the run did.
     """
     access = _access(request)
     composed = configuration.load(words, stored=request.run)
@@ -65,38 +65,38 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
     config = composed.config
     trainers, rollouts = begins_with(config)
     handshake, network = Handshake(**config.handshake), Network.of(config.network)
-    visit = joining.Visit(
+    asked = joining.JoinRequest(
         access, handshake, composed.run_dir, trainers, rollouts, request.device, Limits(**config.limits), network
     )
-    credentials = joining.credentials_of(visit)
+    credentials = joining.credentials_of(asked)
     if credentials["code"] != code_version():
         raise ValueError(
-            f"the run at {visit.place} runs {credentials['code']}, this is {code_version()}: start the rollout from "
+            f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start the rollout from "
             "the same checkout and environment as the run."
         )
     if different := disagreements(credentials["configuration"], identity(config)):
         raise ValueError(
-            f"{request.run}/config.yaml is not the configuration of the run at {visit.place}: {'; '.join(different)}. "
+            f"{request.run}/config.yaml is not the configuration of the run at {asked.place}: {'; '.join(different)}. "
             "Copy config.yaml anew from the run's directory, and change nothing."
         )
     devices.check(config, {trainers + rollouts - 1: request.device}, request.device + 1, devices.found())
     check_open_files(trainers + rollouts + 1)
     advice = advisor().advise(composed, trainers, rollouts)
-    print(f"joins the run at {visit.place}; Ctrl-C lets this rollout leave", file=sys.stderr, flush=True)
+    print(f"joins the run at {asked.place}; Ctrl-C lets this rollout leave", file=sys.stderr, flush=True)
     try:
-        outcome = joining.join(visit, partial(run.fit, config, None, advice), signals)
+        outcome = joining.join(asked, partial(run.fit, config, None, advice), signals)
     except (StoreLost, OSError) as error:
-        raise Failed(f"the run at {visit.place} has ended ({error}).") from error
+        raise Failed(f"the run at {asked.place} has ended ({error}).") from error
     if outcome.status == "failed":
         raise Failed(str(outcome.cause))
     return "the run is complete" if outcome.status == "completed" else "left the run, which goes on"
 
 
 def _access(request: Request) -> Access:
-    """How to reach the run: its access.json, changed by `address` and by the environment's token.
+    """Return how to reach the run: its access.json, changed by `address` and by the environment's token.
 
     Raises:
-        ValueError: it is not running, or `address` is none.
+        ValueError: the run is not running, or `address` is malformed.
     """
     try:
         access = take_access(request.run)
@@ -115,7 +115,7 @@ def _access(request: Request) -> Access:
 
 
 def _why_closed(run: Path) -> str:
-    """Why nobody can join the run in this directory, and what to do."""
+    """Return why no process can join the run in this directory, and what to do."""
     if (run / SUMMARY).is_file():
         return f"this run has ended; continue it first (make resume RUN={run}), then join."
     return (
@@ -125,8 +125,11 @@ def _why_closed(run: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0 when the run is complete, or goes on without this rollout as it was asked to leave; 2 when it could
-    not join; 1 when it ended before its time."""
+    """Run the command and return the exit code.
+
+    0: the run is complete, or goes on without this rollout, which was asked to leave. 1: the rollout ended before the
+    run did. 2: the rollout could not join.
+    """
     outlast_terminal()
     with StopSignals() as signals:
 

@@ -14,7 +14,7 @@ from digenrl.cli.commands import commands
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit code: that of the command; 2 where there is no such command.
+    """Run the command, and return its exit code; 2 if there is no such command.
 
     Args:
         words: the command line; None: this process's own.

@@ -20,13 +20,13 @@ from digenrl.report.build import rebuild
 
 
 class Request(Arguments):
-    """What the command line asks for."""
+    """Keys of the command line."""
 
     run: RunDirectory = Field(description="finished, crashed or still running")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0, or 2 when the arguments or the directory do not fit."""
+    """Run the command and return the exit code: 0, or 2 if the arguments or the directory do not fit."""
 
     def work(request: Request, _: list[str]) -> None:
         Console(stderr=True).print(final_table(rebuild(request.run)))

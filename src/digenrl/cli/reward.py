@@ -1,4 +1,4 @@
-"""What the commands around one option of the group `reward` share: configuration, suite and exit codes."""
+"""The common part of commands around one option of the group `reward`: configuration, suite and exit codes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _PATH_KEYS = ("images", "prompts", "output")
 
 
 def reward_command(name: str, doc: str | None, argv: Sequence[str], work: Callable[[DictConfig], None]) -> int:
-    """`work` with the checked configs/<name>.yaml. Exit code: 0 = done, 1 = it could not be done, 2 = the command line
-    is wrong."""
+    """Run `work` with the checked configs/<name>.yaml, and return the exit code.
+
+    0 stands for success, 1 for work that could not be done, 2 for a wrong command line.
+    """
     if wants_help(argv):
         show(configuration_help(name, doc, with_search_path(argv)))
         return 0
@@ -43,10 +45,8 @@ def reward_command(name: str, doc: str | None, argv: Sequence[str], work: Callab
 
 
 def reward_config(argv: Sequence[str], name: str) -> DictConfig:
-    """configs/<name>.yaml with the words of `argv`, checked.
-
-    Raises ConfigError with every problem that was found.
-    """
+    """Return configs/<name>.yaml with the words of `argv`, checked. Raises ConfigError with every problem that was
+    found."""
     words = with_search_path(argv)
     if odd := [word for word in words if word.startswith("-") or "=" not in word]:
         raise ConfigError([f"{word}: settings are key=value (see --help)." for word in odd])
@@ -68,7 +68,7 @@ def reward_config(argv: Sequence[str], name: str) -> DictConfig:
 
 
 def reward_suite(config: DictConfig) -> RewardSuite:
-    """The suite of a checked configuration. What its scorers raise while they are built becomes a ValueError."""
+    """Return the suite of a checked configuration. Exceptions of its scorers' constructors become a ValueError."""
     try:
         suite: RewardSuite = instantiate(config.reward)
         suite.load()
@@ -78,7 +78,7 @@ def reward_suite(config: DictConfig) -> RewardSuite:
 
 
 def _literal(word: str) -> str:
-    """A path as Hydra reads it literally."""
+    """Return a path in a form that Hydra reads literally."""
     key, _, value = word.partition("=")
     plain = key not in _PATH_KEYS or re.fullmatch(r"[\w./-]+|'.*'|\".*\"", value)
     return word if plain else f"{key}={quoted(value)}"

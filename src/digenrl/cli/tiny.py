@@ -12,7 +12,7 @@ from digenrl.config.help import command_help, show, wants_help
 
 
 def main(families: Sequence[str]) -> int:
-    """Build what is missing; one line a family: name, directory. Exit code 2: there is no such family."""
+    """Build what is missing, and print name and directory of each family. Exit code 2: there is no such family."""
     if wants_help(families):
         show(command_help(__doc__))
         return 0

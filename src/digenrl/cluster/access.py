@@ -1,4 +1,7 @@
-"""How a run is reached: a file in its directory, which only its user can read, for as long as the run lasts."""
+"""The access file of a run: address and token of its control store.
+
+The file lies in the run directory while the run lasts. Only the user who started the run can read it.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +16,38 @@ ACCESS = "access.json"
 
 @dataclass(frozen=True)
 class Access:
-    """Where a run's store listens, and what proves that one may speak there."""
+    """Address of a run's control store, and the token that a process must hold to use the store."""
 
     host: str
     port: int
     token: str = field(repr=False)
     epoch: float
-    """Wall-clock second that spans call zero."""
+    """Wall-clock second (Unix time) that counts as zero in the run's spans."""
     prefix: str = ""
-    """The scheduler's job, where one started the ranks."""
+    """Identifier of the scheduler's job; empty unless torchrun or SLURM started the ranks."""
 
 
 def leave_access(run_dir: Path, access: Access) -> None:
-    """Write it down, for this user alone."""
+    """Write the access file, readable by this user alone."""
     (run_dir / ACCESS).unlink(missing_ok=True)
+    # O_EXCL with mode 600 from the start: the token is never in a file that somebody else made or can read.
     handle = os.open(run_dir / ACCESS, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:
         json.dump(asdict(access), file)
 
 
 def take_access(run_dir: Path) -> Access:
-    """What the run's host wrote down.
+    """Read the access file of a run.
 
     Raises:
         OSError: there is no such file.
-        ValueError: the file is another user's, or others can read it, or it holds something else.
+        ValueError: the file belongs to another user, other users can read it, or its content is not an `Access`.
     """
     with (
         open(os.open(run_dir / ACCESS, os.O_RDONLY | os.O_NOFOLLOW)) as file,
         tempfile.TemporaryFile(dir=run_dir) as own,
     ):
+        # A file made here shows which user id this file system gives to this user: it may map ids (NFS, containers).
         found, mine = os.fstat(file.fileno()), os.fstat(own.fileno())
         if found.st_uid != mine.st_uid or found.st_mode & 0o077:
             raise ValueError(

@@ -1,11 +1,13 @@
-"""Ranks that somebody else started: torchrun, SLURM.
+"""Run inside processes that torchrun or SLURM started: one process is one rank.
 
-Process 0 hosts the run's store and leaves last; the death of any rank that was started ends the job (torchrun stops all
-workers), that of a rollout that joined (`digenrl.cluster.join`) does not. `allocation` must add up to the number of
-processes, the hardware profile says which of them train, and the run directory must be on a file system that all
-machines share: in it, process 0 leaves the store's address and the run's token in a file that its user alone can read.
-The others learn the directory's path from a store that anybody may write (torchrun's own; under SLURM process 0's), so
-they take no file of another user and none of another job.
+Process 0 hosts the run's control store and leaves last. The death of any started rank ends the job (torchrun stops all
+workers). The death of a rollout that joined later (`digenrl.cluster.join`) does not. `allocation` must add up to the
+number of processes. The hardware profile decides which of them train.
+
+The run directory must be on a file system that all machines share. Process 0 leaves the store's address and the run's
+token there, in a file that only its own user can read. The other processes learn the directory's path from a store that
+anybody may write: torchrun's own, or under SLURM the one of process 0. They therefore refuse an access file of another
+user or of another job.
 """
 
 from __future__ import annotations
@@ -38,49 +40,53 @@ from digenrl.cluster.launcher import EXIT_STOPPED, Outcome
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network, source_address
-from digenrl.cluster.signals import StopSignals, obeyed
+from digenrl.cluster.signals import StopSignals, handled_signals
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
 
 LEAVE_MORE_S = 2.0
-"""How much longer than `Limits.leave_s`, in which links close, process 0 waits for the others to leave; after a failure
-`Limits.abort_s`. An agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
+"""Seconds that process 0 waits beyond `Limits.leave_s` for the other ranks to leave. Their links close within
+`Limits.leave_s`. After a failure process 0 waits `Limits.abort_s` instead: a torchrun agent that saw a rank fail kills
+the others 30 s later, and the report must be written by then."""
 _TICK_S = 0.2
 SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
-"""KillWait as SLURM has it by default; how long before a job's end its signal announces that end."""
-SOMEWHERE = "192.0.2.1"
-"""An address of no machine (RFC 5737): the route to it begins at this machine's outward address."""
+"""SLURM's default KillWait, and the seconds before a job's end at which SLURM's signal announces that end."""
+UNUSED_ADDRESS = "192.0.2.1"
+"""An address that no machine has (RFC 5737). A route to this address starts at this machine's outward address."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A process among those that were started."""
+    """Position of this process among the started processes."""
 
     rank: int
     size: int
     local_rank: int
     address: str
-    """Host of the store."""
+    """Host of the store on which process 0 announces the run directory."""
     port: int
     prefix: str
     hosts_store: bool
-    """This process must host the store at `address` (no agent does)."""
+    """Whether this process must host the store at `address` itself, because no agent does."""
     local_size: int = 1
-    """Processes on this machine."""
+    """Number of processes on this machine."""
 
     @property
     def host(self) -> str:
-        """The address under which peers reach this process: that of the route to the store. Where a machine resolves
-        its own name to the loopback interface (Debian's 127.0.1.1), other machines need its outward address."""
+        """Address under which peers reach this process: the one on the route to the store.
+
+        A machine may resolve its own name to the loopback interface (Debian's 127.0.1.1). Other machines then need its
+        outward address.
+        """
         host = source_address(self.address)
         if ipaddress.ip_address(host).is_loopback and self.size > self.local_size:
-            return source_address(SOMEWHERE)
+            return source_address(UNUSED_ADDRESS)
         return host
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Where this process stands, or None when nobody but the user started it.
+    """Return the position of this process, or None when the user alone started it.
 
     Raises:
         ValueError: SLURM tasks without MASTER_PORT.
@@ -119,10 +125,10 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a SLURM node list: `gpu[03-05,9]-ib,cpu1` -> `gpu03-ib`.
+    """Return the first name of a SLURM node list: `gpu[03-05,9]-ib,cpu1` -> `gpu03-ib`.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the list names no host.
     """
     found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodelist)
     if found is None:
@@ -131,7 +137,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:
-    """Tasks of this node, from `SLURM_STEP_TASKS_PER_NODE` such as `8(x2),4`: that of node number SLURM_NODEID."""
+    """Count the tasks of this node (number SLURM_NODEID) in `SLURM_STEP_TASKS_PER_NODE`, such as `8(x2),4`."""
     counts: list[int] = []
     for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -140,9 +146,11 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def scheduler_limit(now: float, environment: Mapping[str, str] = os.environ) -> float:
-    """Seconds between a signal that comes at Unix second `now` and SIGKILL, as the scheduler has it; infinity where
-    nobody says so. SLURM's own: what is left of the job in its last ten minutes (`--signal`), otherwise its KillWait
-    (`scancel`)."""
+    """Return the seconds between a stop signal at Unix second `now` and the scheduler's SIGKILL; infinity if unknown.
+
+    SLURM signals for two reasons. In the last ten minutes of a job the signal announces its end (`--signal`), and the
+    rest of the job is left. Otherwise somebody cancelled the job (`scancel`), and KillWait is left.
+    """
     if "TORCHELASTIC_RUN_ID" in environment:
         return float(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
     if "SLURM_JOB_ID" in environment:
@@ -153,12 +161,14 @@ def scheduler_limit(now: float, environment: Mapping[str, str] = os.environ) -> 
 
 @contextmanager
 def _stop_on_signals(signals: StopSignals, control: Control, grace: Callable[[], float]) -> Iterator[None]:
-    """Inside, a stop signal asks for a clean stop after the step in progress (SLURM's --signal, torchrun's end); the
-    second one, or the end of the grace, gives that step up. One that came before counts too. Afterwards they are
-    ignored: an agent that sees one rank leave sends SIGTERM to the others, of which process 0 may still write the
-    report.
+    """Turn stop signals into a clean stop of the run while the context is open.
 
-    A thread does so: the main thread may hold the lock of its own store client.
+    The first signal (SLURM's --signal, torchrun's end) ends the run after the step in progress. A second signal, or the
+    end of the grace, gives that step up. A signal that came before the context was opened counts too. Afterwards
+    signals are ignored: an agent that sees one rank leave sends SIGTERM to the others, and process 0 may still be
+    writing the report.
+
+    A thread does the work, because the main thread may hold the lock of its own store client.
     """
     signals.count_all()
 
@@ -175,16 +185,16 @@ def _stop_on_signals(signals: StopSignals, control: Control, grace: Callable[[],
     try:
         yield
     finally:
-        for number in obeyed():
+        for number in handled_signals():
             signal.signal(number, signal.SIG_IGN)
         signals.requests.put(0)
 
 
 def check_allocation(place: Place, trainers: int, rollouts: int) -> None:
-    """Every started process must be a rank.
+    """Check that every started process is a rank.
 
     Raises:
-        ValueError: the allocation does not add up to the processes that were started.
+        ValueError: the allocation does not add up to the number of started processes.
     """
     if trainers < 1 or trainers + rollouts != place.size:
         raise ValueError(
@@ -209,17 +219,18 @@ def attach(
     credentials: Mapping[str, Any],
     max_lost: int | None = None,
 ) -> tuple[Path, Outcome]:
-    """Run this process's rank to its end; returns the run directory and how it ended.
+    """Run this process's rank to its end. Return the run directory and how the run ended.
 
     Args:
         ranks: rank of every started process; the first `trainers` ranks train.
-        prepare: makes the run directory; called by process 0 alone, the others learn its path from the store.
-        handshake: the limits of this process, and the token where it is process 0.
+        prepare: makes the run directory. Process 0 alone calls it; the others learn the path from the store.
+        handshake: limits for connections. On process 0 its token becomes the run's.
         limits: how long ranks are waited for.
         network: where this machine's ranks listen.
-        on_hang: called with the run directory and the cause where process 0 hangs and can report nothing itself.
-        max_lost: of the rollouts that join; those that were started must live.
-        rank_main, stop_grace, signals, credentials: as in `launcher.Launch`; the grace is told the run directory.
+        on_hang: called with the run directory and the cause when process 0 hangs and cannot report that itself.
+        max_lost: how many of the rollouts that join may die. Started ranks must not die.
+        rank_main, stop_grace, signals, credentials: see `launcher.Launch`. `stop_grace` is called with the run
+            directory.
     """
     host = network.address(place.host)
     network.announce(host)
@@ -245,10 +256,11 @@ def attach(
 
         members: Members | None = None
         if server is not None:
+            # A connection of its own: the watching thread must not wait for a call of the main thread.
             own, terms = Control(StoreClient(*session.store), 0), Terms(trainers, place.size - trainers, max_lost)
             members = Members(own, server, terms, run_dir, limits, names)
             own.set(CREDENTIALS, json.dumps(credentials))
-            _judge(own, members, names, limits, hangs)
+            _watch_ranks(own, members, names, limits, hangs)
         else:
             ended.callback(monitored(partial(_say_death, session, world.rank)).stop)
         start_heartbeat(session, world)
@@ -272,23 +284,24 @@ def attach(
             patience = limits.abort_s if outcome.status == "failed" else limits.leave_s + LEAVE_MORE_S
             _wait_until_left(control, place.size, patience)
         if members is not None:
-            members.see_off(limits.abort_s if outcome.status == "failed" else limits.leave_s)
+            members.wait_for_exits(limits.abort_s if outcome.status == "failed" else limits.leave_s)
         if server is not None:
             (run_dir / ACCESS).unlink(missing_ok=True)
             server.close()
     return run_dir, outcome
 
 
-def _judge(
+def _watch_ranks(
     control: Control, members: Members, names: Mapping[int, str], limits: Limits, on_own: Callable[[str], None]
 ) -> None:
-    """Where no launcher watches, process 0 judges the heartbeats of all ranks and looks after those that joined, in a
-    thread of its own. What befalls a started rank aborts the run: ranks that wait for others leave with the cause, and
-    the scheduler ends those that hang.
+    """Watch the heartbeats of all ranks in a thread of process 0, because under a scheduler no launcher does so.
+
+    The thread also handles the rollouts that join. A started rank that hangs or falls silent aborts the run. Ranks that
+    wait for others then leave with the cause, and the scheduler ends the ranks that hang.
 
     Args:
-        names: started rank -> how messages call it. The process's own rank comes first.
-        on_own: called with the cause if it is this process that hangs; then it ends.
+        names: started rank -> its name in messages. The rank of this process comes first.
+        on_own: called with the cause when this process itself hangs, just before it exits.
     """
     own = next(iter(names))
     for rank in names:
@@ -298,11 +311,12 @@ def _judge(
         monitor = HeartbeatMonitor(control, dict.fromkeys(names), limits)
         with suppress(StoreLost):  # the store is gone; whoever waits for it says so
             while control.get("abort") is None and control.get("done") is None:
-                for rank, cause in monitor.unresponsive([*names, *members.guests]).items():
+                for rank, cause in monitor.unresponsive([*names, *members.joined_elsewhere]).items():
                     refusal = f"{names[rank]} {cause}" if rank in names else members.gone(rank, cause)
                     if refusal is not None:
                         control.abort(refusal)
                     if rank == own:
+                        # The main thread hangs and cannot clean up, so this thread reports and ends the process.
                         faulthandler.dump_traceback(2)
                         on_own(f"{names[rank]} {cause}")
                         os._exit(1)
@@ -313,17 +327,17 @@ def _judge(
                     control.request_stop(f"signal {signal.Signals(number).name}")
                 time.sleep(_TICK_S)
 
-    threading.Thread(target=run, name="judge", daemon=True).start()
+    threading.Thread(target=run, name="watch-ranks", daemon=True).start()
 
 
 def _say_death(session: Session, rank: int, cause: str) -> None:
-    """For a rank that cannot say so itself; the others leave with the cause."""
+    """Abort the run with `cause`, on behalf of a rank that cannot report its own death."""
     with suppress(StoreLost):
         Control(StoreClient(*session.store), rank).abort(cause)
 
 
 def _notices(place: Place, seconds: float) -> dist.Store:
-    """The store on which process 0 says where the run directory is: an agent's, or process 0's."""
+    """Connect to the store on which process 0 announces the run directory: a torchrun agent's, or that of process 0."""
     host, limit = place.host if place.hosts_store else place.address, timedelta(seconds=seconds)
     try:
         store = dist.TCPStore(host, place.port, is_master=place.hosts_store, wait_for_workers=False, timeout=limit)
@@ -333,10 +347,10 @@ def _notices(place: Place, seconds: float) -> dist.Store:
 
 
 def _learn_run_dir(notices: dist.Store, place: Place, patience: float) -> Path:
-    """Where process 0 says that the run directory is.
+    """Wait for process 0 to announce the run directory, and return its path.
 
     Raises:
-        ValueError: it says nothing, or this machine does not see the directory.
+        ValueError: process 0 announced nothing in time, or this machine does not see the directory.
     """
     try:
         notices.wait(["run_dir"], timedelta(seconds=patience))
@@ -355,11 +369,10 @@ def _learn_run_dir(notices: dist.Store, place: Place, patience: float) -> Path:
 
 
 def _session(run_dir: Path, place: Place, handshake: Handshake) -> Session:
-    """The session that process 0 wrote down.
+    """Return the session that the access file of process 0 describes.
 
     Raises:
-        ValueError: as `take_access`; or the directory is another job's: whoever wrote its path on the store is not
-            process 0.
+        ValueError: as `take_access`; or the directory belongs to another job, so process 0 did not announce it.
     """
     access = take_access(run_dir)
     if access.prefix != place.prefix:
@@ -375,7 +388,7 @@ def _session(run_dir: Path, place: Place, handshake: Handshake) -> Session:
 
 
 def _wait_until_left(control: Control, size: int, seconds: float) -> None:
-    """Bounded: a process that died never says that it has left, and the run's scheduler ends the others."""
+    """Wait until every rank has said that it leaves, at most `seconds`. A rank that died never says so."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(control.get(f"left/{rank}") is None for rank in range(size)):
         time.sleep(0.05)

@@ -1,15 +1,15 @@
-"""Claims and the ranks' notes about themselves, kept on the control store: one key each.
+"""Claims on the control store, and what the ranks announce about themselves. Every fact has a key of its own:
 
-    claim/v{version}             the counter: one atomic add takes the next position of the version's queue
-    owner/v{version}/{position}  who runs the task, in which attempt; changed by compare-and-set alone
-    got/v{version}/{position}    trainers that hold the result
+    claim/v{version}             counter: one atomic add takes the next position of the version's queue
+    owner/v{version}/{position}  owner and attempt of a task; changed by compare-and-set alone
+    got/v{version}/{position}    number of trainers that hold the result
     returned/v{version}          positions that came back because their owner was lost
-    version, digest/v{version}   the newest published version; what its bytes must give
+    version, digest/v{version}   newest published version; digest of a version's bytes
     work/{rank}                  what a generating rank does now, and how fast it is
 
-The rules are those of `digenrl.schedule.claims`. A claim lasts as long as its owner's life: the launcher, which sees a
-rank die or stand still, kills it first and then gives its tasks back. Every result carries the attempt that made it,
-and trainers refuse any other.
+`digenrl.schedule.claims` has the rules. A claim lasts as long as its owner lives. The launcher sees that a rank died or
+hangs, kills it first, and only then gives its tasks back. Every result carries the attempt that made it, and trainers
+refuse results of any other attempt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from digenrl.schedule.ranks import Work
 
 
 class StoredClaims:
-    """A `digenrl.schedule.claims.ClaimStore` on the control store."""
+    """A `digenrl.schedule.claims.ClaimStore` on the control store of a run."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -61,28 +61,30 @@ class StoredClaims:
 
 
 def note_version(control: Control, version: int) -> None:
-    """Note the newest version, before its weights leave."""
+    """Publish the number of the newest version. Call this before the version's weights are sent."""
     control.set("version", str(version))
 
 
 def note_digest(control: Control, version: int, digest: str) -> None:
-    """Note what a version's bytes give, before anybody can hold it; those of old versions go."""
+    """Publish the digest of a version's bytes before any rank can hold them, and delete the digest of an old
+    version."""
     control.set(f"digest/v{version}", digest)
     control.delete(f"digest/v{version - 3}")
 
 
 def digest_of(control: Control, version: int) -> str | None:
-    """What the bytes of a version must give; None where that was noted long ago, or never."""
+    """Return the digest that the bytes of a version must have; None if it was deleted since, or never published."""
     return control.get(f"digest/v{version}")
 
 
 def announce(control: Control, rank: int, work: Work | None) -> None:
-    """Tell the others what `rank` does; None: it takes no more tasks."""
+    """Publish what `rank` does now. None means that the rank takes no more tasks."""
     control.set(f"work/{rank}", "" if work is None else _text(work))
 
 
 def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
-    """What each of `ranks`, and of those that joined, does; None for one that is lost, leaves, or has not begun."""
+    """Return what each of `ranks`, and each rank that joined, does now. None: the rank is lost, leaves, or has not
+    begun."""
     ranks = list(ranks)
     joined, *texts = control.get_all(["joined", *(f"work/{rank}" for rank in ranks)])
     if joined:

@@ -1,7 +1,7 @@
-"""The control plane: claims, versions, states and flags on the run's store, which the launcher hosts (never a rank).
+"""The control plane: claims, versions, states and flags on the run's store, which no rank hosts under a launcher.
 
-Every wait is bounded by the abort flag: `check` raises `Aborted` with the cause that somebody wrote, so no rank hangs
-on a peer that is gone. An operation costs one TCP round trip; threads that share a client take turns.
+No rank waits for ever for a peer that is gone: every wait ends when somebody aborts the run. `check` then raises
+`Aborted` with the written cause. One operation costs one TCP round trip. Threads that share a client take turns.
 """
 
 from __future__ import annotations
@@ -35,57 +35,59 @@ class Control:
         self.store, self._rank, self._patience = store, rank, patience
 
     def add(self, key: str, amount: int) -> int:
-        """The sum after adding, from 0: atomic."""
+        """Add `amount` to the counter `key` (0 at first) and return the sum: atomic."""
         return self.store.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bool:
-        """Set `key` to `desired` if it holds `expected` ("" = nobody has set it): atomic. Whether it did."""
+        """Set `key` to `desired` if its value is `expected` ("" = nobody has set it): atomic. Return whether it was
+        set."""
         return self.store.swap(key, expected, desired)
 
     def delete(self, key: str) -> None:
         self.store.delete_key(key)
 
     def set(self, key: str, value: str) -> None:
-        """Everybody finds it from now on."""
+        """Set `key` for all ranks."""
         self.store.set(key, value)
 
     def get(self, key: str) -> str | None:
-        """The value, or None if nobody has set it."""
+        """Return the value of `key`, or None if nobody has set it."""
         return self.get_all([key])[0]
 
     def get_all(self, keys: Sequence[str]) -> list[str | None]:
-        """The values of `keys` at one moment, None where nobody has set one."""
+        """Return the values of `keys` at one moment, None for each key that nobody has set."""
         return [None if value is None else value.decode() for value in self.store.read(keys)]
 
     def join(self, rank: int) -> None:
-        """Count `rank`, which began with another number of ranks running, among the rollouts from now on."""
+        """Add `rank`, which joined the running run, to the rollouts."""
+        # Several ranks may join at once: try again with the new list until no other rank came in between.
         while not self.compare_set("joined", before := self.get("joined") or "", f"{before} {rank}".strip()):
             pass
 
     def joined(self) -> list[int]:
-        """Ranks that joined after the run had begun, whatever became of them."""
+        """Return the ranks that joined after the run had begun, including those that are gone."""
         return [int(rank) for rank in (self.get("joined") or "").split()]
 
     def lose(self, rank: int) -> None:
-        """Mark a rank as gone while the run goes on; what it announced no longer counts. Who hosts the store does so
-        alone."""
+        """Mark `rank` as gone, and delete what it announced. Only the process that hosts the store may call this."""
         self.set(f"work/{rank}", "")
         self.set("lost", " ".join(str(lost) for lost in sorted(self.lost_ranks() | {rank})))
 
     def lost_ranks(self) -> frozenset[int]:
-        """Ranks that died or left while the run went on."""
+        """Return the ranks that died or left while the run went on."""
         return frozenset(int(rank) for rank in (self.get("lost") or "").split())
 
     def survivors(self, ranks: Iterable[int]) -> list[int]:
-        """Those of `ranks`, and of the ranks that joined, that are not lost."""
+        """Return the members of `ranks`, and the ranks that joined, that are not lost."""
         joined, lost = ((text or "").split() for text in self.get_all(["joined", "lost"]))
         return [rank for rank in (*ranks, *map(int, joined)) if str(rank) not in lost]
 
     def goes_on_without(self, rank: int, seconds: float) -> bool:
-        """Whether the run goes on without `rank`, to which a connection broke: the launcher says so within `seconds`.
+        """Wait up to `seconds` for the launcher to declare `rank` lost, after a connection to it broke. Return whether
+        it did.
 
         Raises:
-            Aborted: it does not, and the cause is known.
+            Aborted: the run was aborted; the error has the cause.
         """
         deadline = time.monotonic() + seconds
         while not (lost := rank in self.lost_ranks()) and time.monotonic() < deadline:
@@ -94,11 +96,11 @@ class Control:
         return lost
 
     def wait_for(self, key: str, what: str, rank: int | None = None) -> str:
-        """The value of `key` as soon as it is there.
+        """Wait until `key` has a value, and return the value.
 
         Raises:
-            Aborted: the run was aborted, or nothing came within the patience.
-            PeerLost: `rank`, which was to set it, died while the run goes on.
+            Aborted: the run was aborted, or the patience is over.
+            PeerLost: `rank`, which was to set the key, died while the run goes on.
         """
         deadline = time.monotonic() + self._patience
         pause = 0.001
@@ -122,12 +124,13 @@ class Control:
             raise Aborted(f"rank {self._rank} stops: {cause}")
 
     def abort(self, cause: str) -> None:
-        """Tell every rank to stop; the first cause is the one that counts."""
+        """Tell every rank to stop because of `cause`. A cause that was published earlier stays."""
         if self.get("abort") is None:
             self.set("abort", cause)
 
     def report(self, fatal: bool, error: BaseException) -> None:
-        """Leave this rank's error for the launcher; `fatal` (a trainer's): nobody can go on without this rank."""
+        """Publish this rank's error for the launcher. `fatal` aborts the run, because no run goes on without a
+        trainer."""
         cause = f"raised {type(error).__name__}: {error}"
         try:
             self.set(f"cause/{self._rank}", cause)
@@ -137,7 +140,7 @@ class Control:
             print(f"rank {self._rank} {cause}; the control store is gone, so is the launcher", file=sys.stderr)
 
     def request_stop(self, cause: str) -> None:
-        """Ask for a clean stop after the step in progress; the first cause is the one that counts."""
+        """Ask for a clean stop after the step in progress. A cause that was published earlier stays."""
         if self.get("stop") is None:
             self.set("stop", cause)
 

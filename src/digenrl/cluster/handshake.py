@@ -1,4 +1,4 @@
-"""Who may speak: both ends of a connection prove that they hold the run's token, and neither shows it.
+"""Mutual authentication: both ends of a connection prove that they hold the run's token, and neither sends it.
 
     connecting end                                             listening end
     magic | rank | nonce                                 ->
@@ -6,11 +6,11 @@
     HMAC(token, "c", the same)                           ->
                                                          <-    welcome
 
-The listening end proves itself first, so nobody who waits at an address learns anything by waiting there. The nonces
-are new each time, so a recorded handshake is worth nothing; nor is a reflected one, because of the letters, nor one
-that is carried to another door, because of the purpose (the store, the data link of rank 3). HMAC-SHA256, compared in
-constant time. What follows on the connection is neither encrypted nor signed: whoever can change packets between the
-machines is not kept out (SECURITY.md).
+The listening end proves itself first, so a stranger who listens at an address learns nothing from a rank that connects.
+The nonces are new each time, so a recorded handshake cannot be replayed. The letters "l" and "c" keep a proof from
+being reflected to its sender. The purpose (the store, the data link of rank 3) keeps a proof from being used at another
+listener. The proofs are HMAC-SHA256, compared in constant time. The data that follows is neither encrypted nor signed:
+an attacker who can change packets between the machines is not kept out (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -32,29 +32,31 @@ _WELCOME = b"+"
 
 
 class NotOfThisRun(ConnectionError):
-    """Who listens at an address does not hold the run's token."""
+    """The process that listens at an address does not hold the run's token."""
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """The run's token, and how long and how many strangers may stand at a door of the run."""
+    """The run's token, and the limits for connections that have not proved that they hold it."""
 
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     seconds: float = 10.0
-    """A connection that has not proved itself by then is closed."""
+    """Seconds after which a connection without a proof is closed."""
     waiting: int = 64
-    """Connections of a listener that have not proved themselves yet; one more ends the oldest."""
+    """Most connections without a proof that a listener keeps open. One more closes the oldest."""
     connect_s: float = 60.0
-    """Longest wait of a connecting end: the launcher accepts nobody before it has forked every rank."""
+    """Longest wait of a connecting end, in seconds. The launcher accepts nobody before it has forked every rank."""
     rank: int = -1
-    """As whom this process connects to the store: a rank that joined says so, and can then be shut out; -1: nobody."""
+    """Rank as which this process connects to the store; -1 = none. A rank that joined names itself, so that the store
+    can shut it out."""
 
     def connect(self, host: str, port: int, purpose: str, rank: int | None = None) -> socket.socket:
-        """A connection to who listens there for `purpose`, as `rank` (None: as `self.rank`).
+        """Connect to the listener for `purpose` at `host`:`port`, as `rank` (None: as `self.rank`), and return the
+        socket.
 
         Raises:
-            NotOfThisRun: whoever listens there could not prove itself.
-            OSError: nobody does, or no answer came in time.
+            NotOfThisRun: the listener could not prove that it holds the token.
+            OSError: nobody listens, or no answer came in time.
         """
         deadline = time.monotonic() + self.connect_s
         while True:
@@ -85,8 +87,10 @@ class Handshake:
         _read(sock, len(_WELCOME), deadline)
 
     def admit(self, sock: socket.socket, purpose: str) -> int | None:
-        """The rank of a peer that proves itself on an accepted connection; None for anybody else. It waits for a byte
-        of welcome."""
+        """Return the rank of the peer of an accepted connection once the peer has proved itself; None if it does not.
+
+        The caller then sends the byte of welcome for which the peer waits.
+        """
         deadline = time.monotonic() + self.seconds
         try:
             hello = _read(sock, _HELLO.size, deadline)
@@ -104,9 +108,12 @@ class Handshake:
         return hmac.digest(self.token.encode(), end + hello + nonce + purpose.encode(), "sha256")
 
 
-class Gate:
-    """Accepts connections in a thread of its own, and calls `welcome(connection, rank)` in one thread for each that
-    proves itself for `purpose`; the connection is closed when that returns."""
+class AuthenticatedListener:
+    """Accepts connections in a thread of its own, and runs `welcome(connection, rank)` in one thread per proved
+    connection.
+
+    A connection must prove itself for `purpose`. It is closed when `welcome` returns.
+    """
 
     def __init__(
         self,
@@ -122,7 +129,7 @@ class Gate:
         threading.Thread(target=self._accept, name=f"accept {purpose}", daemon=True).start()
 
     def close(self) -> None:
-        """Accept nobody any more; who is inside stays. Idempotent."""
+        """Accept no further connection; established ones stay open. Idempotent."""
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
@@ -139,14 +146,16 @@ class Gate:
                 if len(self._waiting) >= self._handshake.waiting:
                     oldest = next(iter(self._waiting))
                     del self._waiting[oldest]
+                    # Only shut down here: the thread that reads from this socket wakes up and closes it.
                     _end(oldest)
                 self._waiting[sock] = None
-            threading.Thread(target=self._meet, args=(sock,), name=self._purpose, daemon=True).start()
+            threading.Thread(target=self._authenticate, args=(sock,), name=self._purpose, daemon=True).start()
 
-    def _meet(self, sock: socket.socket) -> None:
+    def _authenticate(self, sock: socket.socket) -> None:
         with sock:
             rank = self._handshake.admit(sock, self._purpose)
             with self._lock:
+                # The connection may have been pushed out just as its proof arrived; it is already shut down then.
                 pushed_out = sock not in self._waiting
                 self._waiting.pop(sock, None)
             if rank is None or pushed_out:
@@ -164,11 +173,11 @@ def _end(sock: socket.socket) -> None:
 
 
 def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
-    """Exactly `size` bytes, all of them before `deadline`: a peer that sends a byte now and then gains nothing.
+    """Return exactly `size` bytes, all received before `deadline`. A peer that sends single bytes gains no time.
 
     Raises:
         EOFError: the peer closed the connection.
-        TimeoutError: the time is over.
+        TimeoutError: the deadline has passed.
     """
     found = b""
     while len(found) < size:

@@ -1,10 +1,10 @@
-"""One more rollout for a running run, from a process that the run did not start, on any machine that reaches its store.
+"""Add one more rollout to a running run, from a process on any machine that reaches the run's store.
 
-    this process --token--> store: what must I show? --the same configuration and code--> a number that nobody had
+    this process --token--> store: what must I show? --the same configuration and code--> a new rank number
       `- the rank: builds its model, joins (`Control.join`), asks for weights, claims like any other
 
-This process watches the rank as a launcher watches its own, and says every second on the store that it is there
-(`digenrl.cluster.members`): the rank's end, or its own, is a rollout's death, and the run goes on.
+This process watches the rank as a launcher watches its own ranks, and raises a counter on the store every second
+(`digenrl.cluster.members`). If the rank ends, or this process does, the run loses a rollout and goes on.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _TICK_S = 0.2
 
 
 @dataclass(frozen=True)
-class Visit:
-    """Who wants to join which run."""
+class JoinRequest:
+    """A request to join a run: where the run is, and what this process brings."""
 
     access: Access
     handshake: Handshake
-    """The limits of this process; token and rank come from the run."""
+    """Limits of this process for connections. Token and rank come from the run."""
     run_dir: Path
-    """Where this rank writes: the run's own directory, or a copy."""
+    """Directory in which this rank writes: the run's own, or a copy of it."""
     trainers: int
     rollouts: int
-    """That the run began with."""
+    """Number of rollouts that the run began with."""
     local_rank: int
     """Index of this rank's device on its machine."""
     limits: Limits
@@ -54,60 +54,64 @@ class Visit:
         return f"{self.access.host}:{self.access.port}"
 
 
-def credentials_of(visit: Visit) -> Mapping[str, Any]:
-    """What the run wants to see of who joins.
+def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
+    """Return what a rank must show to join the run.
 
     Raises:
-        ValueError: nobody answers, the token is another run's, or the run ends.
+        ValueError: no run answers, the token is that of another run, or the run is ending.
     """
     try:
-        control = Control(_connect(visit), rank=-1)
+        control = Control(_connect(request), rank=-1)
         shown, cause, *ends = control.get_all([CREDENTIALS, "abort", "stop", "done"])
     except NotOfThisRun as error:
         raise ValueError(
-            f"the token is not that of the run at {visit.place}: take {visit.run_dir}/access.json anew from the run's "
-            "directory (each start of a run has a token of its own), or set DIGENRL_RUN_TOKEN to what is in it."
+            f"the token is not that of the run at {request.place}: take {request.run_dir}/access.json anew from the "
+            "run's directory (each start of a run has a token of its own), or set DIGENRL_RUN_TOKEN to what is in it."
         ) from error
     except (OSError, StoreLost) as error:
         raise ValueError(
-            f"no run answers at {visit.place} ({error}): it has ended, or this machine does not reach it. A run on one "
+            f"no run answers at {request.place} ({error}): it has ended, or this machine does not reach it. A run on "
+            "one "
             "machine listens on loopback unless it was started with network.interface=NAME."
         ) from error
     if cause is not None or any(end is not None for end in ends):
-        raise ValueError(f"the run at {visit.place} ends{f': {cause}' if cause else ''}; nobody can join it any more.")
+        raise ValueError(
+            f"the run at {request.place} ends{f': {cause}' if cause else ''}; nobody can join it any more."
+        )
     found: Mapping[str, Any] = loads(shown or "{}")
     if not found:
         raise ValueError(
-            f"the run at {visit.place} takes nobody in: it is colocated, or has schedule.claims=split. Start it with "
+            f"the run at {request.place} takes nobody in: it is colocated, or has schedule.claims=split. Start it with "
             "rollouts and schedule.claims=shared."
         )
     return found
 
 
-def _connect(visit: Visit, rank: int = -1) -> StoreClient:
-    handshake = replace(visit.handshake, token=visit.access.token, rank=rank)
-    return StoreClient(visit.access.host, visit.access.port, handshake)
+def _connect(request: JoinRequest, rank: int = -1) -> StoreClient:
+    handshake = replace(request.handshake, token=request.access.token, rank=rank)
+    return StoreClient(request.access.host, request.access.port, handshake)
 
 
-def join(visit: Visit, rank_main: Callable[[World, Session], None], signals: StopSignals) -> Outcome:
-    """Be a rollout of the run until it ends, or until this process is asked to leave; how that ended.
+def join(request: JoinRequest, rank_main: Callable[[World, Session], None], signals: StopSignals) -> Outcome:
+    """Be a rollout of the run until the run ends or this process is asked to leave. Return how that ended.
 
     Raises:
         OSError, StoreLost: the run is gone.
     """
-    rank = Control(_connect(visit), rank=-1).add("ranks", 1) - 1
-    control = Control(_connect(visit, rank), rank)
-    host = visit.network.address(source_address(visit.access.host))
-    world = World(rank, visit.trainers, visit.rollouts, visit.local_rank)
-    access = visit.access
-    handshake = replace(visit.handshake, token=access.token, rank=rank)
+    # One atomic add, so that two processes that join at once get different numbers.
+    rank = Control(_connect(request), rank=-1).add("ranks", 1) - 1
+    control = Control(_connect(request, rank), rank)
+    host = request.network.address(source_address(request.access.host))
+    world = World(rank, request.trainers, request.rollouts, request.local_rank)
+    access = request.access
+    handshake = replace(request.handshake, token=access.token, rank=rank)
     session = Session(
-        access.host, access.port, handshake, visit.run_dir, access.epoch, host, visit.network, visit.limits
+        access.host, access.port, handshake, request.run_dir, access.epoch, host, request.network, request.limits
     )
-    (visit.run_dir / "logs").mkdir(exist_ok=True)
+    (request.run_dir / "logs").mkdir(exist_ok=True)
     process = fork_rank(rank_main, world, session, lambda: None)
     # Whether it gets on in its stage is judged where all ranks are seen.
-    monitor = HeartbeatMonitor(control, {rank: process.pid}, replace(visit.limits, stage_factor=None))
+    monitor = HeartbeatMonitor(control, {rank: process.pid}, replace(request.limits, stage_factor=None))
     cause: str | None = None
     asked, beats = 0, 0
     beat_at = 0.0
@@ -130,12 +134,12 @@ def join(visit: Visit, rank_main: Callable[[World, Session], None], signals: Sto
         control.set(end_key(rank), cause)
         cause = f"the run ended: {abort}" if abort else cause
     except StoreLost:
-        process.join(visit.limits.abort_s)
+        process.join(request.limits.abort_s)
         cause = "the run has ended, or goes on without this rank"
     finally:
         process.kill()
         process.join()
-    return Outcome("failed", f"rank {rank} (rollout): {cause}; see {visit.run_dir}/logs/rank-{rank:03d}.log", 1)
+    return Outcome("failed", f"rank {rank} (rollout): {cause}; see {request.run_dir}/logs/rank-{rank:03d}.log", 1)
 
 
 def _end(code: int) -> str:

@@ -1,12 +1,12 @@
 """The launcher: hosts the control store, forks the ranks, watches them, and cleans up whatever happens.
 
-It is never a rank, so no rank's death takes the store with it. Ranks are forked after the heavy imports (14 MB a rank
-instead of 250 MB and seconds). A rank cannot outlive the launcher (PR_SET_PDEATHSIG), and the launcher does not leave
-before every rank is gone.
+The launcher is never a rank, so no rank's death takes the store with it. Ranks are forked after the heavy imports: each
+rank then costs 14 MB instead of 250 MB and several seconds. No rank outlives the launcher (PR_SET_PDEATHSIG), and the
+launcher does not exit before every rank has exited.
 
-A rollout rank may die, leave and join alone (`digenrl.cluster.members`): what it owned goes back to the others, and the
-run continues. A trainer's death, or that of a task's second owner, ends the run with its cause; so does the lack of any
-rollout, for which the trainers first save.
+A rollout may die, leave or join while the run goes on (`digenrl.cluster.members`): its tasks go back to the other
+ranks. The death of a trainer, or of the second owner of one task, ends the run with the cause. When no rollout is left,
+the trainers save and the run ends.
 """
 
 from __future__ import annotations
@@ -36,59 +36,60 @@ from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network
-from digenrl.cluster.signals import StopSignals, held_back
+from digenrl.cluster.signals import StopSignals, signals_blocked
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, oom_kills, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.record.redact import redact_text
 
 RankMain = Callable[[World, Session], None]
-"""The life of a rank; an exception there ends the rank with its text as the cause."""
+"""Body of a rank. An exception in it ends the rank, with the exception's text as the cause."""
 PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt(3)."""
 FILES_OF_A_PROCESS, FILES_PER_RANK = 64, 12
-"""Open files: libraries, logs and scorers of one process; connections of one rank, to the store and to another rank."""
+"""Open files of one process (libraries, logs, scorers), and connections per rank (to the store and to another rank)."""
 EXIT_STOPPED = 75
 """Exit code of a run that asked to stop itself (EX_TEMPFAIL: fix the cause, then resume)."""
 
 
 class NoPlace(RuntimeError):
-    """Ranks cannot start where they should; says why, and what to do."""
+    """Ranks cannot start where they should. The message has the reason and the remedy."""
 
 
 class RankProcess(Protocol):
-    """A rank, as the launcher watches it: one of its own processes, or one somewhere else."""
+    """A rank as the launcher watches it: a process of its own, or one on another machine."""
 
     @property
     def pid(self) -> int | None:
-        """None: on another machine."""
+        """Process id; None on another machine."""
 
     @property
     def exitcode(self) -> int | None:
-        """None: it lives; negative: the signal that killed it."""
+        """Exit code; None while the rank lives, negative for the signal that killed it."""
 
     @property
     def sentinel(self) -> Any:
-        """What `multiprocessing.connection.wait` takes: ready when the rank has ended."""
+        """Handle for `multiprocessing.connection.wait`, ready once the rank has ended."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the rank at once."""
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
+        """Wait until the rank has ended, at most `timeout` seconds."""
 
 
 @dataclass
 class Outcome:
-    """How a run ended. Grows while the launcher watches, hence not frozen."""
+    """Result of a run. Not frozen, because the launcher fills it in while it watches."""
 
     status: str = "completed"
     """completed | stopped | failed"""
     cause: str | None = None
     exit_code: int = 0
     died: bool = False
-    """It failed because ranks died, or raised, while nobody had asked for a stop: another attempt may succeed."""
+    """Whether the run failed because ranks died, or raised, before anybody asked for a stop. Another attempt may
+    succeed."""
 
 
 Start = Callable[[RankMain, World, Session], RankProcess]
@@ -96,7 +97,7 @@ Start = Callable[[RankMain, World, Session], RankProcess]
 
 
 class Launcher(Protocol):
-    """Where the ranks of a run live that this process starts."""
+    """A way to start the ranks of a run: on this machine, or through a cluster such as Ray."""
 
     @property
     def host(self) -> str:
@@ -104,67 +105,69 @@ class Launcher(Protocol):
 
     @property
     def ranks_here(self) -> int:
-        """Ranks that listen on this machine."""
+        """Number of ranks that listen on this machine."""
 
     @property
     def places(self) -> Callable[[], AbstractContextManager[Start]] | None:
-        """Gives places to the ranks and starts them; None: they are forked."""
+        """Context that reserves machines for the ranks and gives the function that starts a rank there; None: ranks are
+        forked."""
 
     def check(self) -> None:
         """Refuse a run whose ranks cannot have their devices, or cannot reach this process.
 
         Raises:
-            ValueError: with the key to change.
+            ValueError: the message names the key to change.
         """
 
     def rank_main(self, fit: RankMain) -> RankMain:
-        """Return what a rank runs: `fit`, on the device that the rank has been given."""
+        """Return the body of a rank: `fit`, on the device that the rank was given."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start."""
+    """Everything that `launch` needs to start and to watch a run."""
 
     rank_main: RankMain
     trainers: int
     rollouts: int
     run_dir: Path
     max_lost: int | None = None
-    """Rollout ranks that may die while the run continues; None = all, 0 = any death ends the run."""
+    """Number of rollouts that may die while the run goes on; None = all, 0 = any death ends the run."""
     patience_s: float = 0.0
-    """How long a run with fewer rollouts than `fewest` waits for others to join; then it is saved and ends."""
+    """Seconds that a run with fewer rollouts than `fewest` waits for others to join. Then the run is saved and ends."""
     fewest: int = 1
     stop_grace: Callable[[], float] = field(default=lambda: 30.0)
-    """Asked at a stop: seconds for the step in progress. Then trainers give it up, and save the last version."""
+    """Returns, at a stop, the seconds for the step in progress. Then the trainers give it up and save the last
+    version."""
     stop_save_s: float = 60.0
-    """Seconds for that, before ranks are killed."""
+    """Seconds for that save, before ranks are killed."""
     signals: StopSignals = field(default_factory=StopSignals)
-    """What has been asked of this process so far counts too."""
+    """Stop signals of this process. Signals that came before the launch count too."""
     network: Network = field(default_factory=Network)
-    """Where the store and the ranks listen ..."""
+    """Interface and ports on which the store and the ranks listen."""
     host: str = "127.0.0.1"
-    """... unless it names an interface."""
+    """Address for the store when `network` names no interface."""
     places: Callable[[], AbstractContextManager[Start]] | None = None
-    """As `Launcher.places`."""
+    """See `Launcher.places`."""
     handshake: Handshake = field(default_factory=Handshake)
-    """With a token of its own for each run."""
+    """The run's token, new for each run, and the limits for connections."""
     credentials: Mapping[str, Any] = field(default_factory=dict)
-    """What a rollout that joins must show, in JSON values: the configuration, the version of the code."""
+    """Values that a rollout must show to join, as JSON: the configuration, the version of the code."""
     limits: Limits = field(default_factory=Limits)
     """How long ranks are waited for."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
-    """Called several times per second with a function that reads what each rank does (the live display)."""
+    """Called several times per second with a function that returns each rank's present activity (the live display)."""
     on_end: Callable[[], None] = field(default=lambda: None)
-    """Called once when every rank is gone, while the store still answers."""
+    """Called once after every rank has exited, while the store still answers."""
     on_orphaned: Callable[[str], None] = field(default=lambda cause: None)
     """Called with the cause, in a process of its own, when the launcher itself was killed or suspended."""
 
 
 def check_open_files(ranks: int) -> None:
-    """Raise this process's limit of open files as far as it may, for `ranks` ranks.
+    """Raise this process's limit of open files as far as `ranks` ranks need.
 
     Raises:
-        ValueError: they need more.
+        ValueError: the ranks need more open files than this machine allows.
     """
     needed = FILES_OF_A_PROCESS + FILES_PER_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -179,13 +182,13 @@ def check_open_files(ranks: int) -> None:
 
 
 def launch(spec: Launch) -> Outcome:
-    """Start every rank, watch them to the end, and say how it ended. No process of the run is left behind.
+    """Start every rank, watch the ranks to the end, and return how the run ended. No process of the run is left behind.
 
     Raises:
         OSError: the control store could not be hosted.
     """
-    # A rank that collected this process's garbage would end threads that only this process has (an earlier store's),
-    # and die of it.
+    # A forked rank inherits this process's garbage, but not its threads. Collecting, say, an earlier run's store there
+    # would end threads that do not exist in the rank, and kill it. So collect now, and freeze what is left.
     gc.collect()
     gc.freeze()
     host = spec.network.address(spec.host)
@@ -205,7 +208,8 @@ def launch(spec: Launch) -> Outcome:
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
                 session = Session(host, port, spec.handshake, spec.run_dir, epoch, host, spec.network, spec.limits)
                 ranks[rank] = start(spec.rank_main, world, session)
-            # Only now, because a fork beside the store's busy threads may inherit a lock that nobody releases.
+            # The store starts after the forks: a fork copies locks but not threads, so a lock that a store thread holds
+            # at that moment would stay locked in the rank for ever. Ranks that connect earlier wait in the backlog.
             server = StoreServer(listener, spec.handshake)
             ended.callback(server.close)
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
@@ -233,7 +237,7 @@ def launch(spec: Launch) -> Outcome:
 
 
 def _own_failure(error: Exception, logs: Path) -> Outcome:
-    """The launcher's own mistake, or that of what it calls (the display): the run ends, and says why."""
+    """Log an exception of the launcher, or of its display, and return it as the run's outcome."""
     with suppress(OSError), (logs / "launcher.log").open("a") as file:
         traceback.print_exception(error, file=file)
     return Outcome("failed", f"the launcher raised {type(error).__name__}: {error}; see logs/launcher.log", 1)
@@ -245,11 +249,11 @@ def _forget(monitor: LauncherMonitor, listener: socket.socket) -> None:
 
 
 def fork_rank(rank_main: RankMain, world: World, session: Session, forget: Callable[[], None]) -> RankProcess:
-    """Start a rank as a child of this process; `forget` closes there what it must not inherit."""
+    """Start a rank as a child of this process. In the child, `forget` closes what the rank must not inherit."""
     process = multiprocessing.get_context("fork").Process(
         target=_child, args=(rank_main, world, session, os.getpid(), forget)
     )
-    with held_back():
+    with signals_blocked():
         process.start()
     return process
 
@@ -261,22 +265,24 @@ def _child(
     launcher: int,
     forget: Callable[[], None],
 ) -> None:
-    """Body of a forked rank: die with the launcher."""
+    """Run a forked rank that dies with the launcher."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died between fork and prctl
+    # The kernel sends no signal for a parent that died between fork and prctl, so look once.
+    if os.getppid() != launcher:
         os._exit(1)
     forget()
     os._exit(live(rank_main, world, session))  # interpreter shutdown would wait for threads that wait for peers
 
 
 def live(rank_main: RankMain, world: World, session: Session) -> int:
-    """Be a rank in this process: keep the terminal free, report what went wrong. Returns its exit code."""
+    """Run a rank in this process and return its exit code. Output goes to the rank's log, an error to the launcher."""
     log = session.run_dir / "logs" / f"rank-{world.rank:03d}.log"
     keep_memory()
     session.network.announce(session.host)
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # Descriptors, not sys.stdout: C libraries (CUDA, NCCL) print past Python.
     os.dup2(file, 1)
     os.dup2(file, 2)
     mask_secrets()
@@ -299,8 +305,11 @@ def live(rank_main: RankMain, world: World, session: Session) -> int:
 
 
 def mask_secrets() -> None:
-    """Mask secrets in what this rank prints from now on: its output is a file of the run directory, which a full disk
-    cuts short. The streams stay the same objects, because logging handlers hold on to them."""
+    """Mask secrets in everything that this rank prints from now on, and ignore a full disk.
+
+    The output is a file of the run directory, which others may read and a full disk cuts short. The streams stay the
+    same objects, because logging handlers hold references to them.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.write = partial(_print, stream.write)  # type: ignore[method-assign]
         stream.flush = partial(_or_nothing, stream.flush)  # type: ignore[method-assign]
@@ -317,8 +326,11 @@ def _or_nothing(call: Callable[[], object]) -> None:
 
 
 def keep_memory() -> None:
-    """Let glibc keep freed memory: weights and trajectories of many MB come and go in every step, and faulting their
-    pages in again takes as long as sending them (benchmarks/publish.py). Other C libraries decide for themselves."""
+    """Make glibc keep freed memory. Other C libraries decide for themselves.
+
+    Weights and trajectories of many MB come and go in every step. Mapping their pages again takes as long as sending
+    them (benchmarks/publish.py).
+    """
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
         library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc takes
@@ -327,20 +339,20 @@ def keep_memory() -> None:
 
 
 class _Watch:
-    """Waits for the ranks; turns deaths, hangs and signals into one outcome with one cause."""
+    """Waits for the ranks, and turns deaths, hangs and signals into one outcome with one cause."""
 
     def __init__(self, spec: Launch, ranks: dict[int, RankProcess], control: Control, members: Members) -> None:
         self._spec, self._ranks, self._control, self._members = spec, ranks, control, members
         self._signals = spec.signals
         self._outcome = Outcome()
         self._deadline = float("inf")
-        """When the ranks are killed, on the monotonic clock."""
+        """Second of the monotonic clock at which the ranks are killed."""
         self._give_up_at = float("inf")
-        """When the step in progress is given up."""
+        """Second of the monotonic clock at which the step in progress is given up."""
         self._killed = False
         self._dead: set[int] = set()
         self._left: set[int] = set()
-        """Ranks that have said that they leave; only then is an exit with code 0 no death."""
+        """Ranks that have said that they leave. Only for them is exit code 0 no death."""
         self._oom_kills = oom_kills()
         self._suspects: dict[int, str] = {}
         """rank -> why the launcher killed it."""
@@ -348,22 +360,22 @@ class _Watch:
         self._heartbeats = HeartbeatMonitor(control, pids, spec.limits)
 
     def run(self) -> Outcome:
-        """Until every rank is gone."""
+        """Watch until every rank process has exited, and return how the run ended."""
         while True:
             codes = {rank: process.exitcode for rank, process in self._ranks.items()}
             ended = {rank: code for rank, code in codes.items() if code is not None and rank not in self._dead}
             left = {rank for rank in ended.keys() - self._left if self._control.get(f"left/{rank}") is not None}
             self._left |= left
-            self._judge({rank: code for rank, code in ended.items() if rank not in self._left})
+            self._handle_deaths({rank: code for rank, code in ended.items() if rank not in self._left})
             if self._outcome.status != "failed" and self._control.get("done") is None:
                 self._look_after_rollouts(left)
             alive = {rank: self._ranks[rank] for rank, code in codes.items() if code is None}
             if not alive:
-                self._members.see_off(self._spec.limits.leave_s)
+                self._members.wait_for_exits(self._spec.limits.leave_s)
                 if self._outcome.status == "completed" and (cause := self._control.get("stop")) is not None:
                     return Outcome("stopped", cause, EXIT_STOPPED)
                 return self._outcome
-            watched = [] if self._members.waiting else [*alive, *self._members.guests]
+            watched = [] if self._members.waiting else [*alive, *self._members.joined_elsewhere]
             for rank, cause in self._heartbeats.unresponsive(watched).items():
                 if rank in alive:
                     self._suspects[rank] = cause
@@ -379,6 +391,7 @@ class _Watch:
             if time.monotonic() > self._deadline and not self._killed:
                 self._kill()
             self._spec.on_tick(self._states)
+            # Returns early when a rank exits, so a death is seen at once and not 0.2 s later.
             connection.wait([process.sentinel for process in alive.values()], timeout=0.2)
 
     def _states(self) -> dict[int, str]:
@@ -387,8 +400,8 @@ class _Watch:
             for rank in self._ranks
         }
 
-    def _judge(self, dead: dict[int, int]) -> None:
-        """Decide about ranks that just died: go on without them, or end the run."""
+    def _handle_deaths(self, dead: dict[int, int]) -> None:
+        """Go on without the rollouts that just died, or end the run."""
         self._dead |= dead.keys()
         if not dead or self._killed or self._outcome.status == "failed":
             return
@@ -402,7 +415,7 @@ class _Watch:
             self._settle(self._members.gone(rank, cause))
 
     def _death(self, rank: int, code: int) -> str | None:
-        """What a dead rank did ("was killed by ...", "raised ..."), or None when it only left because the run was
+        """Return how a dead rank ended ("was killed by ...", "raised ..."); None if it exited only because the run was
         over."""
         if code < 0 and self._ranks[rank].pid is None:
             return f"is gone, with its process or its machine; see logs/rank-{rank:03d}.log"
@@ -418,7 +431,7 @@ class _Watch:
         return self._control.get(f"cause/{rank}") or unsaid
 
     def _look_after_rollouts(self, left: set[int]) -> None:
-        """Those that have just `left`, those that want to, those that joined; and what follows when there are none."""
+        """Handle rollouts that have just `left`, that ask to leave, or that joined. End the run when too few remain."""
         for rank in left & self._members.leaving:
             self._settle(self._members.gone(rank, "left"))
         self._settle(self._members.watch())
@@ -435,7 +448,7 @@ class _Watch:
             self._fail(refusal)
 
     def _give_up(self, grace: float) -> None:
-        """End in order: after the step in progress if it ends within `grace`, else after the one before it."""
+        """Stop after the step in progress if it ends within `grace` seconds, else give that step up."""
         self._control.set("stop", "1")
         if self._control.get("first_step") is None:  # nothing has been trained, so nothing can be lost
             return self._kill()
@@ -449,8 +462,12 @@ class _Watch:
             self._kill_at(time.monotonic() + self._spec.limits.abort_s)
 
     def _obey_signals(self) -> None:
-        """The first signal, to this process or passed on by a rank: stop after the step in progress. The second one to
-        this process: give that step up. The third: leave at once."""
+        """Act on stop signals. A rank may have passed the first one on; the others count only when sent to this
+        process.
+
+        The first signal ends the run after the step in progress, the second gives that step up, the third kills the
+        ranks.
+        """
         passed_on = self._control.get("signal")
         if (self._signals.count or passed_on) and self._outcome.status == "completed":
             number = signal.Signals(self._signals.number or int(passed_on or 0))
@@ -466,7 +483,7 @@ class _Watch:
         self._deadline = min(self._deadline, deadline)
 
     def _kill(self) -> None:
-        """End every rank that is still there."""
+        """Kill every rank that still runs."""
         training = any(self._ranks[rank].exitcode is None for rank in range(self._spec.trainers))
         if self._outcome.status == "stopped" and training and self._control.get("first_step") is not None:
             self._outcome.cause = f"{self._outcome.cause}; the trainers had not saved when they were killed"

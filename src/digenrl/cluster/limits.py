@@ -1,4 +1,4 @@
-"""How long ranks are waited for: the `limits` group of a run's configuration."""
+"""Time limits for waiting for ranks: the `limits` group of a run's configuration."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds, unless said otherwise. The defaults are those of configs/train.yaml."""
+    """Time limits in seconds, unless said otherwise. The defaults are those of configs/train.yaml."""
 
     stage_factor: float | None = 10.0
-    """A rank hangs when it shows no progress for this many times the longest such stretch of its stage, over all ranks
-    (a rank's first one of each stage counts twice at most) ... None = nobody is judged by its progress."""
+    """A rank hangs when it shows no progress in a stage for this many times the longest such time of any rank. A rank's
+    own first time in each stage counts twice at most. None = no rank is judged by its progress."""
     stage_floor_s: float = 300.0
-    """... and for this long. So long may all ranks wait for each other, too."""
+    """Shortest time without progress that counts as a hang, and how long all ranks may wait for each other."""
     start_s: float = 1800.0
-    """In place of both: a rank's start, its first stretch of a stage, and what it does outside of any stage. Also a
-    wait for another rank to start."""
+    """Replaces both limits for a rank's start, for its first time in a stage, and outside of any stage. Also the
+    longest wait for another rank to start."""
     collective_s: float = 7200.0
-    """One collective of the trainers, in which the fast ones wait for the slowest."""
+    """Longest duration of one collective of the trainers, in which the fast ranks wait for the slowest."""
     join_s: float = 120.0
-    """Until every process that a scheduler started gives its first sign of life, once process 0 is there."""
+    """Seconds from the start of process 0 until every process that a scheduler started must have given a sign of
+    life."""
     silent_s: float = 30.0
-    """No heartbeat and no processor time; not less, because a file server may stall a process."""
+    """Longest time without both heartbeat and processor time. A file server may stall a process, so the default is not
+    shorter."""
     absent_s: float = 10.0
-    """Without a sign of life from who watches a joined rollout over there; its machine, or the way to it, is gone."""
+    """Longest silence of the process that watches a joined rollout on its machine. Beyond it the machine counts as
+    gone, or as out of reach."""
     suspended_s: float = 3.0
-    """In state T (SIGSTOP, a debugger): a rank, or the launcher."""
+    """Longest time that a rank or the launcher may be in state T (SIGSTOP, a debugger)."""
     leave_s: float = 10.0
-    """At the end of a run: what is still queued for other ranks; so long is a killed process waited for, too."""
+    """Time at the end of a run for data that is still queued for other ranks, and to wait for the exit of a killed
+    process."""
     verdict_s: float = 6.0
-    """Until the launcher says that the run goes on without a rank to which a connection broke."""
+    """Longest wait, after a connection broke, for the launcher to declare that the run goes on without the peer."""
     abort_s: float = 4.0
-    """After a failure: what ranks get to leave by themselves, before SIGKILL."""
+    """Time that ranks have to leave by themselves after a failure, before SIGKILL."""

@@ -1,11 +1,11 @@
-"""Membership: which rollouts a run has, as the process sees it that hosts the control store.
+"""Membership: the rollouts of a run, as seen by the process that hosts the control store.
 
-    a rollout asks to go (ask/{rank})  -->  granted (leave/{rank})  -->  it has left  -->  what it still owned goes back
-    a rollout dies                                                                    -->  what it owned goes back
-    a rollout joins (Control.join)     -->  watched from here on by its connections, and by who watches it over there
+    a rollout asks to leave (ask/{rank})  -->  granted (leave/{rank})  -->  it exits  -->  its unfinished tasks go back
+    a rollout dies                                                                    -->  its tasks go back
+    a rollout joins (Control.join)        -->  watched by its connections, and by a watcher on its own machine
 
-Trainers are fixed. A rank that joined cannot be killed from here when it stands still, so the store shuts it out before
-its tasks go back: what it does from then on reaches nobody (`Claims.accepts`).
+The trainers never change. A joined rank that hangs cannot be killed from here. The store therefore shuts it out before
+its tasks go back, and later results of that rank are refused (`Claims.accepts`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from digenrl.record.run_dir import JOINED, LEFT, LOST, append_event
 from digenrl.schedule.claims import ClaimError, Claims
 
 CREDENTIALS = "credentials"
-"""Store key of what a rank that joins must show."""
+"""Store key of the values that a joining rank must show."""
 _TOGETHER_S = 0.5
-"""A stop of the whole run may reach its ranks before the launcher: a rollout goes so long after it asked."""
+"""Seconds between a rollout's request to leave and the grant. A stop of the whole run may reach its ranks before the
+launcher, and must not look like single rollouts that leave."""
 
 
 def end_key(rank: int) -> str:
@@ -45,18 +46,18 @@ class Terms:
     rollouts: int
     """Rollouts that the run begins with."""
     max_lost: int | None = None
-    """Rollouts that may die; None = all, 0 = none, and none may leave either."""
+    """Number of rollouts that may die; None = all, 0 = none, and then none may leave either."""
     patience_s: float = 0.0
-    """How long a run with fewer rollouts than `fewest` waits for others to join."""
+    """Seconds that a run with fewer rollouts than `fewest` waits for others to join."""
     fewest: int = 1
 
 
 class Members:
-    """The rollouts of a run, and what becomes of their tasks.
+    """Tracks the rollouts of a run, and gives back the tasks of those that are gone.
 
     Args:
         server: this run's store.
-        local: ranks that somebody else sees die: the launcher's own processes.
+        local: ranks whose death somebody else sees: the launcher's own processes.
     """
 
     def __init__(
@@ -67,28 +68,28 @@ class Members:
         self._first = range(terms.trainers, terms.trainers + terms.rollouts)
         self._losses = 0
         self._known: set[int] = set()
-        """Ranks that joined."""
+        """Ranks that joined and have been logged."""
         self._asked: dict[int, float] = {}
-        """rank -> when it was first seen to ask, on the monotonic clock."""
+        """rank -> when its request to leave was first seen, on the monotonic clock."""
         self._granted: dict[int, str] = {}
         """rank -> why it leaves."""
         self._silent: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 2.0))
         self._seen: dict[int, str | None] = {}
         self._alone_since: float | None = None
-        """Since when there are fewer than the run wants, on the monotonic clock."""
+        """Second of the monotonic clock since which the run has fewer rollouts than it wants; None: it has enough."""
         self._last_cause, self._hopeless = "", False
         self.last_one_left = False
-        """The newest of those that are gone left as it was asked to; it did not die."""
+        """Whether the rollout that went last left as it was asked to, and did not die."""
         control.set("ranks", str(terms.trainers + terms.rollouts))
 
     @property
     def rollouts(self) -> list[int]:
-        """Rollouts that are there."""
+        """Rollouts that are neither lost nor gone."""
         return self._control.survivors(self._first)
 
     @property
-    def guests(self) -> list[int]:
-        """Rollouts that joined, whose processes nobody sees from here."""
+    def joined_elsewhere(self) -> list[int]:
+        """Rollouts that joined and whose processes this machine does not see."""
         return [rank for rank in self._control.survivors(()) if rank not in self._local]
 
     @property
@@ -98,18 +99,18 @@ class Members:
 
     @property
     def waiting(self) -> bool:
-        """Whether the run has no rollout left, and waits for one."""
+        """Whether the run has no rollout left and waits for one to join."""
         return self._alone_since is not None and not self.rollouts
 
     def name(self, rank: int) -> str:
-        """What messages call a rank."""
+        """Return the name of a rank in messages."""
         return f"rank {rank} ({'trainer' if rank < self._terms.trainers else 'rollout'})"
 
     def watch(self) -> str | None:
-        """Look after those that joined; called several times per second. Why the run cannot go on, if it cannot."""
-        guests, connected = self.guests, self._server.connected()
-        beats = self._control.get_all([watch_key(rank) for rank in guests])
-        for rank, beat in zip(guests, beats, strict=True):
+        """Check the rollouts that joined; called several times per second. Return why the run cannot go on, or None."""
+        watched, connected = self.joined_elsewhere, self._server.connected()
+        beats = self._control.get_all([watch_key(rank) for rank in watched])
+        for rank, beat in zip(watched, beats, strict=True):
             if rank not in self._known:
                 self._known.add(rank)
                 append_event(self._run_dir, JOINED, {"rank": rank})
@@ -126,11 +127,12 @@ class Members:
         return None
 
     def gone(self, rank: int, cause: str) -> str | None:
-        """Give back the tasks of a rollout that is no more; return why the run cannot go on without it, if it cannot.
+        """Give back the tasks of a rollout that is gone. Return why the run cannot go on without it, or None.
 
-        The rollout left as it was allowed to, or else died of `cause`.
+        The rollout either left as it was allowed to, or died of `cause`.
         """
         left = rank in self._granted and self._control.get(f"left/{rank}") is not None
+        # First of all: a rank that only seems dead must not finish a task that somebody else is given.
         self._server.shut_out(rank)
         said, claims = self._control.get(f"cause/{rank}"), Claims(StoredClaims(self._control), rank=-1)
         cause = f"left: {self._granted[rank]}" if left else said or cause
@@ -139,6 +141,7 @@ class Members:
         if not left and self._losses == self._terms.max_lost:
             return self._last_cause
         self._losses += not left
+        # Marked before its tasks are gathered: `Claims.give` relies on this order.
         self._control.lose(rank)
         try:
             tasks = claims.collect(rank) if left else claims.lose(rank, cause, self._terms.trainers)
@@ -161,14 +164,15 @@ class Members:
                 self._control.set(f"leave/{rank}", self._granted[rank])
         return 0
 
-    def see_off(self, seconds: float) -> None:
-        """The run is over: wait until those that joined have let go of the store."""
+    def wait_for_exits(self, seconds: float) -> None:
+        """Wait at most `seconds` after the run's end until the joined ranks have closed their connections to the
+        store."""
         deadline = time.monotonic() + seconds
         while self._server.connected() and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def abandoned(self) -> str | None:
-        """Why a run with too few rollouts ends, once it has waited long enough for others."""
+        """Return why a run with too few rollouts ends, once it has waited long enough for others; None: it goes on."""
         there, fewest = len(self.rollouts), self._terms.fewest
         if not self._terms.rollouts or there >= fewest:
             self._alone_since = None

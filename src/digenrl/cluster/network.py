@@ -1,7 +1,7 @@
-"""Where ranks listen and connect: `network.interface` and `network.ports` of a run's configuration.
+"""Addresses on which ranks listen and connect: `network.interface` and `network.ports` of a run's configuration.
 
-The control store and the data links listen on one address and in one range of ports; gloo and NCCL are told the
-interface. They take ports of their own, as the kernel gives them out.
+The control store and the data links listen on one address and in one range of ports. gloo and NCCL are told the
+interface only. The kernel chooses their ports.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import psutil
 
 @dataclass(frozen=True)
 class Network:
-    """One interface and one range of ports; the defaults are those of configs/train.yaml."""
+    """A network interface and a range of ports. The defaults are those of configs/train.yaml."""
 
     interface: str | None = None
-    """None: the loopback one where all ranks are on this machine, else that of the route to the scheduler's address."""
+    """Name of the interface. None: loopback if all ranks are on this machine, else the route to the scheduler's
+    address."""
     ports: Sequence[int] | None = None
-    """First and last one; None: any that is free."""
+    """First and last port; None: any free port."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Network:
@@ -32,10 +33,11 @@ class Network:
         return cls(settings["interface"], settings["ports"])
 
     def check(self, listeners: int) -> None:
-        """Refuse what this machine does not have; `listeners`: stores and ranks that will listen on it.
+        """Check that this machine has the interface and enough ports for `listeners` (stores and ranks that listen
+        here).
 
         Raises:
-            ValueError: no such interface, none with an address, or fewer ports than listeners.
+            ValueError: there is no such interface, it has no address, or there are fewer ports than listeners.
         """
         self.address("")
         if self.ports is not None and (count := len(self._range())) < listeners:
@@ -47,7 +49,7 @@ class Network:
             )
 
     def address(self, otherwise: str) -> str:
-        """The interface's address, IPv4 where it has one; `otherwise` where none is configured.
+        """Return the interface's address, IPv4 if it has one; `otherwise` when no interface is configured.
 
         Raises:
             ValueError: this machine has no such interface, or it has no address that others can reach.
@@ -65,7 +67,7 @@ class Network:
         return found[self.interface][0]
 
     def listen(self, host: str) -> socket.socket:
-        """A listener on `host`, in the range of ports.
+        """Open a listener on `host`, at a free port of the range.
 
         Raises:
             OSError: every port of the range is taken, or `host` is no address of this machine.
@@ -84,8 +86,10 @@ class Network:
         )
 
     def announce(self, host: str) -> None:
-        """Tell gloo and NCCL of this process the configured interface; gloo, in any case, the one that has `host`,
-        because its own guess is where the machine's name leads."""
+        """Tell gloo and NCCL which interface to use in this process: the configured one.
+
+        Without one, only gloo is told the interface that has `host`. Its own guess would follow the machine's name.
+        """
         if self.interface is not None:
             os.environ |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": f"={self.interface}"}
         elif name := next((name for name, addresses in _addresses().items() if host in addresses), None):
@@ -95,20 +99,22 @@ class Network:
         return [0] if self.ports is None else range(self.ports[0], self.ports[1] + 1)
 
 
-ANYWHERE = Network()
+ANY_NETWORK = Network()
 """Any interface, any ports."""
 
 
 def source_address(address: str) -> str:
-    """This machine's address on the route to `address`; nothing is sent."""
+    """Return this machine's address on the route to `address`. Nothing is sent."""
     family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Connecting a UDP socket only looks up the route.
         probe.connect(target)
         return str(probe.getsockname()[0])
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Interface -> its addresses that other machines can use without naming an interface of theirs; IPv4 first."""
+    """Return interface -> its addresses that other machines can use without naming an interface of theirs; IPv4
+    first."""
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         given = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]

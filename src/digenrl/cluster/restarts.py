@@ -1,4 +1,4 @@
-"""Whether a run whose ranks died begins again by itself, from its newest checkpoint, or ends with the cause."""
+"""The decision whether a run whose ranks died starts again from its newest checkpoint, or ends with the cause."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import defaultdict
 
 
 class Restarts:
-    """The deaths of a run under one command.
+    """Counts the deaths of a run under one command, and decides about each restart.
 
     Args:
         most: restarts (`allocation.max_restarts`).
-        pause_s: seconds before the first (`allocation.restart_pause_s`); twice as many before each next one.
+        pause_s: seconds before the first restart (`allocation.restart_pause_s`); doubled before each next one.
         steps: RL steps of the whole run.
     """
 
@@ -29,16 +29,16 @@ class Restarts:
         return sum(len(causes) for causes in self._causes.values())
 
     def causes(self, finished: int) -> list[str]:
-        """Why the run died in the step after `finished` RL steps; more than one: that step is poison."""
+        """Return why the run died in the step after `finished` RL steps. More than one cause: that step is poison."""
         return self._causes[finished]
 
     def refuse(self, cause: str, began: int, finished: int) -> str | None:
-        """Count a death, and say why the run ends with it; None: it begins again.
+        """Count a death. Return why the run ends with it, or None if the run starts again.
 
         Args:
-            cause: of the death.
+            cause: why the run died.
             began: RL steps that were finished when the attempt began.
-            finished: those that were when it died.
+            finished: RL steps that were finished when the run died.
         """
         earlier, deaths = list(self._causes[finished]), self._deaths
         self._causes[finished].append(cause)

@@ -1,11 +1,11 @@
-"""The store of a run: keys and values that only holders of the run's token can read and write.
+"""The control store of a run: keys and values that only processes with the run's token can read and write.
 
-`torch.distributed`'s own TCPStore answers everybody who reaches its port. This one serves a dictionary over
-connections that begin with a handshake (`digenrl.cluster.handshake`), one thread each; every call waits for its answer,
-so that what one rank has set, another one finds. Process groups of torch take a `StoreClient` for their rendezvous;
-they do not keep it alive.
+`torch.distributed`'s own TCPStore answers everybody who reaches its port. This one serves a dictionary over connections
+that begin with a handshake (`digenrl.cluster.handshake`), one thread each. Every call waits for its answer, so what one
+rank has set is visible to all others. Process groups of torch use a `StoreClient` for their rendezvous. They do not
+keep the client alive.
 
-A frame on the wire is its length (u32), then fields, each with its length (u32); the first field of a request is its
+A frame on the wire is its length (u32), then fields, each with its length (u32). The first field of a request is its
 name.
 """
 
@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from digenrl.cluster.handshake import Gate, Handshake, NotOfThisRun
+from digenrl.cluster.handshake import AuthenticatedListener, Handshake, NotOfThisRun
 
 _PURPOSE = "store"
 _SIZE_BYTES = 4
@@ -29,32 +29,32 @@ _ABSENT, _PRESENT = b"", b"+"
 
 
 class StoreLost(RuntimeError):
-    """The store does not answer any more: whoever hosts it is gone."""
+    """The store no longer answers, because the process that hosts it is gone."""
 
 
 class StoreServer:
-    """Serves a store on `listener`, which it takes over. Who connected before waits in the listener's backlog."""
+    """Serves a store on `listener`, and closes it at the end. Earlier connections wait in the listener's backlog."""
 
     def __init__(self, listener: socket.socket, handshake: Handshake) -> None:
         self.host, self.port = listener.getsockname()[:2]
         self._values: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
         self._open: defaultdict[int, list[socket.socket]] = defaultdict(list)
-        """rank -> its connections; those of nobody in particular are not kept."""
+        """rank -> its connections. Connections without a rank are not kept."""
         self._out: set[int] = set()
-        self._gate = Gate(listener, handshake, _PURPOSE, self._serve)
+        self._acceptor = AuthenticatedListener(listener, handshake, _PURPOSE, self._serve)
 
     def close(self) -> None:
         """Accept no further connection. Idempotent."""
-        self._gate.close()
+        self._acceptor.close()
 
     def connected(self) -> set[int]:
-        """Ranks that have said who they are, and have a connection."""
+        """Return the ranks that named themselves and have an open connection."""
         with self._lock:
             return {rank for rank, sockets in self._open.items() if sockets}
 
     def shut_out(self, rank: int) -> None:
-        """Hear nothing more of `rank`: no request of it is answered from now on."""
+        """Answer no request of `rank` from now on, and close its connections."""
         with self._lock:
             self._out.add(rank)
             for sock in self._open[rank]:
@@ -70,9 +70,11 @@ class StoreServer:
             while True:
                 request = frames.receive()
                 with self._lock:
+                    # Under the same lock as `shut_out`: no request takes effect after that call has returned.
                     if rank in self._out:
                         return
                     answer = self._answer(*request)
+                # Outside of the lock, so that a slow peer does not hold up the others.
                 frames.send(*answer)
         except (OSError, EOFError):  # the rank has ended
             return
@@ -103,11 +105,11 @@ class StoreServer:
 
 
 class StoreClient(dist.Store):
-    """A connection to the store; threads take turns.
+    """A connection to the store, shared by the threads of a process in turn.
 
     Raises:
         NotOfThisRun: another program listens there.
-        StoreLost: nobody does. Every call raises it when the store is gone.
+        StoreLost: nobody listens there. Every later call raises it when the store is gone.
     """
 
     def __init__(self, host: str, port: int, handshake: Handshake) -> None:
@@ -122,7 +124,7 @@ class StoreClient(dist.Store):
         self._lock = threading.Lock()
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of `keys`, None where nobody has set one."""
+        """Return the values of `keys`, None for each key that nobody has set."""
         found = self._ask(b"get", *(key.encode() for key in keys))
         return [value[len(_PRESENT) :] if value else None for value in found]
 
@@ -159,7 +161,7 @@ class StoreClient(dist.Store):
             pause = min(0.05, 2 * pause)
 
     def clone(self) -> dist.Store:
-        """Itself: threads take turns."""
+        """Return this client, which threads may share."""
         return self
 
     def _ask(self, *request: bytes) -> list[bytes]:
@@ -175,7 +177,7 @@ class StoreClient(dist.Store):
 
 
 class _Frames:
-    """Frames on a connection."""
+    """Frames on one connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._rest = sock, b""
@@ -185,7 +187,11 @@ class _Frames:
         self._sock.sendall(len(body).to_bytes(_SIZE_BYTES) + body)
 
     def receive(self) -> list[bytes]:
-        """Raises EOFError where the peer has closed the connection."""
+        """Return the fields of the next frame.
+
+        Raises:
+            EOFError: the peer has closed the connection.
+        """
         body = self._take(int.from_bytes(self._take(_SIZE_BYTES)))
         fields, start = [], 0
         while start < len(body):

@@ -4,11 +4,13 @@
     launcher  -- the end of a pipe, and its state in /proc -->  LauncherMonitor
 
 A suspended rank (SIGSTOP stops all of its threads) is seen in /proc within seconds. A rank without heartbeat counts as
-dead only if it uses no processor time either: a library that computes or compiles may hold Python's lock for long.
-A rank hangs when one of its threads shows no progress for much longer than that stage has ever taken (`Limits`). Who
-waits for others is excused while any thread of the run is at work; when all wait, for long, the run hangs.
-Time is counted by the observer's own observations, so a launcher that was itself suspended (Ctrl-Z, then fg) finds
-nobody dead.
+dead only if it uses no processor time either, because a library that computes or compiles may hold Python's lock for
+long. A rank hangs when one of its threads shows no progress for much longer than that stage has ever taken (`Limits`).
+A thread that waits for other ranks is excused while any thread of the run is at work. When all of them wait for long,
+the run hangs.
+
+Durations are sums of the observer's own intervals between observations. A launcher that was itself suspended (Ctrl-Z,
+then fg) therefore finds nobody dead.
 """
 
 from __future__ import annotations
@@ -30,38 +32,38 @@ from pathlib import Path
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.signals import LEAVES, STOPS, held_back, wait_for_request
+from digenrl.cluster.signals import LEAVES, STOPS, signals_blocked, wait_for_request
 from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.world import Session, World
 from digenrl.record.progress import OUTSIDE, Stretch
 
 BEAT_EVERY_S = 1.0
 STACKS = signal.SIGUSR2
-"""A rank that gets it writes the stacks of its threads to its log."""
+"""Signal at which a rank writes the stacks of its threads to its log."""
 _ANSWER_S = 0.1
-"""A rollout that asked whether it may go looks for the answer this often."""
+"""Seconds between two looks of a rollout for the answer to its request to leave."""
 _STACKS_S = 0.2
-"""How long that takes."""
+"""Seconds that writing the stacks takes."""
 _FIRST = 2.0
-"""`Limits.stage_factor` of a rank's first stretch of a stage, which starts processes, compiles and loads."""
+"""`Limits.stage_factor` for a rank's first time in a stage, which starts processes, compiles and loads."""
 _CHECK_S = 0.5
-"""The launcher is checked this often; no check counts for more than twice that, whatever the clock says."""
+"""Seconds between two checks of the launcher. No check counts for more than twice that, whatever the clock says."""
 
 
 def is_suspended(pid: int | None) -> bool:
-    """Whether a process is in state T (stopped by a signal)."""
+    """Return whether a process is in state T (stopped by a signal)."""
     stat = _stat(pid)
     return stat is not None and stat[0] in "Tt"
 
 
 def cpu_ticks(pid: int | None) -> int:
-    """Processor time that a process has used, in clock ticks; 0 for one that is gone."""
+    """Return the processor time that a process has used, in clock ticks; 0 if the process is gone."""
     stat = _stat(pid)
     return 0 if stat is None else int(stat[11]) + int(stat[12])
 
 
 def _stat(pid: int | None) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on."""
+    """Return the fields of /proc/PID/stat from the state on; None if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -69,8 +71,8 @@ def _stat(pid: int | None) -> list[str] | None:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory: in this process's cgroup where it counts them, else on
-    this machine."""
+    """Count the processes that the kernel killed for lack of memory, in this process's cgroup or else on this
+    machine."""
     cgroups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     for path in (
         f"/sys/fs/cgroup{cgroups.get('', '')}/memory.events",
@@ -85,13 +87,13 @@ def oom_kills() -> int:
 
 
 class ConditionTimer:
-    """How long a condition has held, by the observer's own observations."""
+    """Measures how long a condition has held, by the observer's own observations."""
 
     def __init__(self, most: float) -> None:
         self._most, self._last, self.seconds = most, time.monotonic(), 0.0
 
     def observe(self, true: bool) -> float:
-        """Seconds that the condition has held; one observation counts at most `most` seconds."""
+        """Return the seconds that the condition has held. One observation adds at most `most` seconds."""
         now = time.monotonic()
         self.seconds = self.seconds + min(now - self._last, self._most) if true else 0.0
         self._last = now
@@ -99,14 +101,18 @@ class ConditionTimer:
 
 
 def start_heartbeat(session: Session, world: World) -> None:
-    """Say once per second what this process does, from a thread of its own, until the process or the store ends. Pass a
-    signal on: one of `LEAVES` asks that this rollout may go (any, where it joined), another one that the run stops."""
+    """Publish once per second what this process does, in a thread of its own, until the process or the store ends.
+
+    The thread also passes stop signals on. A signal of `LEAVES` (any signal, on a rank that joined) asks to let this
+    rollout leave. Any other signal asks to stop the run.
+    """
     faulthandler.register(STACKS, file=2)
     rank, leaves = world.rank, () if world.is_trainer else STOPS if world.joined else LEAVES
 
     def run() -> None:
         count, pause = 0, BEAT_EVERY_S
         try:
+            # A connection of its own: a call of the main thread may block its client for long.
             control = Control(StoreClient(*session.store), rank)
             while True:
                 count += 1
@@ -128,20 +134,20 @@ def start_heartbeat(session: Session, world: World) -> None:
 
 
 def watch_key(rank: int) -> str:
-    """Where who watches a joined rank over there leaves a count, every second."""
+    """Return the store key of the counter that the watcher of a joined rank raises every second."""
     return f"watch/{rank}"
 
 
 def heartbeat_key(rank: int) -> str:
-    """Where a rank leaves its heartbeats; the launcher sets all of them when the store begins."""
+    """Return the store key of a rank's heartbeats. The launcher sets the keys of all ranks when the store starts."""
     return f"beat/{rank}"
 
 
 class HeartbeatMonitor:
-    """Tells the launcher which of its ranks no longer respond, or hang.
+    """Finds the ranks that no longer respond, or hang.
 
     Args:
-        pids: rank -> its process; without one, or None: on another machine.
+        pids: rank -> its process id; absent or None: the rank is on another machine.
     """
 
     def __init__(self, control: Control, pids: Mapping[int, int | None], limits: Limits) -> None:
@@ -149,11 +155,11 @@ class HeartbeatMonitor:
         self._suspended: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 1.0))
         self._silent: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 2.0 * BEAT_EVERY_S))
         self._seen: dict[int, tuple[str | None, int]] = {}
-        self._progress = ProgressJudge(limits)
+        self._progress = HangDetector(limits)
         self._next = 0.0
 
     def unresponsive(self, ranks: list[int]) -> dict[int, str]:
-        """Of the living `ranks`, those that no longer respond, each with the cause."""
+        """Return those of the living `ranks` that no longer respond or hang, each with the cause."""
         found: dict[int, str] = {}
         for rank in ranks:
             if self._suspended[rank].observe(is_suspended(self._pids.get(rank))) > self._limits.suspended_s:
@@ -181,7 +187,7 @@ class HeartbeatMonitor:
         return {rank: cause + told.get(rank, "") for rank, cause in hanging.items()} | found
 
     def _ask_for_stacks(self, ranks: Sequence[int]) -> None:
-        """Have `ranks`, which are about to be killed, say where their threads are."""
+        """Make `ranks`, which are about to be killed, log the stacks of their threads."""
         for rank in ranks:
             if (pid := self._pids.get(rank)) is not None:
                 os.kill(pid, STACKS)
@@ -190,25 +196,26 @@ class HeartbeatMonitor:
 
 
 def _stretches(beat: str | None) -> list[Stretch]:
-    """What a heartbeat says about the rank's threads; nothing before the first one."""
+    """Return what a heartbeat says about the rank's threads; nothing before the first one."""
     said = json.loads(beat or "0")
     return [Stretch(*fields) for fields in said[1]] if isinstance(said, list) else []
 
 
-class ProgressJudge:
-    """Decides which ranks hang, from what their threads say that they do."""
+class HangDetector:
+    """Finds the ranks that hang, from what their threads say that they do."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._last: dict[tuple[int, str], Stretch] = {}
-        """(rank, thread) -> its stretch."""
+        """(rank, thread) -> its present stretch."""
         self._lasted: dict[tuple[int, str], ConditionTimer] = {}
         self._grown: dict[str, float] = {}
-        """Stage -> seconds that its longest stretch, on any rank, allows others."""
+        """Stage -> seconds that the longest stretch so far, on any rank, allows all ranks."""
         self._all_wait = ConditionTimer(2.0 * BEAT_EVERY_S)
 
     def hanging(self, doing: Mapping[int, Sequence[Stretch]]) -> dict[int, str]:
-        """The ranks that hang, each with the cause; called every second with what the threads of every rank do."""
+        """Return the ranks that hang, each with the cause. Call this every second with what the threads of every rank
+        do."""
         if self._limits.stage_factor is None:
             return {}
         last, self._last = self._last, {(r, stretch.thread): stretch for r, all_ in doing.items() for stretch in all_}
@@ -238,7 +245,7 @@ class ProgressJudge:
         return found
 
     def _limit(self, stretch: Stretch) -> tuple[float, str]:
-        """Seconds that a stretch may take, and the key that says so."""
+        """Return the seconds that a stretch may take, and the key that sets them."""
         limits = self._limits
         if not stretch.known or stretch.stage == OUTSIDE:
             return limits.start_s, "limits.start_s"
@@ -247,7 +254,7 @@ class ProgressJudge:
 
 
 def _named(stretch: Stretch) -> str:
-    """A stretch in words: its stage, and its thread if that is not the main one."""
+    """Return a stretch in words: its stage, and its thread if that is not the main one."""
     stage = f"stage {stretch.stage}" if stretch.stage != OUTSIDE else "no stage (its start, a callback, a logger)"
     return stage if stretch.thread == "main" else f"{stage} (thread {stretch.thread})"
 
@@ -261,14 +268,16 @@ def _remedy(key: str) -> str:
 
 
 class LauncherMonitor:
-    """A process of its own that reports the launcher's death. When the launcher is killed, its ranks die with it, so
-    none of them can. It also kills a launcher that is suspended, because the ranks cannot go on without its store.
-    Under a scheduler every rank has one, as nobody else on its machine looks at it.
+    """A small process that reports the launcher's death.
+
+    When the launcher is killed, its ranks die with it, so none of them can report that. The monitor also kills a
+    launcher that is suspended, because the ranks cannot go on without its store. Under a scheduler every rank has a
+    monitor, because nothing else on its machine watches it.
 
     Args:
-        on_death: called in that process with the cause.
-        suspended_s: how long the launcher may be in state T.
-        name: how the cause calls it.
+        on_death: called in the monitor's process with the cause.
+        suspended_s: seconds that the launcher may be in state T.
+        name: name of the launcher in the cause.
     """
 
     def __init__(
@@ -278,16 +287,17 @@ class LauncherMonitor:
         self._read, self._write = os.pipe()
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=self._watch, args=(os.getpid(), on_death))
-        with held_back():
+        with signals_blocked():
             self._process.start()
         os.close(self._read)
 
     def close_in_rank(self) -> None:
-        """In a forked rank: close this copy of the pipe. Its end means that the launcher is dead."""
+        """Close a forked rank's copy of the pipe. The monitor sees the launcher's death only when no copy is left
+        open."""
         os.close(self._write)
 
     def stop(self) -> None:
-        """The run ended in order."""
+        """End the monitor, because the run ended in order."""
         with suppress(BrokenPipeError):  # somebody killed the monitor
             os.write(self._write, b".")
         os.close(self._write)
@@ -299,6 +309,7 @@ class LauncherMonitor:
         os.close(self._write)
         suspended = ConditionTimer(2 * _CHECK_S)
         while True:
+            # Readable in two cases: a byte (`stop`), or end of file, since the kernel closes a dead launcher's end.
             ready, _, _ = select.select([self._read], [], [], _CHECK_S)
             if ready:
                 if os.read(self._read, 1):
@@ -307,6 +318,7 @@ class LauncherMonitor:
                 break
             if suspended.observe(is_suspended(launcher)) > self._suspended_s and os.getppid() == launcher:
                 cause = f"{self._name} (process {launcher}) stopped responding (it is suspended)"
+                # The check of the parent above keeps this from killing a stranger that got the launcher's old pid.
                 os.kill(launcher, signal.SIGKILL)  # every rank dies with it
                 break
         on_death(cause)

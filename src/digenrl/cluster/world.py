@@ -1,8 +1,8 @@
-"""Who is who: launch ranks, roles, and the role-scoped world that Lightning sees.
+"""Ranks and roles of a run, and the smaller world that Lightning sees.
 
-Launch ranks 0..n-1 are trainers, the rest are rollouts; one that joins later gets the next number, which nobody had.
-Each process's *default* process group is its role's group (all trainers; each rollout alone), because Lightning,
-torchmetrics and DeviceMesh use the default group in places that no override reaches: Lightning broadcasts on it before
+Launch ranks 0..n-1 are trainers, the others are rollouts. A rollout that joins later gets a new number. The *default*
+process group of a process is the group of its role: all trainers, or one rollout alone. Lightning, torchmetrics and
+DeviceMesh use the default group in places that no override reaches. Lightning, for example, broadcasts on it before
 every micro-batch.
 """
 
@@ -22,19 +22,19 @@ from digenrl.record.progress import Progress
 
 @dataclass(frozen=True)
 class World:
-    """This process's place in the run."""
+    """Position of this process in the run."""
 
     rank: int
-    """Launch rank, 0..trainers+rollouts-1; one above for each rollout that joins."""
+    """Launch rank, 0..trainers+rollouts-1; higher for each rollout that joins."""
     trainers: int
     rollouts: int
-    """Those that the run began with; 0 = colocated: trainers generate too."""
+    """Number of rollouts that the run began with; 0 = colocated: trainers generate too."""
     local_rank: int = 0
     """Index of this process's device on its machine."""
 
     @property
     def joined(self) -> bool:
-        """Whether this rank joined a run that had begun without it."""
+        """Whether this rank joined a run that was already going on."""
         return self.rank >= self.size
 
     @property
@@ -47,7 +47,7 @@ class World:
 
     @property
     def role_rank(self) -> int:
-        """Rank inside the role's own world: a rollout is a world of one."""
+        """Rank among the processes of this role; 0 for every rollout, which is a world of its own."""
         return self.rank if self.is_trainer else 0
 
     @property
@@ -65,30 +65,30 @@ class World:
 
 @dataclass(frozen=True)
 class Session:
-    """How a rank reaches its run: the control store, the run directory, and how long it is waited for."""
+    """How a rank reaches its run: the control store, the run directory, and the time limits."""
 
     store_host: str
     store_port: int
     handshake: Handshake
-    """How ranks of this run, and nobody else, reach the store and each other."""
+    """Token and limits with which ranks of this run reach the store and each other."""
     run_dir: Path
     epoch: float
-    """Wall-clock second that spans call zero."""
+    """Wall-clock second (Unix time) that counts as zero in the run's spans."""
     host: str = "127.0.0.1"
-    """Address that this rank's data link listens on ..."""
+    """Address on which this rank's data link listens."""
     network: Network = field(default_factory=Network)
-    """... in its range of ports."""
+    """Ports of that listener, and the interface."""
     limits: Limits = field(default_factory=Limits)
     progress: Progress = field(default_factory=Progress)
-    """What this rank does at the moment; its heartbeat carries it."""
+    """Present activity of this rank's threads, sent with its heartbeat."""
     leave: threading.Event = field(default_factory=threading.Event)
-    """Set when this rank, a rollout, shall leave the run, which goes on."""
+    """Event that is set when this rank, a rollout, shall leave the run while the run goes on."""
     watched: bool = True
-    """A launcher sees every death and judges it. Without one the ranks see to each other: any death ends the run."""
+    """Whether a launcher sees every death and judges it. Without a launcher any death ends the run."""
 
     @property
     def store(self) -> tuple[str, int, Handshake]:
-        """What a `StoreClient` needs."""
+        """Arguments for a `StoreClient` of this run."""
         return self.store_host, self.store_port, self.handshake
 
 

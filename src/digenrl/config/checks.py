@@ -24,12 +24,12 @@ _ABSENT = object()
 
 
 def problems_of(config: DictConfig, config_name: str, known: KnownKeys, allow: Sequence[str]) -> list[str]:
-    """Everything wrong with a composed configuration (without the `hydra` node).
+    """Return everything wrong with a composed configuration (without the `hydra` node).
 
     Args:
         config: the tree, unresolved.
-        config_name: which schema it must obey.
-        known: what "nearest valid key" may offer.
+        config_name: name of the schema that the tree must obey.
+        known: keys from which "nearest valid key" is chosen.
         allow: further packages that targets may name.
     """
     tree, unresolved = resolved(config)
@@ -46,7 +46,8 @@ def problems_of(config: DictConfig, config_name: str, known: KnownKeys, allow: S
 
 
 def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """`config` as plain dicts and lists, interpolations resolved; and path -> problem of the leaves left out."""
+    """Return `config` as plain dicts and lists with resolved interpolations, and path -> problem of the leaves left
+    out."""
     problems: dict[str, str] = {}
 
     def leaf(parent: DictConfig | ListConfig, key: Any, path: str) -> Any:
@@ -72,7 +73,7 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterator[str]:
-    """Wherever it stands: a number that is not finite, and a secret."""
+    """Return problems that a leaf anywhere can have: a number that is not finite, and a secret."""
     for path, value in nodes(tree):
         if isinstance(value, float) and not math.isfinite(value) and path.partition("[")[0] not in reported:
             yield f"{path} = {value}: is not finite; use a finite number."

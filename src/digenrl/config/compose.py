@@ -1,4 +1,4 @@
-"""From command line words to a composed Hydra tree, with every mistake collected instead of the first one raised."""
+"""Composition: from command-line words to a Hydra tree. Every mistake is collected instead of the first one raised."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ OmegaConf.register_new_resolver("cpu_tiny", facts.cpu_tiny, replace=True)
 
 
 def group_options(*directories: Path) -> dict[str, list[str]]:
-    """Group -> names of its options; a folder inside a group is a group of its own, such as `algorithm/sde`.
+    """Return group -> names of its options. A folder inside a group is a group of its own, such as `algorithm/sde`.
 
-    Files whose name begins with an underscore are parts of other files, no options.
+    Files whose name begins with an underscore are parts of other files, not options.
     """
     groups: dict[str, list[str]] = {}
     for directory in directories:
@@ -50,13 +50,13 @@ def group_options(*directories: Path) -> dict[str, list[str]]:
 
 
 def quoted(text: str) -> str:
-    """`text` as a value that Hydra reads literally: its grammar gives spaces, brackets and commas a meaning."""
+    """Return `text` as a value that Hydra reads literally. Its grammar gives spaces, brackets and commas a meaning."""
     escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", text)
     return f"'{escaped}'"
 
 
 def with_search_path(argv: Sequence[str]) -> list[str]:
-    """`argv` with each `--config-dir DIR` (`--config-dir=DIR`, `-cd DIR`) as the key that Hydra has for it."""
+    """Return `argv` with each `--config-dir DIR` (`--config-dir=DIR`, `-cd DIR`) as the key that Hydra has for it."""
     words, rest = list[str](), iter(argv)
     for word in rest:
         flag, is_pair, value = word.partition("=")
@@ -67,12 +67,12 @@ def with_search_path(argv: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Words:
-    """Overrides such as `experiment=x`, `data.group_size=8`, `+a.b=1`, parsed."""
+    """Parsed overrides such as `experiment=x`, `data.group_size=8`, `+a.b=1`."""
 
     groups: list[Override]
-    """Choices of group options, Hydra's own groups included."""
+    """Choices of group options, including Hydra's own groups."""
     values: list[Override]
-    """Everything else."""
+    """All other overrides."""
     own: tuple[Path, ...]
     """Directories with options of the user's own, beside those of `config_directory`."""
     problems: list[str]
@@ -111,7 +111,7 @@ def parse_words(words: Sequence[str]) -> Words:
 
 
 def own_directories(words: Sequence[str]) -> Iterator[Path]:
-    """The user's own configuration directories among the words of a command line, absolute."""
+    """Return the user's own configuration directories that a command line names, absolute."""
     for word in (word for word in words if word.startswith(f"{_SEARCH}=")):
         try:
             value = OverridesParser.create().parse_override(word).value()
@@ -135,20 +135,20 @@ def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
 
 
 def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
-    """The message for a name that `group` has not."""
+    """Return the message for an option that `group` does not have."""
     close = nearest(option, options)
     hint = f"nearest: {close}. " if close else ""
     return f"{group} = {redact_text(option)}: there is no such {group}; {hint}Available: {listing(options)}."
 
 
 def composed(config_name: str, groups: Sequence[str], own: Sequence[Path] = ()) -> DictConfig:
-    """Hydra's composition of configs/<config_name>.yaml with the chosen group options, `hydra` node included.
+    """Return Hydra's composition of configs/<config_name>.yaml with the chosen group options, `hydra` node included.
 
     Args:
         own: further directories with options.
 
     Raises:
-        ConfigError: Hydra refused it.
+        ConfigError: Hydra refused the composition.
     """
     config = copy.deepcopy(_composed(config_name, tuple(groups), tuple(own)))
     HydraConfig.instance().set_config(config)
@@ -184,7 +184,7 @@ def _composition_message(error: Exception, own: Sequence[Path]) -> str:
 
 
 class KnownKeys:
-    """The keys of a composed tree and of its schema: what "nearest valid key" may offer."""
+    """The keys of a composed tree and of its schema, from which "nearest valid key" is chosen."""
 
     def __init__(self, config: DictConfig, config_name: str) -> None:
         tree = OmegaConf.to_container(config, resolve=False)
@@ -194,7 +194,8 @@ class KnownKeys:
         self._keys = sorted({*(path for path, _ in nodes(tree) if path and "[" not in path), *self._schema})
 
     def unknown(self, key: str, value: Any) -> str:
-        """The message for a key that does not exist: key, value, nearest valid key and what that one may hold."""
+        """Return the message for a key that does not exist: key, value, nearest valid key and the values that key may
+        hold."""
         shown = MASK if is_secret_name(key) else redact_text(str(value))
         group, _, leaf = key.partition(".")
         if group == "trainer" and leaf in DERIVED_TRAINER_KEYS:
@@ -230,9 +231,9 @@ def _exists(tree: Any, key: str) -> bool:
 
 
 def apply_values(config: DictConfig, values: Sequence[Override], config_name: str) -> list[str]:
-    """Apply overrides of single keys in place, as Hydra does; returns a message for each that cannot be applied.
+    """Apply overrides of single keys in place, as Hydra does. Return a message for each that cannot be applied.
 
-    `key=value` and `~key` need a key that exists, `+key=value` and `++key=value` may add one.
+    `key=value` and `~key` need a key that exists. `+key=value` and `++key=value` may add one.
     """
     tree = OmegaConf.to_container(config, resolve=False)
     known = KnownKeys(config, config_name)
@@ -256,10 +257,10 @@ def apply_values(config: DictConfig, values: Sequence[Override], config_name: st
 
 
 def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, list[str]]:
-    """The composed tree (with `hydra`) and what is wrong with the words, as far as it can be composed.
+    """Return the composed tree (with `hydra`) and what is wrong with the words, as far as the tree can be composed.
 
     Raises:
-        ConfigError: nothing can be composed; all problems found so far.
+        ConfigError: nothing can be composed; the error has all problems found so far.
     """
     parsed = parse_words(words)
     try:
@@ -272,10 +273,10 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
 
 
 def merge_words(base: DictConfig, words: Sequence[str], config_name: str, groups: bool = False) -> list[str]:
-    """Apply overrides to the configuration of an earlier run, in place; returns what is wrong with them.
+    """Apply overrides to the configuration of an earlier run, in place. Return what is wrong with them.
 
     Args:
-        groups: an option of a group may take the place of the stored keys; else single values alone.
+        groups: whether an option of a group may replace the stored keys. Otherwise only single values may be changed.
     """
     parsed = parse_words(words)
     named = str(base.get("experiment_name"))

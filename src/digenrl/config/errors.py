@@ -17,10 +17,10 @@ class ConfigError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The entry of `known` most like `name`, or None when nothing is close.
+    """Return the entry of `known` most like `name`, or None when nothing is close.
 
-    A dotted key is looked for among the children of its own parent, then by its last part under any parent (the
-    shortest path first: `sampling.steps` before `sampling.eval.steps`), then as a whole.
+    A dotted key is looked for in three places. First among the children of its own parent. Then by its last part under
+    any parent, the shortest path first (`sampling.steps` before `sampling.eval.steps`). Then as a whole.
     """
     candidates = sorted(set(known), key=lambda key: (key.count("."), key))
     parent, _, leaf = name.rpartition(".")
@@ -37,7 +37,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def listing(names: Iterable[str], limit: int = 30) -> str:
-    """`names` in one line, cut after `limit` entries."""
+    """Return `names` in one line, cut after `limit` entries."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:limit]) or "none"
     return shown + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")

@@ -1,4 +1,4 @@
-"""What `--help` prints, and the command line of commands that have a few keys of their own."""
+"""The text of `--help`, and the command line of commands that have a few keys of their own."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Own = TypeVar("Own", bound="Arguments")
 
 
 class Arguments(BaseModel):
-    """The keys of a command, read from key=value words."""
+    """Base class for the keys of a command, read from key=value words."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def read_arguments(schema: type[Own], words: Sequence[str], others: bool = False) -> tuple[Own, list[str]]:
-    """The command's own keys, and the other key=value words.
+    """Return the command's own keys, and the other key=value words.
 
     Args:
-        others: further keys are allowed: they are those of a configuration.
+        others: whether further keys are allowed, namely those of a configuration.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: the error has everything that is wrong.
     """
     own = keys_of(schema)
     pairs = [word.partition("=") for word in words]
@@ -65,11 +65,11 @@ def own_command(
     others: bool = False,
     failures: type[Exception] | tuple[()] = (),
 ) -> int:
-    """`work` with what `read_arguments` read; `--help` prints a page that begins with `doc`.
+    """Run `work` with what `read_arguments` read, or print for `--help` a page that begins with `doc`.
 
     Returns:
-        The exit code: 0; 2 when arguments, files or configuration do not fit; 1 for one of `failures`. The error is
-        printed to stderr.
+        The exit code. 0 is success. 2 means that arguments, files or configuration do not fit. 1 stands for an
+            exception of `failures`. The error is printed to stderr.
     """
     if wants_help(words):
         show(command_help(doc, schema))
@@ -86,12 +86,12 @@ def own_command(
 
 
 def wants_help(words: Sequence[str]) -> bool:
-    """Whether a command line asks for help."""
+    """Return whether a command line asks for help."""
     return any(word in HELP for word in words)
 
 
 def show(page: str) -> None:
-    """Print a page of help. A reader such as `head` or `less` may leave before its end."""
+    """Print a page of help. A reader such as `head` or `less` may quit before its end."""
     try:
         print(page, flush=True)
     except BrokenPipeError:
@@ -99,7 +99,7 @@ def show(page: str) -> None:
 
 
 def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str:
-    """The page of a command with keys of its own: its docstring, and the keys."""
+    """Return the help page of a command with keys of its own: its docstring, and the keys."""
     lines = [(text or "").strip()]
     if schema is not None:
         keys = keys_of(schema)
@@ -109,8 +109,11 @@ def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str
 
 
 def configuration_help(config_name: str, text: str | None = None, words: Sequence[str] = ()) -> str:
-    """The page of a command that composes configs/<config_name>.yaml: the groups with their options, also those of
-    directories that `words` name, and the keys with the values that they have when nothing else is said."""
+    """Return the help page of a command that composes configs/<config_name>.yaml.
+
+    The page lists the groups with their options, including those of directories that `words` name. Then it lists the
+    keys with their default values.
+    """
     options = group_options(config_directory(), *own_directories(words))
     keys, defaults = keys_of(SCHEMAS[config_name]), defaults_of(config_name)
     whole = issubclass(SCHEMAS[config_name], Train)
@@ -137,7 +140,7 @@ def _key_lines(keys: Mapping[str, Key], defaults: Mapping[str, str]) -> list[str
 
 
 def defaults_of(config_name: str) -> dict[str, str]:
-    """Key -> the value that it has where nothing is said, for the keys that have one."""
+    """Return key -> its default value, for the keys that have one."""
     try:
         tree = composed(config_name, [])
     except ConfigError:  # a group has no default: what the primary file itself says

@@ -1,4 +1,4 @@
-"""`load`: command line words in, a checked and resolved configuration out."""
+"""`load`: command-line words in, a checked and resolved configuration out."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ class Composed:
     choices: Mapping[str, str]
     """Group -> chosen option ({} for a resumed run)."""
     overrides: tuple[str, ...]
-    """The command line words."""
+    """Words of the command line."""
     run_dir: Path
-    """Where the run writes; exists already only for a resumed run."""
+    """Directory in which the run writes. It exists already only for a resumed run."""
     resumed: bool
-    """run_dir is an earlier run to continue."""
+    """Whether run_dir is an earlier run to continue."""
     notes: tuple[str, ...]
-    """What the user should know though it is no error (duplicate prompts)."""
+    """Messages for the user that are not errors (duplicate prompts)."""
     planned: Mapping[str, Any] | None = None
     """What the planner promises of the run that it chose (`digenrl.settle.allocated`), for its records."""
 
 
 def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = None) -> Composed:
-    """Compose configs/<config_name>.yaml with the overrides in `argv` and check the result; nothing is written.
+    """Compose configs/<config_name>.yaml with the overrides in `argv`, and check the result. Nothing is written.
 
     `--config-dir DIR` adds a directory with options of the user's own. `resume=RUN` takes RUN/config.yaml as the base
-    instead, and RUN as the run directory; only the keys of `digenrl.config.schema.RESUMABLE` may differ from it.
-    `replay=RUN` takes the same base for a new run, without rollout ranks; there, those of `REPLAYABLE` may differ.
+    instead, and RUN as the run directory. Only the keys of `digenrl.config.schema.RESUMABLE` may then differ from it.
+    `replay=RUN` takes the same base for a new run without rollout ranks, in which those of `REPLAYABLE` may differ.
 
     Args:
-        stored: a run whose config.yaml is the base, to look at what it made: every key may differ.
+        stored: a run whose config.yaml is the base, to look at what it made. Every key may differ.
 
     Raises:
-        ConfigError: with every problem that could be found.
+        ConfigError: the error has every problem that could be found.
     """
     given = with_search_path(argv)
     words = [word for word in given if not word.startswith("-")]
@@ -125,7 +125,7 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
 
 
 def _unwritable(run_dir: Path) -> list[str]:
-    """Whether `run_dir` could be made, from its nearest existing ancestor; nothing is written."""
+    """Return a message if `run_dir` cannot be made, judged by its nearest existing ancestor. Nothing is written."""
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return []
@@ -136,7 +136,7 @@ def _unwritable(run_dir: Path) -> list[str]:
 
 
 def _prompt_files(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where `data` names a prompt file: (what holds the name, its key there)."""
+    """Yield the places where `data` names a prompt file, as (mapping that holds the name, its key there)."""
     several = data["prompts"] if isinstance(data["prompts"], list) else []
     yield from ((entry, "file") for entry in several)
     yield from ((data, key) for key in ("prompts", "heldout") if isinstance(data[key], str))
@@ -152,8 +152,10 @@ def _notes(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def load_or_exit(argv: Sequence[str], config_name: str = "train", doc: str | None = None) -> Composed:
-    """`load` for a command: `--help` (a page that begins with `doc`) and `--cfg` print and exit 0; a ConfigError is
-    printed to stderr, exit code 2."""
+    """Return `load`'s result for a command, or print and exit.
+
+    `--help` (a page that begins with `doc`) and `--cfg` exit with code 0. A ConfigError goes to stderr, exit code 2.
+    """
     words, asked = without_flags(argv)
     if "--help" in asked:
         show(configuration_help(config_name, doc, words))
@@ -170,8 +172,11 @@ def load_or_exit(argv: Sequence[str], config_name: str = "train", doc: str | Non
 
 
 def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
-    """The overrides of a command line, `--config-dir` as one of them, and which of `--help` and `--cfg` it asks for
-    (`--cfg job`, as Hydra writes it, is the same)."""
+    """Return the overrides of a command line, with `--config-dir` as one of them, and whether it has `--help` and
+    `--cfg`.
+
+    Hydra's own form `--cfg job` means the same as `--cfg`.
+    """
     words, asked = [], set()
     after_cfg = False
     for word in with_search_path(argv):
@@ -186,7 +191,7 @@ def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
 
 
 def _run_word(key: str, words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The run that `key` (resume or replay) names (the last one wins; `null` is none) and the other words."""
+    """Return the run that `key` (resume or replay) names, and the other words. The last one wins; `null` is none."""
     given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith(f"{key}=")]
     others = [word for word in words if not word.startswith(f"{key}=")]
     if not given or given[-1] in ("", "null"):
@@ -195,7 +200,7 @@ def _run_word(key: str, words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def command_line_list(key: str, words: Sequence[str], tree: DictConfig) -> list[str]:
-    """The items of `key` = allow_targets | confirm_hosts, which count only when the command line holds them."""
+    """Return the items of `key` = allow_targets | confirm_hosts, which count only on the command line."""
     if not any(word.lstrip("+").startswith(f"{key}=") for word in words):
         return []
     value = tree.get(key)

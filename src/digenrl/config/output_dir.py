@@ -1,4 +1,4 @@
-"""Makes the run directory: the first thing that a run writes, after every check has passed."""
+"""Creation of the run directory: the first thing that a run writes, after every check has passed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MAX_ATTEMPTS = 1000
 
 
 def prepare_run_dir(composed: Composed) -> Path:
-    """Create the run directory and `store_config` in it; returns its absolute path.
+    """Create the run directory with `store_config` in it, and return its absolute path.
 
-    A directory that exists belongs to another run of the same second: the job number at its end is counted up.
-    A resumed run keeps its directory, and its config.yaml until its ranks have loaded the checkpoint.
+    If the directory exists, it belongs to another run of the same second. The job number at its end is then counted up.
+    A resumed run keeps its directory, and keeps its config.yaml until its ranks have loaded the checkpoint.
 
     Raises:
         ConfigError: the directory cannot be created or written.
@@ -47,7 +47,7 @@ def store_config(config: Any, directory: Path) -> None:
     """Write config.yaml, resolved and with secrets masked, in one rename.
 
     Raises:
-        OSError: it cannot be written; the file that was there is untouched.
+        OSError: the file cannot be written; the file that was there is untouched.
     """
     temporary = directory / f".{CONFIG}.{os.getpid()}.tmp"
     plain = redact(OmegaConf.to_container(config))
@@ -57,7 +57,7 @@ def store_config(config: Any, directory: Path) -> None:
 
 
 def prepare_run_dir_or_exit(composed: Composed) -> Path:
-    """`prepare_run_dir` for a command: a ConfigError is printed to stderr, exit code 2."""
+    """Return `prepare_run_dir`'s result for a command. A ConfigError is printed to stderr, exit code 2."""
     try:
         return prepare_run_dir(composed)
     except ConfigError as error:

@@ -28,7 +28,7 @@ _PAGES = {
 
 
 def page() -> str:
-    """The whole document, in Markdown."""
+    """Return the whole document, in Markdown."""
     run = keys_of(SCHEMAS["train"])
     parts = [_INTRODUCTION]
     for name, title in _PAGES.items():

@@ -1,7 +1,7 @@
-"""Rules that relate several keys. Each is a small function that yields messages; to add one, add it to `_RULES`.
-An extension adds those of its own keys: the `RULES` of its package.
+"""Rules that relate several keys. Each is a small function that yields messages.
 
-They are read twice: with the configuration as written, and when `auto` has become numbers.
+To add a rule, add it to `_RULES`. An extension adds rules for its own keys: the `RULES` of its package. The rules are
+applied twice: to the configuration as written, and again when `auto` has become numbers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Tree = Mapping[str, Any]
 
 
 class _Needs(Exception):
-    """A key that a rule reads is absent or already reported."""
+    """A key that a rule reads is absent, or was already reported."""
 
 
 class _View:
-    """The values of a tree in which nothing was wrong so far."""
+    """The values of a tree that nothing was wrong with so far."""
 
     def __init__(self, tree: Tree, broken: Collection[str]) -> None:
         self._tree = tree
@@ -36,7 +36,8 @@ class _View:
 
 
 def most_rollouts(rollouts: Any) -> Any:
-    """Of `allocation.rollouts`: its number, or `max`; auto stays."""
+    """Return the largest number of rollouts that `allocation.rollouts` asks for: the number itself, or `max`; auto
+    stays."""
     return rollouts["max"] if isinstance(rollouts, Mapping) else rollouts
 
 
@@ -47,7 +48,7 @@ def needs_whole_batch(advantage: Mapping[str, Any]) -> bool:
 
 
 def relation_problems(tree: Tree, broken: Collection[str] = ()) -> list[str]:
-    """What is wrong between keys; rules that read a key of `broken` stay silent."""
+    """Return what is wrong between keys. Rules that read a key of `broken` stay silent."""
     view = _View(tree, broken)
     problems: list[str] = []
     for rule in chain(_RULES, *offered("RULES")):

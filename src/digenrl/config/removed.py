@@ -1,4 +1,4 @@
-"""Keys and values that configurations once had, so that who gives one reads why it is gone."""
+"""Keys and values that configurations once had, each with the reason for its removal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REMOVED: dict[str, str] = {
     "schedule.handoff": "rollouts that leave and loans that end give their tasks away; else moving them gained nothing",
     "schedule.order": "fragments are trained in the order of their groups",
 }
-"""Dotted key (a group of keys too), or `key=value`, -> what replaces it, or why it went."""
+"""Dotted key (also a group of keys), or `key=value`, -> its replacement, or the reason for its removal."""
 
 FORGOTTEN: dict[str, tuple[Any, ...]] = {
     "parallel.rollout_context": (1,),
@@ -20,7 +20,7 @@ FORGOTTEN: dict[str, tuple[Any, ...]] = {
     "schedule.handoff": (False, True),
     "schedule.order": ("canonical", "arrival"),
 }
-"""Removed key -> its values without which a stored run computes what it did: such a run goes on without the key."""
+"""Removed key -> values with which a stored run computes the same without the key. Such a run goes on."""
 
 
 def reason(key: str, value: Any) -> str | None:

@@ -1,7 +1,7 @@
 """Every key of a configuration: its type, its range and one line of meaning. To add a key, add a field.
 
-A node with `_target_` (model, algorithm, reward, ...) is open: its constructor says what else it takes (`targets`).
-Defaults are in configs/*.yaml, and nowhere else: a field without a default must be in every configuration.
+A node with `_target_` (model, algorithm, reward, ...) is open: its constructor defines the other keys (`targets`).
+Defaults are in configs/*.yaml and nowhere else. A field without a default must be in every configuration.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 
 class Closed(BaseModel):
-    """A group of keys that takes no others."""
+    """A group of keys that accepts no other keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Open(Closed):
-    """A group of keys that takes others too, unchecked here."""
+    """A group of keys that accepts other keys, unchecked here."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -83,7 +83,7 @@ Ports = Annotated[
 ]
 Auto = Literal["auto"]
 ABSENT: Any = None
-"""Default of a key that a configuration need not have; it is never read."""
+"""Default of a key that a configuration need not have. The default is never read."""
 _Text = StringConstraints(pattern=r"\S")
 Text = Annotated[str, _Text, WithJsonSchema({"phrase": "text"})]
 Name = Annotated[
@@ -652,8 +652,8 @@ RESUMABLE: tuple[str, ...] = (
     "allow_targets",
     "confirm_hosts",
 )
-"""Keys and groups that may change when a run is resumed: what decides about time, memory and places, what watches the
-run, and where it ends. Every other key is part of what the checkpoint was trained with, and keeps its value."""
+"""Keys and groups that may change when a run is resumed. They decide about time, memory and places, about what watches
+the run, and where it ends. Every other key is part of what the checkpoint was trained with, and keeps its value."""
 
 REPLAYABLE: tuple[str, ...] = (
     *(key for key in RESUMABLE if key not in ("sampling.task_size", "reward.placement")),
@@ -685,18 +685,18 @@ REPLAYABLE: tuple[str, ...] = (
     "algorithm.max_grad_norm",
     "algorithm.ema",
 )
-"""Keys and groups that a replay may set apart from the run that it replays: what happens to a sample once it is there.
-Every other key decided about the samples (`*` stands for any name)."""
+"""Keys and groups in which a replay may differ from the run that it replays. These keys decide what happens to a
+finished sample. Every other key decided about the samples themselves (`*` stands for any name)."""
 
 SCHEMAS: dict[str, type[Closed]] = {"train": Train, "plan": Plan, "score": Score, "serve_reward": ServeReward}
-"""Primary file of configs/ -> what it may hold."""
+"""Primary file of configs/ -> the schema of its keys."""
 
 _DERIVED = Path(__file__).with_name("derived_trainer_keys.yaml")
 DERIVED_TRAINER_KEYS: dict[str, str] = yaml.safe_load(_DERIVED.read_text(encoding="utf-8"))
-"""Trainer arguments that the rest of the configuration decides, or that would break an RL step -> what to set in their
-place."""
+"""Trainer arguments that the rest of the configuration decides, or that would break an RL step -> the key to set
+instead."""
 
 
 def may_change(key: str, keys: Sequence[str] = RESUMABLE) -> bool:
-    """Whether a resumed run may change the dotted `key`: it is one of `keys`, or in one of those groups."""
+    """Return whether a resumed run may change the dotted `key`: it is one of `keys`, or in one of those groups."""
     return any(fnmatchcase(key, name) or fnmatchcase(key, f"{name}.*") for name in keys)

@@ -1,8 +1,8 @@
 """The config.yaml of an earlier run, which may come from another machine: read as data, completed, and compared.
 
-What a run stores has no interpolations left, so a `${...}` in it was put there by somebody else, to be resolved with
-the reader's environment; it is refused. A URL in it sends something to a host, so every host off this machine must be
-confirmed by the reader. Loopback needs no confirmation: what listens there is the reader's own.
+A stored configuration has no interpolations left. A `${...}` in it was therefore put there by somebody else, to be
+resolved with the reader's environment, and is refused. A URL in it sends something to a host, so the reader must
+confirm every host on another machine. Loopback needs no confirmation, because what listens there is the reader's own.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNOR
 
 
 def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
-    """Return RUN/config.yaml, completed by keys that came after it and without those that went; and a note of each.
+    """Return RUN/config.yaml and notes about it. Keys that are newer than the run are added, and removed keys are left
+    out.
 
     Args:
         word: the key of the command line that names the run, for messages.
 
     Raises:
-        ConfigError: `run` is no run directory, or its configuration is no plain data.
+        ConfigError: `run` is no run directory, or its configuration is not plain data.
     """
     file = run / CONFIG
     if not file.is_file():
@@ -79,8 +80,10 @@ def _no_run(run: Path, word: str) -> str:
 
 
 def _complete(tree: DictConfig) -> list[str]:
-    """Add the keys that every configuration holds and a stored one lacks, in place: the default of each, with every
-    mechanism of the schedule off. Returns them as key=value."""
+    """Add the keys that every configuration holds and a stored one lacks, in place, and return them as key=value.
+
+    Each gets its default, with every mechanism of the schedule off.
+    """
     experiment = str(tree.get("experiment_name"))
     known = experiment in group_options(config_directory())["experiment"]
     defaults = composed("train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])])
@@ -97,7 +100,7 @@ def _complete(tree: DictConfig) -> list[str]:
 
 
 def _forget(tree: DictConfig) -> list[str]:
-    """Take out the removed keys without which the run goes on as it was, in place; return them as key=value."""
+    """Remove the removed keys without which the run goes on as it was, in place, and return them as key=value."""
     left_out = []
     for key, values in FORGOTTEN.items():
         head, _, leaf = key.rpartition(".")
@@ -108,8 +111,10 @@ def _forget(tree: DictConfig) -> list[str]:
 
 
 def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[str]:
-    """A message for each host off this machine that `stored` names, `tree` (with the command line's changes) still
-    names, and nobody confirmed."""
+    """Return a message for each host on another machine that the user has not confirmed.
+
+    Only hosts count that `stored` names and that `tree` (with the command line's changes) still names.
+    """
     before, found = {host for _, host in _hosts(stored)}, dict[str, str]()
     for path, host in _hosts(tree):
         if host in before and host not in confirmed:
@@ -122,7 +127,7 @@ def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[
 
 
 def _hosts(tree: Any) -> Iterator[tuple[str, str]]:
-    """(dotted path, host and port as written) of every URL in `tree` that does not lead back to this machine."""
+    """Yield (dotted path, host and port as written) of every URL in `tree` that leads to another machine."""
     for path, value in nodes(tree):
         for host in _URL.findall(value) if isinstance(value, str) else ():
             if not _LOOPBACK.fullmatch(host):
@@ -132,8 +137,10 @@ def _hosts(tree: Any) -> Iterator[tuple[str, str]]:
 def changes(
     stored: Mapping[str, Any], tree: Mapping[str, Any], may: Sequence[str] = RESUMABLE, because: str = _RESUMED
 ) -> list[str]:
-    """What a run that goes by a stored one must not change: a message with the keys that differ, why they must not, and
-    those that `may`; or nothing."""
+    """Return what a run based on a stored one has changed without permission, or nothing.
+
+    The message names the keys that differ, why they must not, and the keys that `may`.
+    """
     before, after = dict(_leaves(stored)), dict(_leaves(tree))
     differing = (key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT))
     keys = sorted(key for key in differing if not may_change(key, may))
@@ -144,13 +151,14 @@ def changes(
 
 
 def identity(config: DictConfig) -> dict[str, Any]:
-    """What two ranks of one run must agree about: dotted key -> value, without what is a machine's own."""
+    """Return the values about which two ranks of one run must agree: dotted key -> value, without a machine's own
+    keys."""
     plain = redact(OmegaConf.to_container(config))
     return {key: value for key, value in _leaves(plain) if key.split(".")[0] not in _OWN and key not in _OWN}
 
 
 def disagreements(run: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """The keys in which two identities differ, with both values."""
+    """Return the keys in which two identities differ, with both values."""
     keys = sorted(key for key in run.keys() | own.keys() if run.get(key, _ABSENT) != own.get(key, _ABSENT))
     return [f"{key} = {_said(own, key)} (the run's: {_said(run, key)})" for key in keys]
 
@@ -164,7 +172,8 @@ def _said(leaves: Mapping[str, Any], key: str) -> str:
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything in `tree` that is no group of keys; of an empty group too."""
+    """Yield (dotted key, value) of everything in `tree` that is not a group of keys. An empty group counts as a
+    leaf."""
     if isinstance(tree, Mapping) and (tree or not path):
         for key, item in tree.items():
             yield from _leaves(item, f"{path}.{key}" if path else str(key))

@@ -62,7 +62,7 @@ _Definition = ast.ClassDef | ast.FunctionDef
 
 
 def nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, node) of `tree` and of everything inside it, depth first."""
+    """Yield (dotted path, node) of `tree` and of everything inside it, depth first."""
     yield path, tree
     if isinstance(tree, Mapping):
         for key, item in tree.items():
@@ -73,7 +73,7 @@ def nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def targets(tree: Any) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """(dotted path, target, node) of every node with `_target_`, depth first."""
+    """Yield (dotted path, target, node) of every node with `_target_`, depth first."""
     for path, node in nodes(tree):
         if isinstance(node, Mapping) and "_target_" in node:
             yield path, node["_target_"], node
@@ -165,7 +165,7 @@ def _definition_problems(where: str, path: str, target: str, node: Mapping[str, 
 
 @functools.cache
 def _package_directory(package: str) -> Path | None:
-    """Directory of a top-level package. `find_spec` of a top-level name executes no code of the package."""
+    """Return the directory of a top-level package. `find_spec` of a top-level name executes no code of the package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -199,7 +199,7 @@ def _names(source: Path) -> list[str]:
 
 
 def _find(module: str, name: str, depth: int = 0) -> _Definition | None:
-    """Definition of `name` in `module`, following imports from the same top-level package."""
+    """Return the definition of `name` in `module`, following imports from the same top-level package."""
     source = _module_file(module)
     if source is None or depth > 4:
         return None
@@ -225,7 +225,7 @@ def _import_origin(module: str, source: Path, item: ast.ImportFrom) -> str:
 
 
 def _parameters(function: ast.FunctionDef, method: bool = False) -> tuple[str, ...] | None:
-    """Names that a function takes; None = any, by **kwargs."""
+    """Return the names that a function takes; None = any, by **kwargs."""
     arguments = function.args
     if arguments.kwarg is not None:
         return None
@@ -234,7 +234,7 @@ def _parameters(function: ast.FunctionDef, method: bool = False) -> tuple[str, .
 
 
 def _arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[str, ...] | None:
-    """Names that the constructor (or function) accepts; None = not knowable from its source."""
+    """Return the names that the constructor (or function) accepts; None = not knowable from its source."""
     if isinstance(definition, ast.FunctionDef):
         return _parameters(definition)
     for item in definition.body:
@@ -265,14 +265,14 @@ def _arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[st
 
 
 def instantiate(node: Any, *arguments: Any, **named: Any) -> Any:
-    """`hydra.utils.instantiate(node, *arguments, **named)` behind the allow-list.
+    """Call `hydra.utils.instantiate(node, *arguments, **named)` if the allow-list admits every target.
 
-    The list is extended by `allow_targets` at the root of the configuration that `node` belongs to (`load` takes that
-    key from the command line only).
+    The list is extended by `allow_targets` at the root of the configuration that `node` belongs to. `load` takes that
+    key from the command line only.
 
     Raises:
-        PermissionError: a target of `node`, or of anything below it, is not allowed, or is an alias of something
-            that was defined elsewhere.
+        PermissionError: a target of `node`, or of anything below it, is not allowed, or is an alias of something that
+            was defined elsewhere.
         Exception: what the target itself raised, in its own words.
     """
     root = node._get_root() if isinstance(node, (DictConfig, ListConfig)) else None

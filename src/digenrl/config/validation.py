@@ -1,4 +1,4 @@
-"""A schema read aloud: what each key may hold in a phrase, and pydantic's errors as messages in our words."""
+"""Schemas in words: the values that each key may hold as a phrase, and pydantic's errors as our messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from digenrl.config.removed import reason
 from digenrl.record.redact import redact_text
 
 ANY_NAME = "NAME"
-"""Stands for the names that a user chooses, as in `hardware.pools.NAME.count`."""
+"""Placeholder for the names that a user chooses, as in `hardware.pools.NAME.count`."""
 _COMPLAINTS = {
     "greater_than": "is too small",
     "greater_than_equal": "is too small",
@@ -31,7 +31,7 @@ class Key:
     allowed: str
     meaning: str
     required: bool
-    """Every configuration holds it."""
+    """Whether every configuration must hold the key."""
     default: Any = None
 
 
@@ -46,7 +46,7 @@ def _tree_of(schema: type[BaseModel]) -> Tree:
 
 
 def _group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -> Tree:
-    """The keys of a group; `groups` are the named ones of a JSON schema."""
+    """Return the keys of a group; `groups` are the named ones of a JSON schema."""
     found: dict[str, Key | Tree] = {}
     for name, entry in node["properties"].items():
         needed = required and name in node.get("required", ())
@@ -63,7 +63,7 @@ def _group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -
 
 @functools.cache
 def keys_of(schema: type[BaseModel]) -> Mapping[str, Key]:
-    """Dotted key -> what it may hold, for every leaf of a schema, in its order."""
+    """Return dotted key -> what the key may hold, for every leaf of a schema, in its order."""
     return dict(_leaves(_tree_of(schema), ""))
 
 
@@ -76,7 +76,7 @@ def _leaves(tree: Tree, path: str) -> Iterator[tuple[str, Key]]:
 
 
 def _phrase(node: Mapping[str, Any], between: str = " | ") -> str:
-    """The values that a node of a JSON schema allows, in words."""
+    """Return the values that a node of a JSON schema allows, in words."""
     if "phrase" in node:
         return str(node["phrase"])
     if "anyOf" in node:
@@ -98,7 +98,7 @@ def _number(value: float) -> str:
 
 
 def _kind_of(value: Any) -> str:
-    """What sort of value it is, in words."""
+    """Return the type of a value, in words."""
     if value is None:
         return "null"
     if isinstance(value, (bool, str, Mapping, list)):
@@ -108,16 +108,16 @@ def _kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML writes it, cut, without secrets."""
+    """Return a value as YAML writes it, cut, without secrets."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return redact_text(text if len(text) <= 200 else f"{text[:200]}...")
 
 
 def problems_by_key(schema: type[BaseModel], tree: Any, unknown: Callable[[str, Any], str]) -> dict[str, str]:
-    """Key -> message for everything in `tree` that the schema does not allow.
+    """Return key -> message for everything in `tree` that the schema does not allow.
 
     Args:
-        unknown: the message for a key that does not exist, from the key and its value.
+        unknown: makes the message for a key that does not exist, from the key and its value.
     """
     try:
         schema.model_validate(tree)
@@ -132,13 +132,13 @@ def problems_by_key(schema: type[BaseModel], tree: Any, unknown: Callable[[str, 
 
 @dataclass(frozen=True)
 class _Located:
-    """One of pydantic's errors, and the key that it is about."""
+    """A pydantic error, and the key with the error."""
 
     key: str
     said: Key | Tree | None
-    """By the schema about the key; None: there is no such key."""
+    """Description of the key in the schema; None: there is no such key."""
     in_item: bool
-    """Of the key's list."""
+    """Whether the error is about an item of a list that the key holds."""
     error: Mapping[str, Any]
 
 
@@ -173,7 +173,10 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
 
 
 def _distance(located: _Located) -> int:
-    """Of the types that a key may have, the one nearest to the value speaks: the right type first, a word last."""
+    """Return the rank of an error among those of one key; the least is reported.
+
+    A key may have several types. An error about the value's own type comes first, a wrong type next, a wrong word last.
+    """
     kind = located.error["type"]
     if located.error["loc"][-1] == "[key]":  # the name of a mapping's entry
         return 0

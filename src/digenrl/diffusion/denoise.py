@@ -1,9 +1,11 @@
 """Sampling and replay of trajectories through one transition kernel.
 
-`SampleState` is all that a trajectory is between two denoising steps: it can be suspended after any step, sent to
-another rank and resumed there, bit-equal on equal kernels and batch geometry (I12), because noise comes from keys, not
-generators. Legend of shapes: b samples of a task, T denoising steps, S trained steps, K steps of a cell block, *L
-latent dimensions.
+`SampleState` is everything that a trajectory is between two denoising steps. A trajectory can be suspended after any
+step, sent to another rank and resumed there. The result is bit-equal on equal kernels and batch geometry (I12), because
+noise comes from keys, not generators.
+
+Legend of shapes: b samples of a task, T denoising steps, S trained steps, K steps of a cell block, *L latent
+dimensions.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Solver = Literal["euler", "dpm2"]
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Identity of the rows: everything that their randomness depends on."""
+    """Identity of the rows: everything on which their randomness depends."""
 
     seed: int
     step: int
@@ -45,9 +47,9 @@ class SampleState:
 
     key: SampleKey
     latents: Tensor
-    """[b, *L] storage dtype: what the network sees next."""
+    """[b, *L] storage dtype: next input of the network."""
     next_step: int = 0
-    """Denoising steps done so far; T = finished."""
+    """Number of denoising steps done; T = finished."""
     kept_latents: tuple[Tensor, ...] = ()
     """[b, *L] at each trained step passed so far."""
     kept_next_latents: tuple[Tensor, ...] = ()
@@ -77,7 +79,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Replay:
-    """The transitions of a block's cells under the present weights, differentiable."""
+    """The transitions of a block's cells with the present weights, differentiable."""
 
     log_prob: Tensor
     """[b, K]."""
@@ -103,9 +105,9 @@ def start(
     device: torch.device | str = "cpu",
     same_noise: bool = False,
 ) -> SampleState:
-    """The state before the first step: initial noise rounded to the storage dtype. `shape` = *L, one sample.
+    """Return the state before the first step: initial noise rounded to the storage dtype. `shape` = *L, one sample.
 
-    same_noise: all samples of a group begin from one noise (DanceGRPO `--use_same_noise`, MixGRPO).
+    same_noise: all samples of a group begin with the same noise (DanceGRPO `--use_same_noise`, MixGRPO).
     """
     samples = [0] * len(key.samples) if same_noise else key.samples
     noise = keys.noise(key.seed, key.step, key.uid, samples, keys.INITIAL, shape)
@@ -154,7 +156,7 @@ def advance(
 
 
 def finish(state: SampleState, plan: StepPlan) -> Samples:
-    """The stored tensors of a trajectory that has made all its steps. Raises if trained steps are missing."""
+    """Return the stored tensors of a trajectory that has made all its steps. Raises if trained steps are missing."""
     steps, final = torch.tensor(plan.trained, dtype=torch.int64), state.latents
     rows, count = final.shape[0], len(plan.trained)
     if plan.forward_process:
@@ -187,7 +189,7 @@ def sample(
     same_noise: bool = False,
     keep_means: bool = False,
 ) -> Samples:
-    """start, then advance through all T steps, then finish."""
+    """Run start, then advance through all T steps, then finish."""
     state = start(key, policy.latent_shape, storage_dtype, device, same_noise)
     for _ in range(sigmas.numel() - 1):
         state = advance(policy, condition, state, sigmas, kernel, plan, keep_means)
@@ -203,7 +205,7 @@ def ode_sample(
     before_step: Callable[[], None] = lambda: None,
     solver: Solver = "euler",
 ) -> Tensor:
-    """Sampling for evaluation, always without SDE noise (flow_grpo train_sd3.py:258). noise [b, *L] -> final [b, *L].
+    """Sample for evaluation, always without SDE noise (flow_grpo train_sd3.py:258): noise [b, *L] -> final [b, *L].
 
     dpm2: DPM-Solver++ 2M (Lu et al. 2022, arXiv 2211.01095, algorithm 2), first order at the first and the last step,
     where log-SNR is infinite.
@@ -225,10 +227,11 @@ def ode_sample(
 
 
 def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
-    """A block's stored transitions under the present weights: one forward over (sample x step) rows, sample-major.
+    """Replay a block's stored transitions with the present weights: one forward over (sample x step) rows,
+    sample-major.
 
-    At K = 1 the rows are those of the rollout, so that log-probs are bit-equal on equal weights and kernels. Call it
-    under `torch.no_grad()` inside `policy.reference()` for the base model's transitions.
+    At K = 1 the rows are those of the rollout, so that log-probs are bit-equal on equal weights and kernels. For the
+    base model's transitions call this under `torch.no_grad()` inside `policy.reference()`.
     """
     rows, count = block.latents.shape[:2]
     latents, following = block.latents.flatten(0, 1), block.next_latents.flatten(0, 1)
@@ -245,8 +248,10 @@ def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
 
 
 def expand_condition(condition: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """One prompt's conditioning (leading dimension 1) as views with leading dimension `rows`; per-row conditioning
-    unchanged."""
+    """Return one prompt's conditioning (leading dimension 1) as views with leading dimension `rows`.
+
+    Conditioning that has one row per sample is returned unchanged.
+    """
     return {
         name: value.expand(rows, *value.shape[1:]) if value.shape[0] == 1 else value
         for name, value in condition.items()

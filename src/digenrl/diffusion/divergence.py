@@ -1,4 +1,4 @@
-"""How far a policy has moved from its base model, along what it draws itself."""
+"""Distance of a policy from its base model, along trajectories that the policy itself draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from digenrl.models.policy import Policy
 
 KERNEL = FlowSDE()
-"""Kernel under which every policy is compared, ODE samplers included, so that the numbers are comparable."""
+"""Kernel with which every policy is compared, including those trained with ODE samplers, so that the numbers
+compare."""
 
 
 @torch.no_grad()

@@ -42,13 +42,14 @@ class Transition:
 
 
 class Kernel(ABC):
-    """An SDE: a variant gives `moments`, and `transition` samples, rounds, replays and takes log-probs for all."""
+    """An SDE. A variant defines `moments`; `transition` samples, rounds, replays and computes log-probs for all
+    variants."""
 
     gaussian: ClassVar[bool] = True
     """True if `log_prob` is the log-density of N(mean, S^2); False for Flow-CPS, which drops the variance."""
 
     level: ClassVar[str] = "noise_level"
-    """Name of the field that scales the noise."""
+    """Name of the field with the noise level."""
 
     def __post_init__(self) -> None:
         value = getattr(self, self.level)
@@ -59,14 +60,15 @@ class Kernel(ABC):
 
     @property
     def stochastic(self) -> bool:
-        """False at noise level 0: no log-prob exists, nothing can be trained."""
+        """Whether the noise level is above 0. Without noise no log-prob exists, and nothing can be trained."""
         return bool(getattr(self, self.level) > 0)
 
     @abstractmethod
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean, std, S = std*sqrt_h) of the next latent: mean like x [B, *L], the others like s [B, 1, ..., 1]."""
+        """Return (mean, std, S = std*sqrt_h) of the next latent: mean like x [B, *L], the others like s [B, 1, ...,
+        1]."""
 
     def transition(
         self,
@@ -83,9 +85,11 @@ class Kernel(ABC):
         """Take one step: sample when `noise` [B, *L] is given, replay when `next_latents` [B, *L] is. Give one of the
         two.
 
-        latents, velocity [B, *L]; sigma, next_sigma [B]; sigma_guard [B] from `sigmas.step_sigmas`. The log-prob is
-        differentiable with respect to `velocity` only: the next latent counts as data. `drawn`: of packed latents, so
-        many leading tokens have noise, mean and log-prob; those behind follow the ODE. None: all.
+        Shapes: latents and velocity [B, *L], sigma and next_sigma [B], sigma_guard [B] from `sigmas.step_sigmas`. The
+        log-prob is differentiable with respect to `velocity` only: the next latent counts as data.
+
+        `drawn`: number of leading tokens of packed latents that have noise, mean and log-prob. The tokens behind them
+        follow the ODE. None: all tokens are drawn.
         """
         x, v, s, s1, guard = _wide(latents, velocity, sigma, next_sigma, sigma_guard)
         sqrt_h = torch.sqrt(s - s1)
@@ -110,7 +114,7 @@ class Kernel(ABC):
 def ode_step(
     latents: Tensor, velocity: Tensor, sigma: Tensor, next_sigma: Tensor, storage_dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Euler step x + v*dt, [B, *L] in the storage dtype: the deterministic limit of every kernel here."""
+    """Return the Euler step x + v*dt, [B, *L] in the storage dtype: the deterministic limit of every kernel here."""
     x, v, s, s1 = _wide(latents, velocity, sigma, next_sigma)
     return (x + v * (s1 - s)).to(storage_dtype)
 
@@ -220,7 +224,7 @@ def _euler_maruyama_mean(x: Tensor, v: Tensor, s: Tensor, s1: Tensor, std: Tenso
 
 
 def _wide(x: Tensor, v: Tensor, *sigmas: Tensor) -> tuple[Tensor, ...]:
-    """All in fp32 or wider, the sigmas [B] with latent dimensions of size 1."""
+    """Return everything in fp32 or wider, and the sigmas [B] with latent dimensions of size 1."""
     dtype = torch.promote_types(torch.promote_types(v.dtype, x.dtype), torch.float32)
     x, v = x.to(dtype), v.to(dtype)
     return (x, v, *(rows.to(x).reshape(-1, *([1] * (x.ndim - 1))) for rows in sigmas))

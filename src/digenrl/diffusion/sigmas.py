@@ -13,9 +13,10 @@ from torch import Tensor
 
 
 def linear_grid(steps: int) -> Tensor:
-    """t = linspace(1, 0, T+1) in fp64: equal to linspace(1, 1/T, T) with a final 0, the pipelines' default.
+    """Return t = linspace(1, 0, T+1) in fp64: equal to linspace(1, 1/T, T) with a final 0, the pipelines' default.
 
-    Raises ValueError for steps < 1.
+    Raises:
+        ValueError: steps < 1.
     """
     if steps < 1:
         raise ValueError(f"a sigma grid needs at least 1 step, got steps={steps}: set sampling.steps >= 1")
@@ -23,19 +24,21 @@ def linear_grid(steps: int) -> Tensor:
 
 
 def static_shift(t: Tensor, shift: float) -> Tensor:
-    """k*t / (1 + (k-1)*t) (Esser et al. 2024, arXiv 2403.03206, eq. 23; XueZeyue/DanceGRPO train_grpo_flux.py:127)."""
+    """Return k*t / (1 + (k-1)*t) (Esser et al. 2024, arXiv 2403.03206, eq. 23; XueZeyue/DanceGRPO
+    train_grpo_flux.py:127)."""
     if shift <= 0:
         raise ValueError(f"shift must be positive, got {shift}: 1.0 is no shift, SD3 and FLUX use 3.0, Wan 5.0")
     return shift * t / (1.0 + (shift - 1.0) * t)
 
 
 def static_grid(steps: int, shift: float = 1.0) -> Tensor:
-    """Grid [T+1] fp32 with a static shift: SD3 and FLUX in DanceGRPO 3.0, Wan and HunyuanVideo 5.0."""
+    """Return a grid [T+1] fp32 with a static shift: SD3 and FLUX in DanceGRPO 3.0, Wan and HunyuanVideo 5.0."""
     return check_grid(static_shift(linear_grid(steps), shift).float())
 
 
 def check_grid(sigmas: Tensor) -> Tensor:
-    """`sigmas`, or ValueError if it is not a strictly decreasing [T+1] grid inside [0, 1] that ends with 0."""
+    """Return `sigmas` if it is a strictly decreasing [T+1] grid inside [0, 1] that ends with 0, else raise
+    ValueError."""
     if sigmas.ndim != 1 or sigmas.numel() < 2:
         raise ValueError(f"a sigma grid has shape [T+1] with T >= 1, got {tuple(sigmas.shape)}")
     values = sigmas.tolist()
@@ -45,10 +48,11 @@ def check_grid(sigmas: Tensor) -> Tensor:
 
 
 def step_sigmas(sigmas: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(sigma, next_sigma, sigma_guard), each [B], of rows at denoising steps `steps` [B] int64 of one grid [T+1].
+    """Return (sigma, next_sigma, sigma_guard), each [B], of rows at denoising steps `steps` [B] int64 of one grid
+    [T+1].
 
-    sigma_guard is sigmas[1] for rows at step 0 and sigma elsewhere: the first step is known by its index, because a
-    float test `sigma == 1` misses grids that start at 0.9999 (trap T8 of the field's repositories).
+    sigma_guard is sigmas[1] for rows at step 0 and sigma elsewhere. The first step is known by its index. A float test
+    `sigma == 1` would miss grids that start at 0.9999 (trap T8 of the field's repositories).
     """
     sigma = sigmas[steps]
     return sigma, sigmas[steps + 1], torch.where(steps == 0, sigmas[1], sigma)

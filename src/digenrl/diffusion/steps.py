@@ -1,13 +1,13 @@
-"""Which denoising steps get SDE noise and which are trained, as a pure function of (seed, RL step, T).
+"""The choice of denoising steps that get SDE noise and that are trained: a pure function of (seed, RL step, T).
 
-The choice is the same on every rank (its key holds no rank), and the same for every sample of an RL step, so a group is
-compared on equal steps. The last step is never trained: its sigma reaches 0, where Flow-SDE leaves the variance
-std^2*s + std^4/4 in the result and Flow-CPS has no noise at all.
+The choice is the same on every rank, because its key holds no rank. It is the same for every sample of an RL step, so a
+group is compared on equal steps. The last step is never trained: its sigma reaches 0, where Flow-SDE leaves the
+variance std^2*s + std^4/4 in the result and Flow-CPS has no noise at all.
 
-Steps that are not trained default to the ODE at the *last* step. Euler from s to 0 gives exactly x0_hat = x - s*v,
-which is what DanceGRPO decodes (train_grpo_flux.py:254); Flow-GRPO decodes the noisy SDE result
-(sd3_pipeline_with_logprob.py:178), `last="sde"` here, which lowers sample quality and therefore the reward's signal for
-no gain in exploration.
+Of the untrained steps the *last* one uses the ODE by default. Euler from s to 0 gives exactly x0_hat = x - s*v, which
+is what DanceGRPO decodes (train_grpo_flux.py:254). Flow-GRPO decodes the noisy SDE result
+(sd3_pipeline_with_logprob.py:178), `last="sde"` here. That lowers sample quality, and therefore the reward's signal,
+for no gain in exploration.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class StepPlan:
 
     @property
     def forward_process(self) -> bool:
-        """True if cells are noise levels (NFT, DPO), not transitions."""
+        """Whether cells are noise levels (NFT, DPO), not transitions."""
         return not self.sde
 
 
 class StepSelection(Protocol):
-    """`algorithm.train_steps`."""
+    """Choice of the trained steps, `algorithm.train_steps`."""
 
     def count(self, steps: int) -> int:
-        """S, the number of trained steps of a T-step trajectory; ValueError if the selection does not fit T."""
+        """Return S, the number of trained steps of a T-step trajectory; ValueError if the selection does not fit T."""
 
     def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
-        """The plan of RL step `step` for T = `steps` and the prompt `uid`."""
+        """Return the plan of RL step `step` for T = `steps` and the prompt `uid`."""
 
 
 def _noisy(steps: int, last: Untrained) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def _need_two(steps: int) -> None:
 
 @dataclass(frozen=True)
 class AllButLast:
-    """Every step but the last (Flow-GRPO's `timestep_fraction=0.99`, config/base.py)."""
+    """Trains every step but the last (Flow-GRPO's `timestep_fraction=0.99`, config/base.py)."""
 
     last: Untrained = "ode"
 
@@ -87,11 +87,11 @@ class AllButLast:
 
 @dataclass(frozen=True)
 class FirstFraction:
-    """The first int(T*fraction) steps, at least 1, at most T-1 (yifan123/flow_grpo train_sd3.py:345)."""
+    """Trains the first int(T*fraction) steps, at least 1, at most T-1 (yifan123/flow_grpo train_sd3.py:345)."""
 
     fraction: float = 0.5
     untrained: Untrained = "sde"
-    """What the later steps do; the last one follows `last`."""
+    """Sampler of the later steps; the last one follows `last`."""
     last: Untrained = "ode"
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class RandomSubset:
     untrained: Untrained = "sde"
     last: Untrained = "ode"
     per_prompt: bool = False
-    """Drawn anew for each prompt, whose samples share it (Flash-GRPO, arXiv 2605.15980)."""
+    """Whether each prompt gets its own subset, shared by its samples (Flash-GRPO, arXiv 2605.15980)."""
 
     def __post_init__(self) -> None:
         if self.size is None and self.fraction is None:
@@ -147,7 +147,7 @@ class RandomSubset:
         return size
 
     def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
-        """Keyed by (seed, RL step), and by the prompt where each draws its own: equal on all ranks."""
+        """Return a plan keyed by (seed, RL step), and by the prompt if `per_prompt`: equal on all ranks."""
         first, stop = _pool("RandomSubset", self.first, self.stop, steps)
         own = (uid,) if self.per_prompt else ()
         drawn = keys.generator(seed, "train_steps", step, *own)
@@ -196,7 +196,7 @@ class Window:
         return self.size
 
     def start(self, seed: int, step: int, steps: int) -> int:
-        """First step of the window at RL step `step`."""
+        """Return the first step of the window at RL step `step`."""
         first, stop = _pool("Window", self.first, self.stop, steps)
         room = stop - first - self.count(steps)
         if self.order == "random":

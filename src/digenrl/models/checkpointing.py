@@ -21,15 +21,18 @@ _PRODUCTS = {
 }
 """Matrix products -> position of their left factor among the arguments."""
 PRODUCTS_FROM, ATTENTION_FROM = 0.17, 2.0
-"""Grade -> inner over outer dimension from which it keeps a product: a product costs as many FLOPs per byte of its
-output as its inner dimension. Below the first, repeating is as cheap as keeping (the second factor of a low-rank
-adapter, modulations); above the second are the products that close a block."""
+"""Grade -> inner over outer dimension from which a matrix product is kept.
+
+A product costs as many FLOPs per byte of its output as its inner dimension. Below the first value, repeating is as
+cheap as keeping (the second factor of a low-rank adapter, modulations). Above the second are the products that close a
+block.
+"""
 
 
 def enable(transformer: Any, blocks: Sequence[nn.Module], recompute: Recompute) -> None:
-    """Make `transformer` (a diffusers model) keep of each of `blocks` what `recompute` says.
+    """Make each of `blocks` of `transformer` (a diffusers model) keep the activations that `recompute` selects.
 
-    Generators are not replayed: the policies run without dropout.
+    The state of random generators is not restored, because the policies run without dropout.
     """
     modes = dict(zip(blocks, recompute.modes(len(blocks)), strict=True))
     if set(modes.values()) <= {ALL}:
@@ -51,7 +54,7 @@ def _run(modes: dict[nn.Module, str], offload: Offload, block: nn.Module, *args:
 
 
 def _keeps(least: float, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Fused attention, by whatever backend, and products of at least `least` inputs per output."""
+    """Keep the output of fused attention, by any backend, and of products with at least `least` inputs per output."""
     first = _PRODUCTS.get(operator)
     if first is None:
         name = str(operator)

@@ -1,9 +1,9 @@
-"""A network that is built without memory, sharded, and only then given its values: nobody ever holds all of them.
+"""A network that is built without memory, sharded, and only then given its values. No rank ever holds all of them.
 
     empty: parameters on the meta device  ->  strategy: shard  ->  fill: memory for this rank's part, its rows read
 
-Every rank reads its own rows of each tensor from the checkpoint, and the page cache serves the ranks of a node: the
-file is read once, whatever their number. Adapters are drawn again as they were drawn when they were injected.
+Every rank reads its own rows of each tensor from the checkpoint. The page cache serves all ranks of a node, so the file
+is read from disk once. Adapters are drawn again, from the same seed as when they were injected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _FILE = "diffusion_pytorch_model.safetensors"
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
-    """Inside, parameters are made on the meta device; buffers, and what modules compute when built, are real."""
+    """Make parameters on the meta device while the context is open. Buffers, and what modules compute when built, are
+    real."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -46,7 +47,7 @@ def _without_memory() -> Iterator[None]:
 
 
 def empty(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
-    """The network that `pretrained.load_component` gives, in its dtypes, without values.
+    """Return the network that `pretrained.load_component` gives, in its dtypes, without values.
 
     Raises:
         CheckpointError: its configuration is not on this machine.
@@ -70,13 +71,13 @@ def empty(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -
 def fill(
     network: nn.Module, path: str, subfolders: Mapping[str, str], lora: LoraSpec | None, device: torch.device
 ) -> None:
-    """Give every parameter of `network` that has none memory on `device`, and this rank's part of its values.
+    """Allocate every parameter of `network` that has no memory on `device`, and read this rank's part of its values.
 
     Args:
-        subfolders: of the checkpoint -> prefix of its tensors' names in `network`.
+        subfolders: subfolder of the checkpoint -> prefix of its tensors' names in `network`.
 
     Raises:
-        CheckpointError: the checkpoint is absent, or lacks a tensor or has it in another shape.
+        CheckpointError: the checkpoint is absent, lacks a tensor, or has a tensor of another shape.
     """
     network._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     stored = {prefix: _Stored(path, subfolder) for subfolder, prefix in subfolders.items()}
@@ -116,7 +117,7 @@ def _copy_rows(target: Tensor, source: Any) -> None:
 
 
 class _Stored:
-    """Tensors of a diffusers component in safetensors, by name, of which rows are read without the rest."""
+    """Tensors of a diffusers component in safetensors, by name. Rows can be read without the rest."""
 
     def __init__(self, path: str, subfolder: str) -> None:
         self._path, self._subfolder = path, subfolder
@@ -131,7 +132,7 @@ class _Stored:
         self._open: dict[str, Any] = {}
 
     def slice(self, name: str, shape: tuple[int, ...]) -> Any:
-        """What gives rows of one tensor when it is indexed.
+        """Return an object that gives rows of one tensor when indexed.
 
         Raises:
             CheckpointError: see `fill`.

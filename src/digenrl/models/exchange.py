@@ -1,5 +1,8 @@
-"""Attention of a context group: each rank has a part of the tokens and attends with a part of the heads, all of whose
-tokens it gets from the others (Ulysses, arXiv:2309.14509)."""
+"""Attention of a context group (Ulysses, arXiv:2309.14509).
+
+Each rank holds a part of the tokens and computes attention for a part of the heads. It gets all tokens of its heads
+from the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from torch import Tensor
 def attend_together(
     parallel: Any, own: Sequence[Tensor], common: Sequence[Tensor] = (), mask: Tensor | None = None, backend: Any = None
 ) -> list[Tensor]:
-    """Attention among the tokens of all ranks, and those that every rank has whole.
+    """Compute attention among the tokens of all ranks, and the tokens that every rank holds whole.
 
     Args:
         parallel: diffusers' `ParallelConfig` of the group, as attention processors carry it.
         own: query, key and value of this rank's tokens, [B, tokens of the rank, heads, d].
-        common: the same of tokens that all ranks have, as many as there are; () = there are none.
-        mask: of the keys, those of `common` last.
-        backend: of diffusers' dispatcher.
+        common: query, key and value of the tokens that all ranks hold, as many as there are; () = there are none.
+        mask: mask of the keys, with the keys of `common` last.
+        backend: backend of diffusers' dispatcher.
 
     Returns:
-        What `own` reads, and `common` where there is such, [B, tokens, heads x d].
+        The attention output of `own`, and of `common` if there is such, [B, tokens, heads x d].
     """
     mesh = parallel.context_parallel_config._ulysses_mesh
     group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()

@@ -1,7 +1,7 @@
 """Two transformers that share the denoising by noise level (Wan2.2 A14B), as one network.
 
-Everything that asks for parameters, blocks or adapters sees both: training, publication, checkpoints and memory need to
-know nothing of it.
+Whatever asks for parameters, blocks or adapters sees both. Training, publication, checkpoints and memory therefore need
+no code for experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PARTS = ("transformer", "transformer_2")
 
 
 class Experts(ModelMixin, PeftAdapterMixin):
-    """Each row of a forward goes to the expert of its noise level.
+    """Sends each row of a forward to the expert of its noise level.
 
     Args:
         boundary: timestep (0 .. 1000) from which on the first expert serves; None = it serves always.
@@ -34,28 +34,28 @@ class Experts(ModelMixin, PeftAdapterMixin):
 
     @property
     def config(self) -> Any:
-        """Of either expert."""
+        """Configuration of the transformer; the same for either expert."""
         return self.transformer.config
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Of both experts in turn, so that a share of the blocks is that share of each."""
+        """Blocks of both experts in turn, so that a share of the list is the same share of each expert."""
         first: Any = self.transformer.blocks
         second: Any = self.transformer_2.blocks
         return [block for pair in zip(first, second, strict=True) for block in pair]
 
     def high(self, timesteps: Tensor) -> list[bool]:
-        """Which rows [B] are the first expert's (asks the device for values)."""
+        """Return which rows [B] belong to the first expert. This waits for the device."""
         if self.boundary is None:
             return [True] * len(timesteps)
         found: list[bool] = (timesteps >= self.boundary).tolist()
         return found
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, return_dict: bool = False, **rows: Tensor) -> Any:
-        """hidden_states [B, ...], timestep [B], other inputs of the experts [B, ...] -> (velocity [B, ...],).
+        """Compute hidden_states [B, ...], timestep [B], other inputs of the experts [B, ...] -> (velocity [B, ...],).
 
-        Sharded trainers gather both experts in every forward, or they would wait for each other: the one without rows
-        computes the first row, times zero.
+        Sharded trainers gather both experts in every forward, or they would wait for each other. An expert without rows
+        therefore computes the first row, times zero.
         """
         inputs = {"hidden_states": hidden_states, "timestep": timestep, **rows}
         high = self.high(timestep)

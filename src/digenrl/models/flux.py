@@ -76,11 +76,11 @@ class FluxPolicy(DiffusersPolicy):
         )[0]
 
     def positions(self, device: torch.device) -> Tensor:
-        """Of all tokens that `predict` is given [tokens, 3]."""
+        """Return the positions of all tokens that `predict` is given, [tokens, 3]."""
         return token_positions(self.height // 16, self.width // 16, device)
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """T5 states [1, max_sequence_length, d] and the pooled CLIP vector [1, d]."""
+        """Return T5 states [1, max_sequence_length, d] and the pooled CLIP vector [1, d]."""
         self.report_long_prompt(pipeline.tokenizer_2, text, self.max_sequence_length)
         self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
         embeddings, pooled, _ = pipeline.encode_prompt(
@@ -96,7 +96,8 @@ class FluxPolicy(DiffusersPolicy):
 class FluxKontextPolicy(FluxPolicy):
     """FLUX.1-Kontext-dev; arguments in `DiffusersPolicy`.
 
-    The image is fitted to the size of the samples, where diffusers' pipeline takes one of the sizes of its training.
+    The image is fitted to the size of the samples. diffusers' pipeline takes one of the sizes of the model's training
+    instead.
     """
 
     family = "flux_kontext"
@@ -108,12 +109,13 @@ class FluxKontextPolicy(FluxPolicy):
         return super().predict(both, sigmas, condition)[:, : latents.shape[1]]
 
     def positions(self, device: torch.device) -> Tensor:
-        """Those of the image have a 1 in front."""
+        """Return the positions of all tokens; those of the image's tokens begin with a 1."""
         noise = super().positions(device)
         return torch.cat([noise, pad(noise[:, 1:], (1, 0), value=1)])
 
     def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """And the tokens [1, N, 64] of the image, the middle of the autoencoder's distribution."""
+        """Return the conditioning of the text, and the tokens [1, N, 64] of the image: the mode of the autoencoder's
+        distribution."""
         pixels = self.pixels(wording.images[0])
         latents = self._vae.encode(pixels.to(self._vae.device, self.vae_dtype)).latent_dist.mode()
         return {**super().encode_wording(pipeline, wording), "image": pack(rescale(latents, self._vae.config))}

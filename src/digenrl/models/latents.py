@@ -23,50 +23,53 @@ def require_multiple(name: str, value: int, stride: int, offset: int = 0) -> Non
 
 
 def pack(latents: Tensor) -> Tensor:
-    """[B, C, h, w] -> tokens [B, (h/2)(w/2), 4C]: each token is one 2x2 patch, channel-major (FLUX's layout)."""
+    """Pack [B, C, h, w] -> tokens [B, (h/2)(w/2), 4C]: each token is one 2x2 patch, channel-major (FLUX's layout)."""
     batch, channels, height, width = latents.shape
     patches = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
     return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
 
 
 def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Inverse of `pack`: tokens [B, (h/2)(w/2), 4C] -> [B, C, height, width] in latent pixels."""
+    """Invert `pack`: tokens [B, (h/2)(w/2), 4C] -> [B, C, height, width] in latent pixels."""
     batch, _, channels = tokens.shape
     patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(batch, channels // 4, height, width)
 
 
 def token_positions(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
-    """Rotary positions [rows * columns, 3] of packed tokens as FLUX counts them: (0, row, column). Made on `device`: a
-    copy from the processor in every forward would wait for it."""
+    """Return rotary positions [rows * columns, 3] of packed tokens as FLUX counts them: (0, row, column).
+
+    They are made on `device`, because a copy from the processor in every forward would have to be waited for.
+    """
     axes = torch.arange(rows, device=device), torch.arange(columns, device=device)
     return pad(torch.cartesian_prod(*axes).view(rows * columns, 2), (1, 0))
 
 
 def rescale(latents: Tensor, config: Any) -> Tensor:
-    """The inverse of `unscale`."""
+    """Invert `unscale`."""
     return (latents - config.shift_factor) * config.scaling_factor
 
 
 def unscale(latents: Tensor, config: Any) -> Tensor:
-    """FLUX.1 and SD3.5: latents of unit scale -> the autoencoder's own."""
+    """Return latents in the autoencoder's own scale, from latents of unit scale (FLUX.1 and SD3.5)."""
     return latents / config.scaling_factor + config.shift_factor
 
 
 def normalise(latents: Tensor, config: Any) -> Tensor:
-    """The inverse of `denormalise`."""
+    """Invert `denormalise`."""
     mean, std = _channels(latents, config)
     return (latents - mean) / std
 
 
 def denormalise(latents: Tensor, config: Any) -> Tensor:
-    """Wan: latents [B, C, f, h, w] of unit scale -> the autoencoder's own, z * std + mean."""
+    """Return Wan's latents [B, C, f, h, w] in the autoencoder's own scale, z * std + mean, from latents of unit
+    scale."""
     mean, std = _channels(latents, config)
     return latents * std + mean
 
 
 def _channels(latents: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel, as they broadcast."""
+    """Return mean and deviation of each channel, in a shape that broadcasts."""
     shape = (1, config.z_dim, 1, 1, 1)
     mean = torch.tensor(config.latents_mean, device=latents.device, dtype=latents.dtype).view(shape)
     std = torch.tensor(config.latents_std, device=latents.device, dtype=latents.dtype).view(shape)

@@ -16,21 +16,25 @@ from torch import Tensor, nn
 
 ADAPTER = "default"
 Names = Mapping[str, Mapping[tuple[str, ...], str]]
-"""Pattern of a block's name in diffusers -> layers that a checkpoint holds as one -> the checkpoint's name for them, in
-which {} is the block's number. {}: the names are the same."""
+"""Pattern of a block's name in diffusers -> its layers that a checkpoint holds as one -> the checkpoint's name for
+them.
+
+The braces {} in a name stand for the block's number. An empty mapping means that the names are the same.
+"""
 """diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """dtype of trained weights, noise levels and velocities: fp32, or fp64 where the policy computes in fp64."""
+    """Return the dtype of trained weights, noise levels and velocities: fp32, or fp64 if the policy computes in
+    fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class CastLinear(nn.Linear):
-    """A linear layer that computes in the dtype of its input: an adapter's fp32 weights, cast on use as by autocast.
+    """A linear layer that computes in the dtype of its input, for an adapter's fp32 weights.
 
-    The input is then kept for the backward pass once, in 16 bit, and shared by the layers that read it, where peft
-    keeps an fp32 copy per adapted layer and multiplies in fp32.
+    The weights are cast on use, as by autocast. The backward pass then keeps the input once, in 16 bit, for all layers
+    that read it. peft keeps an fp32 copy per adapted layer instead, and multiplies in fp32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -40,8 +44,8 @@ class CastLinear(nn.Linear):
 class AdaptedLinear(LoraLinear):
     """A linear layer with its adapter, whose output is written once.
 
-    peft scales the adapter's output and adds it in two more passes over the activations, each way. Here the scale goes
-    into the second factor, and the sum into its product.
+    peft scales the adapter's output and adds it, in two more passes over the activations, each way. Here the scale is
+    part of the second factor, and the sum part of its product.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,20 +60,24 @@ class AdaptedLinear(LoraLinear):
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Which linear layers of the transformer get a low-rank adapter; scale = alpha / rank."""
+    """The linear layers of the transformer that get a low-rank adapter, and its size; scale = alpha / rank."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Regular expressions; a layer is adapted when one of them matches a dot-aligned suffix of its name."""
+    """Regular expressions. A layer is adapted when one of them matches a dot-aligned suffix of its name."""
     expected: int | None = None
     """Number of layers that must match; None = only zero is an error."""
     seed: int = 0
-    """Seeds the A matrices (B is 0), so that every rank starts from the same adapter."""
+    """Seed of the A matrices (B is 0), so that every rank starts from the same adapter."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LoraSpec:
-        """The spec of a YAML mapping {rank, alpha, targets, expected?, seed?}; raises ValueError on any other key."""
+        """Return the spec of a YAML mapping {rank, alpha, targets, expected?, seed?}.
+
+        Raises:
+            ValueError: the mapping has another key.
+        """
         allowed = {"rank", "alpha", "targets", "expected", "seed"}
         for key in config:
             if key not in allowed:
@@ -94,7 +102,11 @@ class LoraSpec:
 
 
 def lora_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names of the linear layers that `targets` match; raises ValueError naming the first target without a match."""
+    """Return the names of the linear layers that `targets` match.
+
+    Raises:
+        ValueError: a target matches nothing; the message names the first one.
+    """
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     matched: set[str] = set()
     for target in targets:
@@ -113,10 +125,13 @@ def lora_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
-    """Add the adapter to `transformer` (base frozen, adapter in fp32); returns the names of the adapted layers.
+    """Add the adapter to `transformer` (base frozen, adapter in fp32), and return the names of the adapted layers.
 
-    A is Gaussian and B zero, as Flow-GRPO initialises (yifan123/flow_grpo scripts/train_sd3.py). Raises ValueError when
-    a target matches nothing, when the number of layers is not `spec.expected`, or when the scale is not alpha / rank.
+    A is Gaussian and B zero, as Flow-GRPO initialises (yifan123/flow_grpo scripts/train_sd3.py).
+
+    Raises:
+        ValueError: a target matches nothing, the number of layers is not `spec.expected`, or the scale is not alpha /
+            rank.
     """
     names = lora_modules(transformer, spec.targets)
     if spec.expected is not None and len(names) != spec.expected:
@@ -156,8 +171,11 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
 
 
 def initial_factors(spec: LoraSpec, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """A [r, in] and B [out, r] of layers with these (in, out) features, as `inject_lora` draws them, one after another:
-    peft makes two linear layers, whose own initial values it then replaces."""
+    """Yield A [r, in] and B [out, r] of layers with these (in, out) features, in the order in which `inject_lora` draws
+    them.
+
+    peft first makes two linear layers, which draw initial values of their own, and then replaces the values.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         for inputs, outputs in sizes:

@@ -1,10 +1,10 @@
-"""What autograd keeps of a block waits on the host for the backward pass: the same bytes, elsewhere for a while.
+"""Offload of activations: the tensors that autograd keeps of a block wait in host memory for the backward pass.
 
-    forward    block i computes | what block i-1 keeps is copied out
-    backward   block i computes | what block i-1 keeps is copied back
+    forward    block i computes | the tensors kept of block i-1 are copied out
+    backward   block i computes | the tensors kept of block i-1 are copied back
 
 Copies run on a stream of their own, from and to pinned memory. The device holds the activations of two blocks: a
-forward waits for the copies of the block before the last. Without a GPU the same happens, one after the other.
+forward waits for the copies of the block before the last. Without a GPU the same copies happen, one after the other.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 SMALL = 4096
-"""Bytes of a storage below which it stays: its copies would take launches and free nothing."""
+"""Bytes of a storage below which it stays on the device. Its copies would cost launches and free nothing."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A saved tensor, as a view of a storage that is on the host."""
+    """A saved tensor, as a view of a storage in host memory."""
 
     storage: tuple[StorageWeakRef, int]
-    """Which one (it is copied once for all its views), and the version of its content."""
+    """Storage, and the version of its content. A storage is copied once for all its views."""
     dtype: torch.dtype
     offset: int
     shape: torch.Size
@@ -36,14 +36,15 @@ class _Part:
 
 
 class Offload:
-    """Runs the blocks of a network, one after the other; their activations wait on the host."""
+    """Runs the blocks of a network one after the other, with their activations in host memory."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[_Kept] | None = None
         self._given: set[StorageWeakRef] = set()
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
-        """`block(*args)`. What the block before was given too (modulations, rotary tables) stays where it is."""
+        """Run `block(*args)`. Arguments that the block before was given too (modulations, rotary tables) stay on the
+        device."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         given = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
         kept = _Kept(block, given & self._given, self._last, tensors[0].device)
@@ -55,7 +56,7 @@ class Offload:
 
 
 class _Kept:
-    """What one block keeps. It lives as long as the block's part of the graph."""
+    """Tensors that autograd keeps of one block. The object lives as long as the block's part of the graph."""
 
     def __init__(
         self, block: nn.Module, stays: set[StorageWeakRef], before: weakref.ref[_Kept] | None, device: torch.device
@@ -69,11 +70,12 @@ class _Kept:
 
     @property
     def before(self) -> _Kept | None:
-        """Of the block before, as long as that is there."""
+        """Object of the block before, or None once that block's part of the graph is freed."""
         return self._before() if self._before is not None else None
 
     def pack(self, tensor: Tensor) -> Tensor | _Part:
-        """On the forward: the tensor itself if it stays, else where it is."""
+        """Return, in the forward pass, the tensor itself if it stays, else a description of its place in host
+        memory."""
         if not self._host:  # sharded weights are whole only inside the forward
             self._stays |= {StorageWeakRef(weight.untyped_storage()) for weight in self._block.parameters()}
         storage = tensor.untyped_storage()
@@ -85,7 +87,7 @@ class _Kept:
         return _Part(key, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack(self, packed: Tensor | _Part) -> Tensor:
-        """On the backward: the tensor; the copies of the block before, which comes next, begin."""
+        """Return the tensor in the backward pass, and start the copies of the block before, which is next."""
         if isinstance(packed, Tensor):
             return packed
         self._bring_back()
@@ -97,7 +99,7 @@ class _Kept:
         return empty.set_(self._back[packed.storage], packed.offset, packed.shape, packed.stride)
 
     def complete(self) -> None:
-        """All copies that were begun are marked by one event."""
+        """Record an event after all copies of this block."""
         if self._copied is not None:
             self._copied.record(_side(self._device))
 
@@ -133,7 +135,7 @@ _SIDES: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side(device: torch.device) -> torch.cuda.Stream:
-    """The stream that copies."""
+    """Return the stream that copies."""
     if device not in _SIDES:
         _SIDES[device] = torch.cuda.Stream(device)
     return _SIDES[device]

@@ -1,7 +1,8 @@
-"""What the diffusers families share: loading, geometry, encoders, decoder, sigma grid and LoRA presets.
+"""The common part of the diffusers families: loading, geometry, encoders, decoder, sigma grid and LoRA presets.
 
-The transformer is loaded at construction, because every rank needs it; text encoders and the VAE on first use, because
-a trainer rank never does. Neither is a submodule, so no sharding, optimizer or checkpoint ever sees them.
+The transformer is loaded at construction, because every rank needs it. Text encoders and the VAE are loaded on first
+use, because a trainer rank never uses them. No sharding, optimizer or checkpoint sees encoders and VAE, because they
+are not submodules.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from digenrl.types import Prompt
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
 COMPILED_CASES = 16
-"""More than a block's code is compiled for: the first number of rows, one row, any number; each with gradients, without
-them, and without the adapter. PyTorch's own limit is 8, beyond which it raises."""
+"""Most versions that a block's code is compiled for: the first number of rows, one row, any number; each with
+gradients, without them, and without the adapter. PyTorch's own limit is 8, and it raises beyond that."""
 
 
 class DiffusersPolicy(Policy):
@@ -67,40 +68,40 @@ class DiffusersPolicy(Policy):
     """
 
     transformer_class: ClassVar[type[Any]]
-    """Of each of `components`. The first of `pipelines` encodes prompts."""
+    """Class of the network of each of `components`. The first of `pipelines` encodes prompts."""
     vae_class: ClassVar[type[Any]]
     spatial_stride: ClassVar[int] = 16
     """Pixels per token: 8 of the VAE times 2 of the patch."""
     temporal_stride: ClassVar[int | None] = None
     """Frames per latent frame after the first; None = images."""
     channels: ClassVar[int] = latents.CHANNELS
-    """Of the VAE's latents."""
+    """Channels of the VAE's latents."""
     vae_stride: ClassVar[int] = latents.STRIDE
     """Pixels per latent pixel and side."""
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder*", "tokenizer*")
-    """Components of the checkpoint that make conditioning of text."""
+    """Components of the checkpoint that turn text into conditioning."""
     text_length: ClassVar[int | None] = None
-    """Text tokens that the network counts on; None = any number."""
+    """Text tokens that the network requires; None = any number."""
     packed: ClassVar[bool] = False
     """Whether latents are tokens [N, 4C] of 2x2 patches."""
     attention: ClassVar[tuple[str, ...]]
-    """Layers of each block of the first list that the LoRA preset "attention" adapts ..."""
+    """Layers that the LoRA preset "attention" adapts, in each block of the first list."""
     feed_forward: ClassVar[tuple[str, ...]]
-    """... and those that "attention_ff" adds."""
+    """Layers that the preset "attention_ff" adds, in each block of the first list."""
     single_attention: ClassVar[tuple[str, ...]] = ()
-    """Likewise of the second list (single-stream blocks)."""
+    """Layers that "attention" adapts in each block of the second list (single-stream blocks)."""
     single_feed_forward: ClassVar[tuple[str, ...]] = ()
     depths: ClassVar[tuple[str, ...]] = ("num_layers", "num_single_layers")
     """Names of the lists' lengths in the transformer's configuration."""
     unread: ClassVar[frozenset[str]] = frozenset()
     """Modules of the last block (of the first list) that only its unread text output depends on, or that are absent.
-
-    They would get no gradient: LoRA leaves them out, full fine-tuning keeps them frozen."""
+    They would get no gradient. LoRA leaves them out, and full fine-tuning keeps them frozen."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Modules and parameters of the transformer that what is drawn does not depend on: full fine-tuning keeps them
+    """Modules and parameters of the transformer on which the velocity does not depend. Full fine-tuning keeps them
     frozen."""
     skipped: ClassVar[frozenset[str]] = frozenset()
-    """Of `unread`, the linear layers that may be given no tokens at all: what follows takes an empty output."""
+    """Linear layers of `unread` that may be given no tokens at all, because the layers behind accept an empty
+    output."""
 
     def __init__(
         self,
@@ -201,8 +202,8 @@ class DiffusersPolicy(Policy):
         """Refuse a model config that cannot be built, from small files alone, before any rank starts.
 
         Raises:
-            ValueError: a size that the family's strides do not divide, a checkpoint that is absent or another family's,
-                a tiny build that nobody described, latents of another number of channels than the network takes.
+            ValueError: a size that the family's strides do not divide; a checkpoint that is absent or another family's;
+                a tiny build without a description; or latents with another number of channels than the network takes.
         """
         cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
         if settings.get("build", "real") == "real":
@@ -221,7 +222,7 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def network_config(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The transformer's configuration, defaults included, for a model config (its YAML's keys)."""
+        """Return the transformer's configuration, defaults included, for a model config (its YAML's keys)."""
         if settings.get("build", "real") == "tiny":
             given = tiny_builds.part(cls.facts(), "transformer")
         else:
@@ -231,7 +232,7 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
-        """Refuse also numbers that do not divide the attention heads and the tokens, and compiled blocks; raises
+        """Refuse numbers of ranks that do not divide the attention heads and the tokens, and compiled blocks; raises
         ValueError."""
         super().check_context(settings, ranks)
         if ranks == 1:
@@ -255,20 +256,26 @@ class DiffusersPolicy(Policy):
 
     @abstractmethod
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Conditioning of one text, leading dimension 1, on the encoders' device."""
+        """Return the conditioning of one text, leading dimension 1, on the encoders' device."""
 
     def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """Likewise of a text and its images; a family that `reads` images adds what it makes of them."""
+        """Return the conditioning of a text and its images. A family that `reads` images adds their part."""
         return self.encode_text(pipeline, wording.text)
 
     @abstractmethod
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """[B, *L] in the VAE's dtype -> [B, C, H, W] or [B, C, F, H, W] in [-1, 1]."""
+        """Decode [B, *L] in the VAE's dtype -> [B, C, H, W] or [B, C, F, H, W] in [-1, 1]."""
 
     @classmethod
     def check_checkpoint(cls, path: str) -> None:
-        """Raise CheckpointError (a ValueError) when the checkpoint at `path` is not of this family, or its autoencoder
-        makes other latents than the family counts on; small files alone are read."""
+        """Check that the checkpoint at `path` is of this family. Its autoencoder must make the latents that the family
+        expects.
+
+        Only small files are read.
+
+        Raises:
+            CheckpointError (a ValueError): the checkpoint is of another family, or its latents are others.
+        """
         pretrained.require_family(path, cls.pipelines, cls.family)
         vae = pretrained.component_config(cls.vae_class, path, "vae")
         found = vae.get("z_dim", vae.get("latent_channels", cls.channels))
@@ -282,7 +289,7 @@ class DiffusersPolicy(Policy):
             )
 
     def joined(self, networks: list[Any]) -> Any:
-        """The transformer that is made of `components`."""
+        """Return the transformer that consists of `components`."""
         (network,) = networks
         return network
 
@@ -292,7 +299,8 @@ class DiffusersPolicy(Policy):
     # ---- the protocol
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """One at a time: values must not depend on which prompts happened to be encoded together."""
+        """Encode one wording at a time, because values must not depend on which prompts happen to be encoded
+        together."""
         rows = list(self._encode_each(wordings, self.device))
         if self.offload_encoders:
             for encoder in self._encoders():
@@ -302,7 +310,8 @@ class DiffusersPolicy(Policy):
     def fill_store(
         self, root: Path, prompts: Iterable[Prompt], device: torch.device, progress: Callable[[], None] = lambda: None
     ) -> tuple[int, int] | None:
-        """As of `Policy`; encoders of other weights, dtype, length, libraries or kind of device have another store."""
+        """See `Policy.fill_store`. Encoders with other weights, dtype, length, libraries or kind of device have another
+        store."""
         files = pretrained.component_files(self.path, *self.encoders)
         facts: dict[str, Any] = {}
         if self.reads:
@@ -328,7 +337,7 @@ class DiffusersPolicy(Policy):
         return len(wordings), encoded
 
     def decode(self, latents: Tensor) -> Tensor:
-        """[B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32; see `decode_pixels`."""
+        """Decode [B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32; see `decode_pixels`."""
         vae = self._vae
         if away := vae.device != latents.device:  # asking every module costs as much as a small picture
             vae.to(latents.device)
@@ -345,7 +354,8 @@ class DiffusersPolicy(Policy):
         return media if self.temporal_stride is None else media.transpose(1, 2)
 
     def sigma_grid(self, steps: int) -> Tensor:
-        """[steps + 1] fp32 as the family's pipeline computes them from explicit sigmas (or see `grid`), ending in 0."""
+        """Return [steps + 1] fp32 as the family's pipeline computes them from explicit sigmas (or see `grid`), ending
+        in 0."""
         if steps < 1:
             raise ValueError(f"sampling.steps={steps}: at least one denoising step is needed")
         config = dict(pretrained.scheduler_config(self.path))
@@ -364,19 +374,22 @@ class DiffusersPolicy(Policy):
         return grid
 
     def fill(self, device: torch.device) -> None:
-        """From the checkpoint, and an adapter from its seed; see `digenrl.models.deferred`."""
+        """Read the values from the checkpoint, and draw an adapter from its seed; see `digenrl.models.deferred`."""
         for network in self.networks() if self._empty else ():
             deferred.fill(network, self.path, self.components, self.lora, device)
 
     def keep_padding(self, on: bool) -> None:
-        """Whether `encode` keeps the padding of prompts, with a mask for it."""
+        """Set whether `encode` keeps the padding of prompts, with a mask for it."""
         self._trims = not on
 
     def trimmed(self, condition: Condition) -> Condition:
-        """Of one prompt: cut after the last token that either branch of guidance reads, and without the mask where
-        nothing is left to be masked, so that attention can take the kernels that know none. Masked tokens are read by
-        nobody: velocities are the same up to rounding, here and wherever the trajectory is replayed. Of several
-        prompts: as it is, because a row must not depend on the others."""
+        """Return the conditioning of one prompt without its padding; that of several prompts unchanged.
+
+        The text is cut after the last token that either branch of guidance reads. If nothing is left to be masked, the
+        mask is left out, and attention can use kernels without masks. The network never reads masked tokens. Velocities
+        are therefore the same up to rounding, here and wherever the trajectory is replayed. With several prompts
+        nothing is cut, because a row must not depend on the others.
+        """
         masks = {key: value for key, value in condition.items() if key.endswith("mask")}
         if not self._trims or not masks or any(len(mask) > 1 for mask in masks.values()):
             return condition
@@ -394,7 +407,8 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def lora_names(cls, config: Any, preset: str) -> list[str]:
-        """Every layer that `preset` ("attention" or "attention_ff") adapts in a transformer of this configuration."""
+        """Return every layer that `preset` ("attention" or "attention_ff") adapts in a transformer of this
+        configuration."""
         full = preset == "attention_ff"
         layers = (
             cls.attention + cls.feed_forward * full,
@@ -412,12 +426,13 @@ class DiffusersPolicy(Policy):
 
     @staticmethod
     def attend_with(attention: Any, processor: Any) -> None:
-        """Give an attention layer of diffusers another processor, with the backend of the one that it had."""
+        """Give an attention layer of diffusers another processor, with the backend of its present one."""
         processor._attention_backend = attention.processor._attention_backend
         attention.set_processor(processor)
 
     def require_template(self, tokenizer: Any, template: str, expected: int) -> None:
-        """Raise ValueError unless what stands before the prompt in `template` has the tokens that the pipeline cuts."""
+        """Raise ValueError unless the text before the prompt in `template` has the number of tokens that the pipeline
+        cuts."""
         tokens = len(tokenizer(template.split("{}")[0]).input_ids)
         if tokens != expected:
             raise ValueError(
@@ -426,7 +441,7 @@ class DiffusersPolicy(Policy):
             )
 
     def report_long_prompt(self, tokenizer: Any, text: str, limit: int) -> None:
-        """Say once per encoder that a prompt is longer than the `limit` tokens it takes."""
+        """Warn once per encoder that a prompt is longer than the `limit` tokens that the encoder takes."""
         tokens = len(tokenizer(text, truncation=False, verbose=False).input_ids)
         if tokens > limit:
             self.say_once(
@@ -436,7 +451,8 @@ class DiffusersPolicy(Policy):
             )
 
     def report_long_turn(self, tokenizer: Any, text: str, **template: Any) -> None:
-        """The same of a prompt inside the tokenizer's chat template, which takes `template` and tokens of its own."""
+        """Warn the same of a prompt inside the tokenizer's chat template, which takes `template` and tokens of its
+        own."""
         empty = [{"role": "user", "content": ""}]
         around = tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True, **template)
         self.report_long_prompt(tokenizer, text, self.max_sequence_length - len(tokenizer(around).input_ids))
@@ -446,7 +462,7 @@ class DiffusersPolicy(Policy):
         return dict.fromkeys((*self.components, "vae", "scheduler"))
 
     def pixels(self, image: PromptImage) -> Tensor:
-        """[1, 3, height, width] fp32 in [-1, 1]."""
+        """Return an image as [1, 3, height, width] fp32 in [-1, 1]."""
         picture = np.asarray(image.fitted(self.height, self.width), dtype=np.float32)
         return torch.from_numpy(picture).movedim(-1, 0).unsqueeze(0) / 127.5 - 1.0
 
@@ -456,7 +472,7 @@ class DiffusersPolicy(Policy):
 
     @torch.no_grad()
     def _encode_each(self, wordings: Sequence[Wording], device: torch.device) -> Iterator[Condition]:
-        """Conditioning of one wording after the other, by encoders that stay on `device`."""
+        """Encode one wording after the other, with encoders that stay on `device`."""
         for encoder in self._encoders():
             encoder.to(device)
         for wording in wordings:
@@ -511,7 +527,7 @@ class DiffusersPolicy(Policy):
         return replace(spec, targets=tuple(re.escape(name) for name in names), expected=len(names))
 
     def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
-        """mu, linear in the number of packed image tokens (black-forest-labs/flux)."""
+        """Return mu, linear in the number of packed image tokens (black-forest-labs/flux)."""
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
         names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
@@ -549,7 +565,7 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """[C, h, w], [C, f, h, w] of videos, or [N, 4C] of packed latents."""
+        """Return [C, h, w], [C, f, h, w] of videos, or [N, 4C] of packed latents."""
         if cls.packed:
             return ((height // 16) * (width // 16), cls.channels * 4)
         video = () if cls.temporal_stride is None else ((frames - 1) // cls.temporal_stride + 1,)

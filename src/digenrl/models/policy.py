@@ -1,9 +1,10 @@
-"""The policy protocol: what sampling, replay, the algorithms and the Strategy may ask of any model family.
+"""The policy protocol: everything that sampling, replay, the algorithms and the Strategy may ask of any model family.
 
 Shapes: B rows, *L latent dimensions of one sample (packed families: [N, C]), T denoising steps.
 
-A family implements `predict` (one conditional forward), `encode_prompts`, `decode`, `sigma_grid` and `wrap_units`;
-guidance by two forwards, the embedding cache, LoRA, the reference model and dtypes are the same for all and live here.
+A family implements `predict` (one conditional forward), `encode_prompts`, `decode`, `sigma_grid` and `wrap_units`. This
+module has what is the same for all families: guidance by two forwards, the embedding cache, LoRA, the reference model
+and dtypes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ NEGATIVE = "negative_"
 RecomputeConfig = bool | float | str | Mapping[str, float] | None
 """`model.gradient_checkpointing` (see `digenrl.recompute`)."""
 CACHED_TEXTS = 1024
-"""Wordings whose embeddings stay on the CPU (4 MB each at 512 tokens x 4096 in bf16); least recently used go first."""
+"""Wordings whose embeddings stay on the CPU (4 MB each at 512 tokens x 4096 in bf16). The least recently used go
+first."""
 
 
 def _widen(tensor: Tensor) -> Tensor:
@@ -42,7 +44,8 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def cast_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The module's own parameters that autocast casts in every forward: those of matrix products and convolutions."""
+    """Return the module's own parameters that autocast casts in every forward: those of matrix products and
+    convolutions."""
     if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
         yield from module.parameters(recurse=False)
 
@@ -52,30 +55,30 @@ class Policy(nn.Module, ABC):
 
     family: ClassVar[str]
     reads: ClassVar[Mapping[str, tuple[int, int]]] = {}
-    """Role of an image (`digenrl.images.ROLES`) -> how many of them a prompt has here: at least, at most."""
+    """Role of an image (`digenrl.images.ROLES`) -> least and largest number of such images that a prompt has here."""
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     """The transformer's lists of blocks."""
     pipelines: ClassVar[tuple[str, ...]] = ()
     """Pipelines of diffusers (`_class_name` of model_index.json) whose checkpoints the family reads."""
     lora_pipeline: ClassVar[str | None] = None
-    """Pipeline that reads and writes adapters, where it is not the first of `pipelines`."""
+    """Pipeline that reads and writes adapters, unless that is the first of `pipelines`."""
     checkpoint_names: ClassVar[Names | None] = None
     """Names of the network's layers in the model's own checkpoint; None: not known."""
     components: ClassVar[Mapping[str, str]] = {"transformer": ""}
     """Subfolder of a checkpoint in diffusers layout -> prefix of its tensors' names in `transformer`."""
     context_plan: ClassVar[dict[str, Any]] = {}
-    """Where the tokens of a forward are split among the ranks of a context group, and gathered again, as diffusers'
-    hooks take it; {}: they cannot be."""
+    """Layers at which a context group splits the tokens of a forward and gathers them again, in the form of diffusers'
+    hooks. {}: the tokens cannot be split."""
     transformer: nn.Module
     latent_shape: tuple[int, ...]
     """*L of one sample at the configured height, width and frames."""
     drawn: int | None = None
-    """How many leading tokens of packed latents an SDE draws, see `Kernel.transition`; None: all."""
+    """Number of leading tokens of packed latents that an SDE draws, see `Kernel.transition`; None: all."""
     guidance_scale: float
     embedded_guidance: ClassVar[bool] = False
     """Whether the guidance scale is an input of the network, not a second forward."""
     detach_unconditional: bool = False
-    """Whether classifier-free guidance gives gradient to its conditional branch alone (`algorithm.detach_uncond`)."""
+    """Whether only the conditional branch of classifier-free guidance gets gradient (`algorithm.detach_uncond`)."""
 
     def __init__(
         self,
@@ -124,8 +127,12 @@ class Policy(nn.Module, ABC):
 
     @classmethod
     def check(cls, settings: Mapping[str, Any]) -> None:
-        """Refuse a model config (its YAML's keys) before any rank starts, if small files suffice to see that it cannot
-        be built; raises ValueError."""
+        """Refuse a model config (its YAML's keys) that cannot be built, as far as small files show it, before any rank
+        starts.
+
+        Raises:
+            ValueError: the config cannot be built.
+        """
 
     @classmethod
     def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
@@ -150,54 +157,60 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """One forward of `self.network`: latents [B, *L] in `self.dtype`, sigmas [B] fp32 -> velocity [B, *L]."""
+        """Run `self.network` once: latents [B, *L] in `self.dtype`, sigmas [B] fp32 -> velocity [B, *L]."""
 
     @abstractmethod
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """Conditioning of `wordings` on `self.device`: every tensor has leading dimension len(wordings) and a shape and
-        values that do not depend on the other wordings, so that rows of different prompts can be concatenated."""
+        """Return the conditioning of `wordings` on `self.device`. Every tensor has leading dimension len(wordings).
+
+        Shapes and values of a row must not depend on the other wordings, so that rows of different prompts can be
+        concatenated.
+        """
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """latents [B, *L] -> media in [0, 1] fp32: images [B, C, H, W], videos [B, F, C, H, W]."""
+        """Decode latents [B, *L] -> media in [0, 1] fp32: images [B, C, H, W], videos [B, F, C, H, W]."""
 
     @abstractmethod
     def sigma_grid(self, steps: int) -> Tensor:
-        """[steps + 1] fp32 on CPU, from about 1 down to 0, with the family's own shift."""
+        """Return [steps + 1] fp32 on CPU, from about 1 down to 0, with the family's own shift."""
 
     def wrap_units(self) -> list[nn.Module]:
-        """Blocks that FSDP wraps one by one, of the trained network and, where there is one, of the reference copy."""
+        """Return the blocks that FSDP wraps one by one, of the trained network and of the reference copy if there is
+        one."""
         return [block for network in self.networks() for name in self.block_lists for block in getattr(network, name)]
 
     def networks(self) -> list[nn.Module]:
-        """The trained network and, where there is one, the reference copy."""
+        """Return the trained network, and the reference copy if there is one."""
         return [network for network in (self.transformer, self.reference_transformer) if network is not None]
 
     def default_negative(self) -> str | None:
-        """Text of the unconditional branch when a prompt brings none; None = there is no default."""
+        """Return the text of the unconditional branch when a prompt brings none; None = there is no default."""
         return None
 
     def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
-        """Classifier-free guidance of two fp32 velocities [B, *L] (Ho & Salimans 2022, arXiv:2207.12598); `scale` is
-        one number, or one per row."""
+        """Return the classifier-free guidance of two fp32 velocities [B, *L] (Ho & Salimans 2022, arXiv:2207.12598).
+
+        `scale` is one number, or one per row.
+        """
         return unconditional + scale * (conditional - unconditional)
 
     def guidance(self, sigmas: Tensor) -> float | Tensor:
-        """The scale for rows of these noise levels [B], as `guide` takes it."""
+        """Return the scale for rows of these noise levels [B], as `guide` takes it."""
         return self.cfg_scale
 
     # ---- what everybody calls
 
     @property
     def network(self) -> nn.Module:
-        """The transformer that `predict` must call: the trained one, or the reference inside `reference()`."""
+        """Transformer that `predict` must call: the trained one, or the reference inside `reference()`."""
         if self.in_reference and self.reference_transformer is not None:
             return self.reference_transformer
         return self.transformer
 
     @property
     def drawn_shape(self) -> tuple[int, ...]:
-        """Shape of what is drawn of one sample: that of means, and what log-probs are means over."""
+        """Shape of the drawn part of a sample. Means have this shape, and log-probs are averaged over it."""
         return self.latent_shape if self.drawn is None else (self.drawn, *self.latent_shape[1:])
 
     @property
@@ -207,7 +220,7 @@ class Policy(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer's weights are."""
+        """Device of the transformer's weights."""
         return next(self.transformer.parameters()).device
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
@@ -235,7 +248,8 @@ class Policy(nn.Module, ABC):
         return self.guide(conditional, unconditional, self.guidance(sigmas))
 
     def _velocity_of(self, latents: Tensor, output: Tensor) -> Tensor:
-        """What `predict` gave, at least in fp32; another shape would be broadcast to a wrong velocity."""
+        """Return the output of `predict`, at least in fp32. Another shape would be broadcast to a wrong velocity, and
+        is refused."""
         if output.shape != latents.shape:
             raise ValueError(
                 f"{self.family}: `predict` gave {[*output.shape]} for latents {[*latents.shape]}; it must return the "
@@ -244,10 +258,13 @@ class Policy(nn.Module, ABC):
         return _widen(output)
 
     def encode(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """Conditioning with leading dimension len(prompts), on `self.device`; each wording is encoded once and kept.
+        """Return the conditioning with leading dimension len(prompts), on `self.device`. Each wording is encoded once
+        and kept.
 
-        Under classifier-free guidance it includes the `negative_...` tensors. Raises ValueError when a negative prompt
-        is needed and neither the prompt nor the family has one.
+        With classifier-free guidance the conditioning includes the `negative_...` tensors.
+
+        Raises:
+            ValueError: a negative prompt is needed, and neither the prompt nor the family has one.
         """
         positive, negative = self.wordings(prompts)
         wanted = list(dict.fromkeys(positive + negative))
@@ -272,33 +289,42 @@ class Policy(nn.Module, ABC):
         return move(self.trimmed(condition), self.device)
 
     def trimmed(self, condition: Condition) -> Condition:
-        """What `encode` gives of the conditioning that is kept, on the CPU: a family may leave out what no row reads.
-        It must not depend on which prompts were asked for together."""
+        """Return the kept conditioning (on the CPU) as `encode` gives it. A family may leave out what no row reads.
+
+        The result must not depend on which prompts were asked for together.
+        """
         return condition
 
     def fill_store(
         self, root: Path, prompts: Iterable[Prompt], device: torch.device, progress: Callable[[], None] = lambda: None
     ) -> tuple[int, int] | None:
-        """Have the conditioning of all `prompts` in the store under `root`, from which `encode` then reads, whether or
-        not all of it could be written; the encoders are moved to `device` once, if at all, and leave memory.
+        """Put the conditioning of all `prompts` into the store under `root`. `encode` then reads from the store.
 
-        Returns (wordings, those that this process has encoded); None where a family has no encoders worth it.
-        `progress` as in `PromptStore.fill`; raises ValueError as `encode` does, OSError where the store cannot be
-        written.
+        That also holds if not all of it could be written. The encoders are moved to `device` at most once, and then
+        leave memory. `progress` is called as in `PromptStore.fill`.
+
+        Returns:
+            (wordings, wordings that this process has encoded); None for a family without encoders worth a store.
+
+        Raises:
+            ValueError: as `encode`.
+            OSError: the store cannot be written.
         """
         return None
 
     def say_once(self, topic: str, message: str) -> None:
-        """Log `message` as a warning, the first time that this policy speaks of `topic`."""
+        """Log `message` as a warning, the first time that this policy warns about `topic`."""
         if topic not in self._said:
             self._said.add(topic)
             logger.warning(message)
 
     @contextmanager
     def guided(self, scale: float | None) -> Iterator[None]:
-        """Inside, `scale` stands for sampling.guidance_scale, in `encode` too (evaluation); None changes nothing.
+        """Replace sampling.guidance_scale by `scale` while the context is open, in `encode` too (evaluation). None
+        changes nothing.
 
-        Raises ValueError where the family knows no guidance.
+        Raises:
+            ValueError: the family knows no guidance.
         """
         own = self.guidance_scale, self.cfg_scale
         if scale is not None and scale != self.guidance_scale:
@@ -315,9 +341,11 @@ class Policy(nn.Module, ABC):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, `velocity` is the base model's: adapters off, or the frozen copy of full fine-tuning.
+        """Make `velocity` that of the base model while the context is open: adapters off, or the copy of full
+        fine-tuning.
 
-        Raises RuntimeError in full fine-tuning without `keep_reference=True`.
+        Raises:
+            RuntimeError: full fine-tuning without `keep_reference=True`.
         """
         if not self.has_reference:
             raise RuntimeError("full fine-tuning keeps no reference model; set model.keep_reference=true or train LoRA")
@@ -338,7 +366,7 @@ class Policy(nn.Module, ABC):
         return self.lora is not None or self.reference_transformer is not None
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """name in `transformer` -> parameter, in the transformer's own order; those that require a gradient."""
+        """Return name in `transformer` -> parameter that requires a gradient, in the transformer's own order."""
         return {name: value for name, value in self.transformer.named_parameters() if value.requires_grad}
 
     def load_trained_parameters(self, tensors: Mapping[str, Tensor]) -> None:
@@ -357,24 +385,31 @@ class Policy(nn.Module, ABC):
                 parameter.copy_(tensors[name])
 
     def merge_adapter(self) -> None:
-        """Add the adapter to the weights that it adapts, rounded once to their dtype, and be a policy without one, of
-        which nothing is trained. Raises ValueError where a sum is not finite."""
+        """Add the adapter to the weights that it adapts, rounded once to their dtype. Nothing of the policy is trained
+        afterwards.
+
+        Raises:
+            ValueError: a sum is not finite.
+        """
         transformer: Any = self.transformer
         transformer.fuse_lora(safe_fusing=True)
         transformer.unload_lora()
         self.lora, self.lora_layers, self._adapted = None, [], ()
 
     def only_generate(self) -> None:
-        """Hold in `self.dtype` the weights that every forward casts to it anyway: half the memory of a rank that never
-        trains, half the bytes of a version, and the same velocities, bit by bit."""
+        """Keep in `self.dtype` the weights that every forward casts to it anyway.
+
+        A rank that never trains then needs half the memory, and a version half the bytes. The velocities are the same,
+        bit by bit.
+        """
         for parameter in self._cast_in_forwards():
             parameter.data = parameter.data.to(self.dtype)
 
     def fill(self, device: torch.device) -> None:
-        """Give parameters that were built without memory their values, on `device`; the others stay where they are."""
+        """Give parameters that were built without memory their values, on `device`. The others stay where they are."""
 
     def generating_parameters(self) -> dict[str, Tensor]:
-        """The trained parameters as a rank holds them that only generates: shapes and dtypes (meta tensors)."""
+        """Return the trained parameters as a rank holds them that only generates: shapes and dtypes (meta tensors)."""
         cast = {id(parameter) for parameter in self._cast_in_forwards()}
         return {
             name: torch.empty(value.shape, dtype=self.dtype if id(value) in cast else value.dtype, device="meta")
@@ -382,8 +417,10 @@ class Policy(nn.Module, ABC):
         }
 
     def _cast_in_forwards(self) -> list[nn.Parameter]:
-        """fp32 parameters that every forward casts to `self.dtype`: by autocast; an adapter's factors by themselves,
-        where the layer that they adapt computes in it."""
+        """Return the fp32 parameters that every forward casts to `self.dtype`.
+
+        Autocast casts most of them. An adapter casts its own factors, if the adapted layer computes in `self.dtype`.
+        """
         modules = list(self.transformer.modules())
         if self.lora is not None:
             layers = [layer for layer in self._adapted if layer.get_base_layer().weight.dtype == self.dtype]
@@ -391,12 +428,14 @@ class Policy(nn.Module, ABC):
         return [parameter for module in modules for parameter in cast_parameters(module)]
 
     def parameters_without_gradient(self) -> list[str]:
-        """Names of trained parameters whose .grad is None: after a backward this must be empty."""
+        """Return the names of trained parameters whose .grad is None. After a backward pass there must be none."""
         return [name for name, parameter in self.trained_parameters().items() if parameter.grad is None]
 
     def wordings(self, prompts: Iterable[Prompt]) -> tuple[list[Wording], list[Wording]]:
-        """What is encoded for either branch of guidance, both with the prompt's images; the second is empty where one
-        forward serves. Raises as `check_prompt` does."""
+        """Return the wordings that are encoded for the two branches of guidance, both with the prompt's images.
+
+        The second list is empty if one forward serves. Raises as `check_prompt` does.
+        """
         positive, negative = list[Wording](), list[Wording]()
         for prompt in prompts:
             self.check_prompt(prompt)
@@ -407,7 +446,7 @@ class Policy(nn.Module, ABC):
         return positive, negative
 
     def _stored(self, wording: Wording) -> bool:
-        """Whether the store has the wording; then it is taken from there."""
+        """Return whether the store has the wording, after taking it from there."""
         found = None if self.store is None else self.store.read(wording)
         if found is not None:
             self._embeddings[wording] = found

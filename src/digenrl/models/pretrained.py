@@ -22,7 +22,7 @@ class CheckpointError(ValueError):
 
 
 def hide_progress_bars() -> None:
-    """Many ranks load at once and share one terminal."""
+    """Switch progress bars off, because many ranks load at once and share one terminal."""
     import diffusers
     import transformers
 
@@ -31,7 +31,7 @@ def hide_progress_bars() -> None:
 
 
 def missing_message(path: str, file: str, reason: str) -> str:
-    """What to do when `file` of `path` is not on this machine."""
+    """Return what to do when `file` of `path` is not on this machine."""
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         return (
             f"model.path={path} has no {file} ({reason}). Expected a directory in diffusers layout "
@@ -44,7 +44,7 @@ def missing_message(path: str, file: str, reason: str) -> str:
 
 
 def model_index(path: str) -> dict[str, Any]:
-    """The checkpoint's model_index.json; raises CheckpointError with the remedy when it cannot be read."""
+    """Return the checkpoint's model_index.json. Raises CheckpointError with the remedy if it cannot be read."""
     from diffusers import DiffusionPipeline
 
     return _load_config(DiffusionPipeline, path, "model_index.json")
@@ -61,7 +61,8 @@ def require_family(path: str, pipelines: tuple[str, ...], family: str) -> None:
 
 
 def load_component(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
-    """`component.from_pretrained` of one diffusers model, in eval mode; CheckpointError when a tensor is missing."""
+    """Return `component.from_pretrained` of one diffusers model, in eval mode. Raises CheckpointError if a tensor is
+    missing."""
     try:
         model, info = component.from_pretrained(
             path, subfolder=subfolder, torch_dtype=dtype, local_files_only=True, output_loading_info=True
@@ -78,12 +79,12 @@ def load_component(component: type[Any], path: str, subfolder: str, dtype: torch
 
 
 def component_config(component: type[Any], path: str, subfolder: str) -> dict[str, Any]:
-    """The checkpoint's SUBFOLDER/config.json."""
+    """Return the checkpoint's SUBFOLDER/config.json."""
     return _load_config(component, path, f"{subfolder}/config.json", subfolder=subfolder)
 
 
 def scheduler_config(path: str) -> dict[str, Any]:
-    """The checkpoint's scheduler/scheduler_config.json."""
+    """Return the checkpoint's scheduler/scheduler_config.json."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return _load_config(FlowMatchEulerDiscreteScheduler, path, "scheduler/scheduler_config.json", subfolder="scheduler")
@@ -97,7 +98,8 @@ def _load_config(owner: Any, path: str, file: str, **where: str) -> dict[str, An
 
 
 def component_files(path: str, *kinds: str) -> list[Path]:
-    """Files of a checkpoint's components whose names match `kinds`; raises CheckpointError where there is none."""
+    """Return the files of a checkpoint's components whose names match `kinds`. Raises CheckpointError if there is
+    none."""
     try:
         folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, local_files_only=True))
     except (OSError, ValueError) as error:
@@ -111,7 +113,7 @@ def component_files(path: str, *kinds: str) -> list[Path]:
 def require_shards(path: str, subfolder: str) -> None:
     """Raise CheckpointError when an index in a local `path/subfolder` names a weight file that is not there.
 
-    transformers fills tensors that it does not find with random numbers and only warns, so encoders are checked here.
+    transformers fills missing tensors with random numbers and only warns, so encoders are checked here.
     """
     folder = Path(path) / subfolder
     if not folder.is_dir():

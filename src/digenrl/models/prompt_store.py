@@ -1,8 +1,8 @@
-"""Conditionings of texts on disk: one safetensors file a wording, mapped into memory by every process that reads it.
+"""Conditionings of texts on disk: one safetensors file per wording, mapped into memory by every process that reads it.
 
-A file appears by one rename, when it is whole and on the disk. Who writes holds the directory's lock, so that one
-process encodes what many miss, and the others find it. The lock goes with its owner; what a killed owner had not
-finished is a temporary file, which the next one removes.
+A file appears by one rename, when it is whole and on the disk. A writer holds the directory's lock, so that one process
+encodes the wordings that many miss, and the others find them. The lock ends with its owner. A killed owner leaves a
+temporary file, which the next owner removes.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _POLL_S = 0.2
 
 
 class Wording(NamedTuple):
-    """What is encoded at once: a text with the images that the family reads beside it."""
+    """Input of one encoding: a text with the images that the family reads beside it."""
 
     text: str
     images: tuple[PromptImage, ...] = ()
 
     @property
     def key(self) -> str | list[Any]:
-        """What JSON tells it by."""
+        """JSON value that identifies the wording."""
         return [self.text, *([image.role, image.digest] for image in self.images)] if self.images else self.text
 
 
 def digest_of(facts: object) -> str:
-    """Name of what JSON can hold."""
+    """Return a digest of a JSON value, to use as a name."""
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -53,14 +53,14 @@ class PromptStore:
 
     Args:
         root: directory of all stores; need not exist.
-        facts: whatever else than the wording decides about a conditioning. Other facts, another store.
+        facts: everything besides the wording that decides about a conditioning. Other facts mean another store.
     """
 
     def __init__(self, root: Path, facts: Mapping[str, Any]) -> None:
         self.directory = root / digest_of(facts)
 
     def read(self, wording: Wording) -> Condition | None:
-        """Views of the wording's file, on the CPU; None where there is none, or a damaged one."""
+        """Return views of the wording's file, on the CPU; None if there is no file, or a damaged one."""
         try:
             with safe_open(self._path(wording), framework="pt") as file:
                 return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
@@ -73,15 +73,15 @@ class PromptStore:
         encode: Callable[[Sequence[Wording]], Iterator[Condition]],
         progress: Callable[[], None] = lambda: None,
     ) -> int:
-        """Have every wording in the store; returns how many this process has encoded.
+        """Put every wording into the store, and return how many this process has encoded.
 
         Args:
-            wordings: whatever may be asked for.
-            encode: called once, with what is missing, and only where something is.
-            progress: called when an entry has appeared, this process's or that of the one it waits for.
+            wordings: all wordings that may be asked for.
+            encode: called once with the missing wordings, unless none is missing.
+            progress: called when an entry has appeared, made by this process or by the one that it waits for.
 
         Raises:
-            OSError: an entry cannot be written. Nothing is left of it; those before it stay.
+            OSError: an entry cannot be written. No part of that entry is left, and earlier entries stay.
         """
         wanted = list(dict.fromkeys(wordings))
         if not self._missing(wanted):
@@ -132,8 +132,10 @@ class PromptStore:
 
 
 def files_digest(files: Sequence[Path], notes: Path) -> str:
-    """Digest of the files' names and bytes (xxh3). It is kept in the directory `notes` and not taken again while path,
-    size and time of change of every file are the same.
+    """Return a digest of the files' names and bytes (xxh3).
+
+    The digest is kept in the directory `notes`. It is not computed again while path, size and time of change of every
+    file are the same.
 
     Raises:
         OSError: a file cannot be read.

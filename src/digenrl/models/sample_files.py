@@ -13,9 +13,10 @@ from digenrl import gallery
 
 
 def to_uint8(media: Tensor | np.ndarray) -> np.ndarray:
-    """[..., C, H, W] in [0, 1] (or already uint8), C 1 or 3 -> [..., H, W, 3] uint8.
+    """Convert [..., C, H, W] in [0, 1] (or already uint8), C 1 or 3 -> [..., H, W, 3] uint8.
 
-    Raises ValueError when a value is not finite or C is neither 1 nor 3.
+    Raises:
+        ValueError: a value is not finite, or C is neither 1 nor 3.
     """
     array = media.detach().cpu().float().numpy() if isinstance(media, Tensor) else np.asarray(media)
     if array.ndim < 3 or array.shape[-3] not in (1, 3):
@@ -31,7 +32,7 @@ def to_uint8(media: Tensor | np.ndarray) -> np.ndarray:
 
 
 def image_grid(images: Tensor | np.ndarray, columns: int | None = None, gap: int = 2) -> Image.Image:
-    """Images [N, C, H, W] as one picture with white gaps, row by row; columns = ceil(sqrt(N)) unless given."""
+    """Return images [N, C, H, W] as one picture with white gaps, row by row; columns = ceil(sqrt(N)) unless given."""
     tiles = to_uint8(images)
     count, height, width, _ = tiles.shape
     columns = columns or math.ceil(math.sqrt(count))
@@ -44,12 +45,13 @@ def image_grid(images: Tensor | np.ndarray, columns: int | None = None, gap: int
 
 
 def write_mp4(path: Path | str, video: Tensor | np.ndarray, fps: int = gallery.FRAMES_PER_SECOND) -> None:
-    """One video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along."""
+    """Write one video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along."""
     Path(path).write_bytes(gallery.mp4(np.moveaxis(to_uint8(video), -1, -3), fps))
 
 
 def write_samples(folder: Path, media: Tensor | np.ndarray, limit: int = 16) -> list[Path]:
-    """Images [N, C, H, W] as samples.png; videos [N, F, C, H, W] as video-00.mp4 ... and a grid of their first frames.
+    """Write images [N, C, H, W] as samples.png, or videos [N, F, C, H, W] as video-00.mp4 ... and a grid of their first
+    frames.
 
     At most `limit` samples are written. Returns the files.
     """

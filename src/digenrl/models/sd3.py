@@ -57,7 +57,7 @@ class SD3Policy(DiffusersPolicy):
         )[0]
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """CLIP and T5 states [1, 77 + max_sequence_length, d] and the pooled CLIP vectors [1, d]."""
+        """Return CLIP and T5 states [1, 77 + max_sequence_length, d] and the pooled CLIP vectors [1, d]."""
         self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
         self.report_long_prompt(pipeline.tokenizer_3, text, self.max_sequence_length)
         embeddings, _, pooled, _ = pipeline.encode_prompt(

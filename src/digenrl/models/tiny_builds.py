@@ -1,10 +1,10 @@
 """Tiny builds: every family's real classes and latent geometry with small widths and depths, and random weights.
 
-Tokenizers are trained here on a few hundred captions and the models' prompt templates. Nothing is downloaded.
+Tokenizers are trained here on a few hundred captions and the models' prompt templates. Nothing is downloaded. `tiny` in
+a family's facts file describes its build. tiny_parts.yaml has the parts that families share.
 
-What a family's build is made of is `tiny` in its facts file; tiny_parts.yaml has the parts that families share.
-A build is made on first use (`ensure`) and kept under a name that hashes everything it is made from, so that a changed
-recipe or library never reads an old build. It is byte-reproducible: same seed and libraries, same files.
+A build is made on first use (`ensure`). Its name is a hash of everything that it is made from, so a changed recipe or
+library never reads an old build. Builds are byte-reproducible: same seed and libraries, same files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXT_LENGTH = 64
 """Tokens that a tiny build's main encoder takes: 512 would cost six times the image's."""
 _SHARED_FILE = Path(__file__).with_name("tiny_parts.yaml")
 _SHARED: dict[str, dict[str, Any]] = yaml.safe_load(_SHARED_FILE.read_text())
-"""Name -> a part that the builds of several families have."""
+"""Name -> description of a part that the builds of several families have."""
 
 
 def cache_root(kind: str = "tiny") -> Path:

@@ -1,10 +1,10 @@
 """Tokenizers of the tiny builds: the real classes over vocabularies learned here, in a second, from the corpus below.
 
-Vocabularies are learned in plain Python because the trainers of the `tokenizers` library are multi-threaded and break
-ties in hash order: two runs give two vocabularies, and a build must be byte-reproducible.
+Vocabularies are learned in plain Python. The trainers of the `tokenizers` library are multi-threaded and break ties in
+hash order, so two runs give two vocabularies. A build must be byte-reproducible.
 
-The corpus repeats the models' prompt templates often enough that a template's words become single tokens, as they are
-in the real vocabularies; so the templates have the real lengths, which the adapters' `check_encoders` ask for.
+The corpus repeats the models' prompt templates often enough that a template's words become single tokens, as in the
+real vocabularies. The templates then have the real lengths, which the adapters' `check_encoders` require.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def corpus(templates: list[str] | None = None) -> list[str]:
 
 
 def clip() -> Any:
-    """A CLIPTokenizer: lower case, words end in </w>, 77 tokens."""
+    """Return a CLIPTokenizer: lower case, words end in </w>, 77 tokens."""
     from transformers import CLIPTokenizer
 
     split = pre_tokenizers.Split(Regex(_DATA["clip_split"]), behavior="removed", invert=True)
@@ -49,7 +49,8 @@ def clip() -> Any:
 
 
 def t5() -> Any:
-    """A T5TokenizerFast over a unigram vocabulary (the corpus's words, and letters for all others), 512 tokens."""
+    """Return a T5TokenizerFast over a unigram vocabulary (the corpus's words, and letters for all others), 512
+    tokens."""
     from transformers import T5TokenizerFast
 
     pieces = Counter(f"▁{word}" for text in corpus() for word in text.split())
@@ -63,7 +64,7 @@ def t5() -> Any:
 
 
 def qwen(templates: list[str] | None = None) -> Any:
-    """A Qwen2Tokenizer with the special tokens of Qwen2.5-VL."""
+    """Return a Qwen2Tokenizer with the special tokens of Qwen2.5-VL."""
     from transformers import Qwen2Tokenizer
 
     special = _DATA["qwen_special"]
@@ -73,7 +74,7 @@ def qwen(templates: list[str] | None = None) -> Any:
 
 
 def gemma() -> Any:
-    """A GemmaTokenizer: words begin with ▁, what is unknown falls into bytes, and texts are padded on the left."""
+    """Return a GemmaTokenizer: words begin with ▁, unknown words become bytes, and texts are padded on the left."""
     from transformers import GemmaTokenizer
 
     texts = corpus()
@@ -85,21 +86,21 @@ def gemma() -> Any:
 
 
 def byt5() -> Any:
-    """A ByT5Tokenizer, which has no vocabulary: bytes are tokens."""
+    """Return a ByT5Tokenizer, which has no vocabulary: bytes are tokens."""
     from transformers import ByT5Tokenizer
 
     return ByT5Tokenizer()
 
 
 def qwen3(templates: list[str] | None = None) -> Any:
-    """The same with a chat template of Qwen's shape: each turn between <|im_start|> and <|im_end|>."""
+    """Return `qwen`'s tokenizer with a chat template of Qwen's shape: each turn between <|im_start|> and <|im_end|>."""
     tokenizer = qwen(templates)
     tokenizer.chat_template = _DATA["qwen_chat"]
     return tokenizer
 
 
 def llama3() -> Any:
-    """A byte-level BPE tokenizer with LLaMA 3's special tokens; every text starts with <|begin_of_text|>."""
+    """Return a byte-level BPE tokenizer with LLaMA 3's special tokens. Every text starts with <|begin_of_text|>."""
     from transformers import PreTrainedTokenizerFast
 
     special = _DATA["llama_special"]
@@ -138,7 +139,7 @@ def _train_byte_level(
 
 
 def _train_bpe(pre_tokenizer: Any, texts: list[str], suffix: str = "") -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of a byte-pair encoding of `texts` (arXiv:1508.07909), ties broken alphabetically.
+    """Return vocabulary and merges of a byte-pair encoding of `texts` (arXiv:1508.07909), ties broken alphabetically.
 
     The vocabulary starts with every byte (and every byte as a last letter), so no text has an unknown token.
     """

@@ -40,7 +40,7 @@ CHECKPOINT_NAMES: Names = {
 
 
 class _SelfAttention(WanAttnProcessor):
-    """Attention among the video's tokens that a context group can compute together."""
+    """Self-attention of the video's tokens that a context group can compute together."""
 
     def __call__(
         self,
@@ -60,7 +60,8 @@ class _SelfAttention(WanAttnProcessor):
 
 
 def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary embedding of [B, tokens, heads, d] by angles [1, tokens, 1, d], each of which is there twice."""
+    """Apply the rotary embedding to [B, tokens, heads, d] by angles [1, tokens, 1, d], in which each angle appears
+    twice."""
     real, imaginary = states.unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = cosines[..., ::2], sines[..., ::2]
     turned = real * cosine - imaginary * sine, real * sine + imaginary * cosine
@@ -92,7 +93,11 @@ class WanPolicy(DiffusersPolicy):
 
     @classmethod
     def check_checkpoint(cls, path: str) -> None:
-        """Also refuses experts that would be left out or are not there, and clocks of single tokens (Wan2.2 5B)."""
+        """Check the checkpoint as every family does, and also its experts and its timesteps.
+
+        A checkpoint is refused if an expert would be left out or is missing, or if its timesteps differ by token
+        (Wan2.2 5B).
+        """
         super().check_checkpoint(path)
         index = pretrained.model_index(path)
         experts = index.get("boundary_ratio") is not None
@@ -111,7 +116,8 @@ class WanPolicy(DiffusersPolicy):
         )[0]
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """UMT5 states [1, max_sequence_length, d], zero after the prompt; Wan attends to the zeros, so no mask."""
+        """Return UMT5 states [1, max_sequence_length, d], zero after the prompt. Wan attends to the zeros, so there is
+        no mask."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         embeddings, _ = pipeline.encode_prompt(
             text,
@@ -142,12 +148,12 @@ class WanExpertsPolicy(WanPolicy):
         self.guidance_scale_2 = guidance_scale_2
 
     def joined(self, networks: list[Any]) -> Any:
-        """With the boundary that the checkpoint names."""
+        """Return both experts as one network, with the boundary that the checkpoint names."""
         high, low = networks
         return Experts(high, low, 1000 * pretrained.model_index(self.path)["boundary_ratio"])
 
     def guidance(self, sigmas: Tensor) -> float | Tensor:
-        """Each expert's own scale [B, 1, 1, 1, 1]."""
+        """Return each expert's own scale [B, 1, 1, 1, 1]."""
         if self.guidance_scale_2 is None:
             return self.cfg_scale
         experts: Any = self.transformer
@@ -155,7 +161,11 @@ class WanExpertsPolicy(WanPolicy):
         return torch.where(high, self.cfg_scale, self.guidance_scale_2).view(-1, 1, 1, 1, 1)
 
     def parameters_without_gradient(self) -> list[str]:
-        """An expert has none where no cell of the update is of its noise levels; the other one has them all."""
+        """Return the names of trained parameters without gradient, or [] if they are all parameters of one expert.
+
+        An expert gets no gradient when no cell of the update has its noise levels. The other expert then has all
+        gradients.
+        """
         absent = super().parameters_without_gradient()
         for prefix in self.components.values():
             own = [name for name in self.trained_parameters() if name.startswith(prefix)]
@@ -167,8 +177,8 @@ class WanExpertsPolicy(WanPolicy):
 class WanImageToVideoPolicy(WanPolicy):
     """Wan2.1 image-to-video 14B; arguments in `DiffusersPolicy`.
 
-    The CLIP sees the image fitted to the size of the video, as the autoencoder does; diffusers' pipeline gives it the
-    whole image.
+    The CLIP sees the image fitted to the size of the video, as the autoencoder does. diffusers' pipeline gives the CLIP
+    the whole image.
     """
 
     family = "wan_i2v"
@@ -188,8 +198,12 @@ class WanImageToVideoPolicy(WanPolicy):
         )[0]
 
     def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """And `vision` [1, tokens, d], the CLIP's last states but one; `frame` [1, 20, f, h, w]: which frames are given
-        (4 channels: those of a latent frame), and the latents of a video that is grey behind its first frame."""
+        """Return the conditioning of the text, and `vision` and `frame` of the image.
+
+        `vision` [1, tokens, d] has the CLIP's last states but one. `frame` [1, 20, f, h, w] has 4 channels that mark
+        the given frames (one per frame of a latent frame), then the latents of a video that is grey behind its first
+        frame.
+        """
         picture = wording.images[0].fitted(self.height, self.width)
         video = pad(self.pixels(wording.images[0]).unsqueeze(2), (0, 0, 0, 0, 0, self.frames - 1))
         encoded = self._vae.encode(video.to(self._vae.device, self.vae_dtype)).latent_dist.mode()

@@ -1,4 +1,5 @@
-"""The schedule of one RL step, pure: the runtime and the simulator run the same code. Standard library only."""
+"""The schedule of one RL step, as pure functions and state machines that runtime and simulator share. Standard library
+only."""
 
 from digenrl.schedule.order import (
     fragments,

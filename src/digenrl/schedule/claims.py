@@ -1,16 +1,16 @@
-"""Claims: who runs which task. One state machine, driven by the runtime, by emulated ranks and by the simulator.
+"""Claims: a state machine that assigns tasks to ranks, for the runtime, emulated ranks and the simulator.
 
     unclaimed -> owned -> received                  the usual life of a task
     owned -> owned by another rank                  a suspended task moves; the attempt id stays
     owned -> returned -> owned, attempt + 1         its owner was lost
 
 Invariants:
-  one owner: a task is run by one rank at a time, and finished once; a late result of a lost owner is refused;
-  a task whose owner was lost goes back exactly once per loss, with a new attempt id; one that an owner let go of as it
-  left goes back with the same.
+1. One rank at a time runs a task, and a task is finished once. A late result of a lost owner is refused.
+2. When an owner is lost, its task goes back exactly once, with a new attempt id. A task that an owner released before
+   it left goes back with the same attempt id.
 
-Where the claims are kept is a `ClaimStore`: the run's control store (`digenrl.cluster.claims`), or memory. Every
-transition is one atomic operation of the store, so nobody is asked. Pure: standard library only.
+A `ClaimStore` keeps the claims: in the run's control store (`digenrl.cluster.claims`), or in memory. Every transition
+is one atomic operation of the store, so no rank needs another's permission. Pure: standard library only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from typing import Protocol
 from digenrl.schedule.spec import Task
 
 MAX_ATTEMPTS = 2
-"""Owners that a task may lose before it is taken for the cause of their deaths (a poisoned prompt, a broken reward)."""
+"""Owners that a task may lose. Then the task counts as the cause of their deaths (a poisoned prompt, a broken
+reward)."""
 NOBODY = -1
 _FORGET_AFTER = 2
-"""Queues of so many published versions ago have no task left that anybody waits for."""
+"""Age, in published versions, at which a queue has no task left that a rank waits for."""
 _FORGET_QUEUE_AFTER = 1000
-"""A rank that was so many versions asleep is lost, so that nobody begins such a queue anew."""
+"""Age, in published versions, at which the rest of a queue is deleted. A rank that slept so long is lost, so no rank
+can start the queue's counter again from 0."""
 
 
 class ClaimError(RuntimeError):
@@ -36,71 +38,72 @@ class ClaimError(RuntimeError):
 
 @dataclass(frozen=True)
 class Claim:
-    """The right of one rank to run one task. It lasts as long as the rank lives, as the launcher sees it."""
+    """Right of a rank to run a task. A claim lasts as long as the rank lives, as the launcher sees it."""
 
     position: int
     """Position in the queue (not the task's index within its RL step)."""
     rank: int
     attempt: int
-    """0 for the first owner; a loss adds one, a suspended task that moves keeps it."""
+    """Attempt id: 0 for the first owner, one more after each loss. A suspended task that moves keeps its id."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who runs a task."""
+    """The owner of a task, as the store keeps it."""
 
     rank: int
-    """NOBODY for a task that came back."""
+    """Rank that runs the task; NOBODY for a task that came back."""
     attempt: int
     giver: int
-    """The rank that gave the suspended task away, until the receiver confirms; else NOBODY."""
+    """Rank that gave the suspended task away, until the receiver confirms; else NOBODY."""
     step: int
     index: int
     group: int
 
     @classmethod
     def of(cls, rank: int, attempt: int, task: Task) -> Owner:
-        """`rank` takes `task`."""
+        """Return the entry with which `rank` takes `task`."""
         return cls(rank, attempt, NOBODY, task.step, task.index, task.group)
 
 
 class ClaimStore(Protocol):
-    """Keeps the claims of all queues; a queue belongs to the weight version that generates it."""
+    """Keeps the claims of all queues. Each queue belongs to the weight version that generates its tasks."""
 
     def count(self, name: str, amount: int = 0) -> int:
-        """The sum of counter `name` after adding `amount`, from 0: atomic."""
+        """Add `amount` to counter `name` (0 at first) and return the sum: atomic."""
 
     def owner(self, version: int, position: int) -> Owner | None:
-        """Who owns a task; None before anybody does."""
+        """Return the owner of a task; None before any rank owned it."""
 
     def change(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
-        """Replace a task's owner if it still is `old`: atomic. `new` differs from `old`."""
+        """Replace the owner of a task if it still is `old`, and return whether it was: atomic. `new` differs from
+        `old`."""
 
     def forget(self, version: int, position: int) -> None:
-        """Remove what is kept of a task."""
+        """Delete everything about one task."""
 
     def forget_queue(self, version: int) -> None:
-        """Remove the rest of what is kept of a queue."""
+        """Delete everything about a queue except its tasks."""
 
     def returned(self, version: int) -> Sequence[int]:
         """Return the positions that have come back so far, in rising order; some may have a new owner."""
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
-        """Note positions that came back. One process alone does so."""
+        """Add positions that came back. All calls must come from one process."""
 
     def newest_version(self) -> int:
-        """The newest published version."""
+        """Return the number of the newest published version."""
 
     def lost_ranks(self) -> frozenset[int]:
-        """Ranks that died while the run went on."""
+        """Return the ranks that died while the run went on."""
 
 
 @dataclass
 class MemoryClaims:
-    """A `ClaimStore` for one process: the simulator's."""
+    """A `ClaimStore` in the memory of one process, for the simulator."""
 
     version: int = 0
-    """The newest published version."""
+    """Number of the newest published version."""
     lost: set[int] = field(default_factory=set)
     _counts: dict[str, int] = field(default_factory=dict)
     _owners: dict[tuple[int, int], Owner] = field(default_factory=dict)
@@ -142,7 +145,7 @@ class MemoryClaims:
 
 
 class Claims:
-    """A rank's way to claim, give, confirm and refuse tasks."""
+    """Claims, gives away, confirms and refuses tasks on behalf of one rank."""
 
     def __init__(self, store: ClaimStore, rank: int) -> None:
         self._store, self._rank = store, rank
@@ -150,45 +153,52 @@ class Claims:
     # ---- generating ranks
 
     def take(self, version: int, tasks: Sequence[Task], part: range) -> Claim | None:
-        """Return the next task of a queue: one that came back, else the counter's next; None when none is left.
+        """Claim the next task of a queue: one that came back, else the counter's next. Return None when no task is
+        left.
 
         Args:
             tasks: the version's whole queue.
-            part: positions that the counter runs over (all of them, or this rank's own part of a divided queue).
+            part: positions that the counter runs over: all of them, or this rank's own part of a divided queue.
         """
         for position, owner in self._waiting(version, len(tasks)):
             if self._store.change(version, position, owner, Owner.of(self._rank, owner.attempt, tasks[position])):
                 return Claim(position, self._rank, owner.attempt)
         name = queue_name(version, part, len(tasks))
+        # Read before the add: ranks that poll an empty queue must not raise its counter without bound.
         while self._store.count(name) < len(part):
             number = self._store.count(name, 1) - 1
             if number >= len(part):
                 return None
             position = part[number]
+            # Fails when `lose` gave the position back first, in the moment after the add.
             if self._store.change(version, position, None, Owner.of(self._rank, 0, tasks[position])):
                 return Claim(position, self._rank, 0)
         return None
 
     def left(self, version: int, tasks: int, part: range) -> int:
-        """Count the tasks of the queue that nobody runs and nobody has finished."""
+        """Count the tasks of the queue that have no owner and no result."""
         claimed = self._store.count(queue_name(version, part, tasks))
         return max(0, len(part) - claimed) + self.returned(version, tasks)
 
     def give(self, version: int, claim: Claim, receiver: int) -> bool:
-        """Make `receiver` the owner of this rank's task. False when the receiver is lost (the task stays) or this rank
-        is no longer the owner (its work would be refused)."""
+        """Make `receiver` the owner of this rank's task, and return whether that worked.
+
+        False has two reasons: the receiver is lost, and this rank keeps the task; or this rank is no longer the owner,
+        and its work would be refused.
+        """
         owner = self._store.owner(version, claim.position)
         if owner is None or (owner.rank, owner.attempt) != (self._rank, claim.attempt):
             return False
         given = replace(owner, rank=receiver, giver=self._rank)
         if not self._store.change(version, claim.position, owner, given):
             return False
-        # A rank is marked as lost before its tasks are gathered: so that gathering sees this gift, or we see the mark.
+        # The receiver may die meanwhile. It is marked as lost before its tasks are gathered. So either the gathering
+        # sees the new owner, or the mark is visible here.
         lost = receiver in self._store.lost_ranks()
         return not lost or not self._store.change(version, claim.position, given, owner)
 
     def confirm(self, version: int, position: int, attempt: int) -> Claim | None:
-        """Return the claim of a task that was given to this rank; None when somebody else has it since."""
+        """Return the claim of a task that was given to this rank; None when another rank has it by now."""
         owner = self._store.owner(version, position)
         if owner is None or (owner.rank, owner.attempt) != (self._rank, attempt):
             return None
@@ -196,8 +206,8 @@ class Claims:
             return None
         return Claim(position, self._rank, attempt)
 
-    def let_go(self, version: int, claim: Claim) -> None:
-        """Give up this rank's task, which it will not finish; `collect` offers it again when the rank has left."""
+    def release(self, version: int, claim: Claim) -> None:
+        """Give up this rank's task unfinished. `collect` offers the task again once the rank has left."""
         owner = self._store.owner(version, claim.position)
         if owner is not None and (owner.rank, owner.attempt) == (self._rank, claim.attempt):
             self._store.change(version, claim.position, owner, replace(owner, rank=NOBODY, giver=NOBODY))
@@ -205,16 +215,16 @@ class Claims:
     # ---- trainers
 
     def accepts(self, version: int, claim: Claim) -> bool:
-        """Whether a result made under `claim` counts: it is from the task's present owner."""
+        """Return whether a result made under `claim` counts: the task's present owner must have made it."""
         owner = self._store.owner(version, claim.position)
         return owner is not None and (owner.rank, owner.attempt) == (claim.rank, claim.attempt)
 
     def received(self, version: int, position: int) -> None:
-        """Note that one more trainer holds a task's result; once a trainer and task."""
+        """Count one more trainer that holds a task's result. Each trainer calls this once per task."""
         self._store.count(_received(version, position), 1)
 
     def held_by(self, version: int, position: int, trainers: int) -> bool:
-        """Whether so many trainers hold a task's result."""
+        """Return whether `trainers` trainers hold a task's result."""
         return self._store.count(_received(version, position)) >= trainers
 
     def returned(self, version: int, tasks: int) -> int:
@@ -222,7 +232,8 @@ class Claims:
         return sum(1 for _ in self._waiting(version, tasks))
 
     def forget(self, version: int) -> None:
-        """Remove what is kept of the queue that can no longer matter once `version` is published."""
+        """Delete what no rank needs once `version` is published: the tasks of an old queue, and the rest of a very old
+        one."""
         old = version - _FORGET_AFTER
         for position in range(self._known(old)):
             self._store.forget(old, position)
@@ -231,8 +242,11 @@ class Claims:
     # ---- whoever notices a loss: who hosts the store
 
     def collect(self, rank: int) -> list[str]:
-        """Offer the tasks again that `rank` let go of, and those given to it since; returns what to call them. It has
-        left and is marked as lost. What it finished counts."""
+        """Offer again the tasks that `rank` released, and those that were given to it since. Return their names for the
+        log.
+
+        The rank has left and is marked as lost. The tasks that it finished count.
+        """
         names: list[str] = []
         newest = self._store.newest_version()
         for version in (newest - 1, newest):
@@ -250,8 +264,9 @@ class Claims:
         return names
 
     def lose(self, rank: int, cause: str, trainers: int) -> list[str]:
-        """Give back every task that `rank` owned and that not all trainers hold; returns what to call them. The rank
-        must be dead and marked as lost.
+        """Give back every task that `rank` owned and that not all trainers hold. Return their names for the log.
+
+        The rank must be dead and marked as lost.
 
         Raises:
             ClaimError: a task has lost its last owner.
@@ -269,10 +284,12 @@ class Claims:
         return names
 
     def _take_back(self, version: int, position: int, rank: int, cause: str, trainers: int, names: list[str]) -> bool:
-        """Whether the task at `position` goes back."""
+        """Give back the task at `position` if `rank` owned it, and return whether it goes back."""
         while True:
             owner = self._store.owner(version, position)
-            if owner is None:  # claimed and not noted yet: whoever it is (the dead rank?) will claim anew
+            # The counter has passed this position, but the claimant has not entered its name: perhaps it was the rank
+            # that died in between. A live claimant's own compare-and-set then fails, and it claims another task.
+            if owner is None:
                 if self._store.change(version, position, None, Owner(NOBODY, 0, NOBODY, -1, -1, -1)):
                     return True
                 continue
@@ -291,8 +308,11 @@ class Claims:
                 return True
 
     def _waiting(self, version: int, tasks: int) -> Iterator[tuple[int, Owner]]:
-        """Yield (position, owner entry) of the tasks that came back and have no owner. Ranks that asked for the last
-        task at one moment took the counter past the queue's end."""
+        """Yield (position, owner entry) of the tasks that came back and have no owner.
+
+        Positions beyond the queue's end are skipped: ranks that ask for the last task at one moment take the counter
+        past it.
+        """
         for position in self._store.returned(version):
             owner = self._store.owner(version, position) if position < tasks else None
             if owner is not None and owner.rank == NOBODY:
@@ -304,17 +324,17 @@ class Claims:
 
 
 def queue_name(version: int, part: range, tasks: int) -> str:
-    """The counter of a queue, or of one rank's part of a divided one."""
+    """Return the name of a queue's counter, or of that for one rank's part of a divided queue."""
     return f"claim/v{version}" if len(part) == tasks else f"claim/v{version}/{part.start}"
 
 
 def queue_part(tasks: int, number: int, count: int) -> range:
-    """Positions of the `number`-th of `count` equal parts of a divided queue."""
+    """Return the positions of the `number`-th of `count` equal parts of a divided queue."""
     return range(number * tasks // count, (number + 1) * tasks // count)
 
 
 def _received(version: int, position: int) -> str:
-    """The counter of trainers that hold a result."""
+    """Return the name of the counter of trainers that hold a result."""
     return f"got/v{version}/{position}"
 
 

@@ -1,29 +1,29 @@
-"""The policy: what to claim, what to leave, when to lend, and who goes on with a suspended task (I13).
+"""The policy: which rank claims, declines, lends, and continues a suspended task (I13).
 
-Nobody rules the others. Each rank feeds a policy of its own what it sees (events), asks it (decisions), and acts. A
-decision is a function of the events before it and of its arguments. The simulator feeds one policy what all ranks see,
-and has no rule of its own. With `record` set, every event and every decision is written down, and `replay` gives each
-decision again.
+No rank commands the others. Each rank has a policy of its own. The rank reports what it sees (events), asks the policy
+(decisions), and acts. A decision depends only on its arguments and on the events before it. The simulator reports what
+all ranks see to one policy, and has no rule of its own. With `record` set, every event and every decision is recorded,
+and `replay` makes each decision again.
 
     events      saw_rank   a rank is free, busy, waiting, lost, or has joined
-                expected   what the hardware profile says that a task, a cell or a switch takes
-                measured   what it took
+                expected   a duration of a task, a cell or a switch, from the hardware profile
+                measured   a measured duration of the same
                 step_begun
     decisions   takes          a free rank claims the next task, or leaves it to a rank that ends it earlier
-                next_move      a trainer trains a ready fragment, lends a hand, or waits
+                next_move      a trainer trains a ready fragment, lends itself, or waits
                 lend           how many rounds of tasks an idle trainer generates (TAG)
-                loan_receiver  who finishes the task of a trainer whose fragment is ready
-                first_free     which rollout rank will be free first
-                successor      who goes on with the task of a rank that leaves
+                loan_receiver  the rank that finishes the task of a trainer whose fragment is ready
+                first_free     the rollout rank that will be free first
+                successor      the rank that continues the task of a rank that leaves
                 step_ended     whether TAG switches itself off
 
 Invariants:
-  progress: some rank that is free accepts, or some rank that is busy will, so declining never stops the queue;
-  makespan: n equal tasks on m ranks of constant speed, all free at 0, end by (1 + (m-1)/n) x total work / total speed.
-  Proof: the accepted finishing times are the n smallest of the union of {free_i + j s_i}. At
-  t = (n+m-1)/sum(1/s_i) the union holds sum floor(t/s_i) > n-1 of them, so n fit;
-  I6: nothing is lent while a fragment is ready, nor with weights that are not the published ones;
-  a loan moves only to a rank that ends it strictly earlier.
+1. Progress: some free rank accepts the next task, or some busy rank will. Declining never stops the queue.
+2. Makespan: n equal tasks on m ranks of constant speed, all free at 0, end by (1 + (m-1)/n) x total work / total speed.
+   Proof: the accepted finishing times are the n smallest of the union of {free_i + j s_i}. At t = (n+m-1)/sum(1/s_i)
+   the union holds sum floor(t/s_i) > n-1 of them, so n fit.
+3. I6: nothing is lent while a fragment is ready, nor with weights that are not the published ones.
+4. A loan moves only to a rank that ends it strictly earlier.
 
 Pure: standard library only.
 """
@@ -45,24 +45,25 @@ from digenrl.schedule.timesteps import cells_of
 
 Fragment = tuple[int, ...]
 Record = Callable[[dict[str, Any]], None]
-"""Takes {"event" or "decision": name, "args": [...], "answer": ...}, JSON values only."""
+"""Receives rows {"event" or "decision": name, "args": [...], "answer": ...} with JSON values only."""
 
 TRAIN, LEND, WAIT, ASK = "train", "lend", "wait", "ask"
-"""The moves of a trainer; ASK = ask the search first."""
+"""Moves of a trainer. ASK means: ask the search first."""
 _COST_WEIGHT = 0.2
-"""Of a new measurement in the running mean of a cost."""
+"""Weight of a new measurement in the running mean of a cost."""
 
 
 @dataclass
 class _Trainer:
-    """What the policy keeps of one trainer."""
+    """State that the policy keeps for one trainer."""
 
     loan: int = 0
-    """Rounds still to be generated of the loan that the last search granted."""
+    """Rounds of the present loan that are still to be generated."""
     asked: tuple[int, int] | None = None
-    """(complete groups, tasks left) at the last search: its answer cannot change before something happens."""
+    """(complete groups, tasks left) at the last search. The search gives the same answer until one of the two
+    changes."""
     prediction: tuple[Decision, float] | None = None
-    """The step's first loan, and when it was granted: that one's prediction spans the whole step."""
+    """First loan of the step, and when it was granted. The prediction for this loan spans the whole step."""
     monitor: LendingMonitor = field(default_factory=LendingMonitor)
 
 
@@ -70,7 +71,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _noted(kind: str) -> Callable[[_Method], _Method]:
-    """A method whose calls (and answers, for decisions) are recorded."""
+    """Make a decorator that records each call of a method, and for decisions also the answer."""
 
     def wrap(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -91,9 +92,10 @@ class SchedulePolicy:
 
     Args:
         spec: the schedule.
-        roles: who takes part.
-        plan: version -> the tasks that its holders generate, in claim order (`order.queue`, or an override of it).
-        record: is given every event and decision.
+        roles: which ranks train and which generate.
+        plan: version -> the tasks that ranks with this version generate, in claim order (`order.queue`, or an override
+            of it).
+        record: called with every event and decision.
     """
 
     def __init__(
@@ -105,21 +107,22 @@ class SchedulePolicy:
         self._costs: dict[tuple[str, int], float] = {}
         """(stage, rank) -> running mean of its seconds."""
         self._guessed: set[tuple[str, int]] = set()
-        """Costs that nobody has measured yet."""
+        """Costs that no rank has measured yet."""
         self._trainers: dict[int, _Trainer] = {rank: _Trainer() for rank in range(roles.trainers)}
         self._same_moment: tuple[tuple[Any, ...], Decision, bool] | None = None
-        """(moment, search's answer, whether it is about tasks of the step in progress)."""
+        """(moment, the search's answer, whether the answer is about tasks of the step in progress)."""
         self._generators = set(roles.generators)
-        """Ranks that generate by trade: those of the beginning, and those that joined and are there."""
+        """Ranks whose role is to generate: the first ones, and the joined ranks that are still there."""
         self._timed: set[int] = set()
-        """Generating ranks whose speed has been seen."""
+        """Ranks of `_generators` whose speed is known."""
         self._fastest = math.inf
-        """Least seconds of a task that any rank has had."""
+        """Fewest seconds per task of any rank so far."""
 
     # ---- events
 
     def saw_rank(self, rank: int, work: Work | None) -> None:
-        """What `rank` does now; None for one that is lost or has not begun."""
+        """Take in what `rank` does now; None for a rank that is lost or has not begun."""
+        # Ranks are polled far more often than they change; a record holds the changes alone.
         if self._ranks.get(rank) == work:
             return
         if self.record is not None:
@@ -144,7 +147,8 @@ class SchedulePolicy:
 
     @_noted("event")
     def expected(self, stage: str, rank: int, seconds: float) -> None:
-        """A duration as the hardware profile gives it; the first measurement replaces it. Stages as in `measured`."""
+        """Take in a duration from the hardware profile. The first measurement replaces it. `measured` lists the
+        stages."""
         self._costs[stage, rank] = seconds
         self._guessed.add((stage, rank))
 
@@ -159,20 +163,23 @@ class SchedulePolicy:
         if not seconds >= 0.0:
             raise ValueError(f"measured duration = {seconds}: give seconds >= 0.")
         key = stage, rank
+        # A measurement replaces a guess entirely: a wrong profile must not linger in the mean.
         known = seconds if key in self._guessed else self._costs.get(key, seconds)
         self._guessed.discard(key)
         self._costs[key] = known + _COST_WEIGHT * (seconds - known)
 
     @_noted("event")
     def step_begun(self, rank: int) -> None:
-        """An RL step begins on trainer `rank`."""
+        """Take in that an RL step begins on trainer `rank`."""
         trainer = self._trainers[rank]
         trainer.loan, trainer.asked, trainer.prediction = 0, None, None
 
     @_noted("decision")
     def step_ended(self, rank: int, now: float) -> str | None:
-        """The step's weights are published: compare its first loan with what happened. A message when that switches
-        lending off."""
+        """Compare the step's first loan with what happened, now that the step's weights are published.
+
+        Return a message when that switches lending off.
+        """
         trainer = self._trainers[rank]
         if trainer.prediction is None:
             return None
@@ -183,12 +190,12 @@ class SchedulePolicy:
 
     @_noted("decision")
     def takes(self, rank: int, version: int, left: int, now: float) -> bool:
-        """Return whether free `rank` claims the next task of the version's queue. If not, ranks that hold `version`,
-        or come to it, end all `left` tasks before this rank ended one.
+        """Return whether free `rank` claims the next task of the version's queue. If not, ranks that hold `version`, or
+        will hold it, end all `left` tasks before this rank would end one.
 
-        A rank without a measured speed counts as one that never ends, so nobody waits for it. Colocated ranks leave
-        tasks to others only where all is generated before anything is trained: else nobody knows when the others are
-        free.
+        A rank whose speed is unknown counts as one that never ends, so no rank waits for it. Colocated ranks leave
+        tasks to others only where all is generated before anything is trained. In any other schedule it is unknown when
+        the others are free.
         """
         if left == 0 or self.roles.split:
             return left > 0
@@ -206,26 +213,30 @@ class SchedulePolicy:
         return not declines(rank, now, seconds, busy, left)
 
     def many_left(self, rank: int, left: int) -> bool:
-        """Return whether so many tasks are left that free `rank` takes one, whatever the others do now: each of them
-        ends at most 1 + own / fastest tasks before this rank ends one. The speed of every other rank has to be known.
+        """Return whether so many tasks are left that free `rank` takes one, whatever the other ranks do now.
+
+        Each other rank ends at most 1 + own / fastest tasks before this rank ends one. The speed of every other rank
+        has to be known.
         """
         own = self._task_seconds(rank)
         if own == math.inf:
             return True
+        # The bound needs everybody's speed: an unmeasured rank may be faster than the fastest known.
         return self._generators <= self._timed and left > len(self._generators) * (1 + own / self._fastest)
 
     def _task_seconds(self, rank: int) -> float:
-        """Return the measured seconds of a task on `rank`; inf where nothing was measured."""
+        """Return the measured seconds of a task on `rank`; inf if none was measured."""
         work = self._ranks.get(rank)
         return (work.task_seconds if work is not None else 0.0) or math.inf
 
     @_noted("decision")
     def loan_receiver(self, rank: int, task_step: int, step: int, ready: bool, now: float) -> int | None:
-        """Return who finishes the task that trainer `rank` generates, once a fragment is `ready`; None: the trainer.
+        """Return the rank that finishes trainer `rank`'s task once a fragment is `ready`; None: the trainer itself.
 
-        That is the rollout rank that is free first, where it ends the task sooner. All trainers that lend see the
-        fragment at one moment, so the next of them asks the next rollout rank. A loan of the next step's tasks runs to
-        its end: only the version of the step in progress is held until its tasks are trained.
+        The receiver is the rollout rank that is free first, if it ends the task sooner than the trainer would. All
+        lending trainers see the fragment at the same moment, so each asks another rollout rank, in turn. A loan of the
+        next step's tasks runs to its end, because only the version of the step in progress is sure to be held until its
+        tasks are trained.
         """
         own = self._ranks[rank]
         if not ready or task_step != step or not own.task_seconds:
@@ -239,13 +250,16 @@ class SchedulePolicy:
 
     @_noted("decision")
     def first_free(self, now: float) -> int | None:
-        """The rollout rank that is expected to be free first; None where no speed is known."""
+        """Return the rollout rank that is expected to be free first; None if no speed is known."""
         return self._first_free(now)
 
     @_noted("decision")
     def successor(self, rank: int, version: int, task_step: int, now: float) -> int | None:
-        """Return who goes on with a task that `rank`, which leaves, began with `version`: the rollout rank with these
-        weights that is free first. None where there is none, and for a task of a later step (see `loan_receiver`)."""
+        """Return the rank that continues the task of `rank`, which is leaving: the first free rollout rank with
+        `version`.
+
+        None if there is no such rank, and for a task of a later step (see `loan_receiver`).
+        """
         others = [
             (work.free_in(now) + work.waiting, other)
             for other, work in self._ranks.items()
@@ -254,7 +268,7 @@ class SchedulePolicy:
         return min(others, default=(0.0, None))[1]
 
     def _first_free(self, now: float, place: int = 0) -> int | None:
-        """The rollout rank in this `place` of those that are first done with what they have, going round."""
+        """Return the rollout rank at `place` in the order in which the ranks become free, counting round and round."""
         working = self._known_speed(self._generators)
         order = sorted(working, key=lambda rank: (working[rank].free_in(now) + working[rank].waiting, rank))
         return order[place % len(order)] if order else None
@@ -262,14 +276,16 @@ class SchedulePolicy:
     # ---- trainers
 
     def may_lend(self, updates_done: int) -> bool:
-        """Whether a trainer may generate: its weights are the published version, or it keeps a copy of that (I6)."""
+        """Return whether a trainer may generate: it must hold the published version, or a copy of it (I6)."""
         if self.roles.colocated:
             return updates_done == 0
         return self.spec.tag and (updates_done == 0 or self.roles.keeps_copy)
 
     def must_generate(self, updates_done: int, pending: int, left: int) -> bool:
-        """Whether colocated ranks generate what is `left` of a batch before they train the last of `pending` fragments
-        of an update. The optimizer step that follows takes the version away from them that the rest needs."""
+        """Return whether colocated ranks generate the rest of a batch before they train the last fragment of an update.
+
+        The optimizer step after that fragment changes the weights that the `left` tasks need.
+        """
         return self.roles.colocated and updates_done < self.spec.updates_per_batch - 1 and pending == 1 and left > 0
 
     @_noted("decision")
@@ -283,16 +299,17 @@ class SchedulePolicy:
         left: int,
         granted: int | None = None,
     ) -> str:
-        """What a free trainer does now: TRAIN the `ready` fragment, LEND a hand for one round, WAIT, or ASK the search
-        (`lend`, or an override of it) and give its answer as `granted`.
+        """Return a free trainer's next move: TRAIN the `ready` fragment, LEND itself for one round, WAIT, or ASK the
+        search.
 
-        The search is asked once per finished or claimed task, and after a loss: its answer cannot change before
-        something happens.
+        After ASK the caller asks the search (`lend`, or an override of it), and calls again with its answer as
+        `granted`. The search is asked once per finished or claimed task, and after a loss. In between its answer cannot
+        change.
 
         Args:
             updates_done: optimizer updates done within the step in progress.
             pending: fragments of the update that this trainer has still to train.
-            ready: that of `pending` to train now, if it is complete.
+            ready: the fragment of `pending` to train now, if it is complete.
             completed: complete groups of the step.
             left: unclaimed tasks of the version's queue.
             granted: rounds that the search has just granted.
@@ -306,6 +323,7 @@ class SchedulePolicy:
             return WAIT
         if trainer.loan == 0:
             if granted is None:
+                # Colocated ranks answer by the decline rule, which also depends on the time.
                 unchanged = trainer.asked == (completed, left) and not self.roles.colocated
                 return WAIT if unchanged else ASK
             trainer.asked, trainer.loan = (completed, left), granted
@@ -316,10 +334,10 @@ class SchedulePolicy:
 
     @_noted("decision")
     def lend(self, rank: int, step: int, pending: Sequence[Fragment], left: Sequence[int], now: float) -> int:
-        """Rounds of tasks that idle trainer `rank` generates now; 0 = wait.
+        """Return how many rounds of tasks idle trainer `rank` generates now; 0 = wait.
 
-        Colocated ranks have nobody to wait for: they take one task at a time, unless another rank ends it earlier.
-        Trainers beside rollout ranks ask the search, once all costs that it needs have been measured. Trainers that are
+        Colocated ranks wait for nobody: they take one task at a time, unless another rank ends it earlier. Trainers
+        beside rollout ranks ask the search, once all costs that the search needs have been measured. Trainers that are
         idle at the same moment get the same answer.
 
         Args:
@@ -352,8 +370,10 @@ class SchedulePolicy:
     def predicted_end(
         self, rank: int, step: int, pending: Sequence[Fragment], left: Sequence[int], now: float
     ) -> float | None:
-        """When the step that begins should end on trainer `rank`, on the run's clock. None before it and every
-        generating rank have been measured. Arguments as for `lend`."""
+        """Return when the step that begins should end on trainer `rank`, in seconds of the run's clock.
+
+        None before this trainer and every generating rank have been measured. Arguments as for `lend`.
+        """
         working = self._known_speed(sorted(self._generators))
         known = {other for other in self._generators if other in self._ranks}
         if not working or working.keys() != known or ("train", rank) not in self._costs:
@@ -364,7 +384,7 @@ class SchedulePolicy:
         return now + search(replace(state, may_lend=may_lend)).predicted_step_s
 
     def loan_facts(self, rank: int, now: float) -> dict[str, float] | None:
-        """What the step's first loan promised and what happened, for the log; None where nothing was lent."""
+        """Return what the step's first loan promised and what happened, for the log; None if nothing was lent."""
         prediction = self._trainers[rank].prediction
         if prediction is None:
             return None
@@ -387,7 +407,8 @@ class SchedulePolicy:
         now: float,
         lenders: int,
     ) -> LendingState:
-        """What the search sees: ranks of known speed that generate, and `lenders` trainers that may begin to."""
+        """Return the search's input, for generating ranks of known speed and `lenders` trainers that may begin to
+        lend."""
         plans = [self._plan(version) for version in (step - 1, step)]
         older, own = (_tail(plan, count) for plan, count in zip(plans, left, strict=True))
         working = {**rollouts, **lending}
@@ -395,6 +416,7 @@ class SchedulePolicy:
         in_flight: dict[int, float] = {}
         for other, work in working.items():
             if work.busy and work.step == step:
+                # A group is complete when the last of its running tasks is.
                 in_flight[work.group] = max(in_flight.get(work.group, 0.0), free[other])
         # With gap=0 even the first update waits for the whole batch.
         waits = pending if self.spec.gap else (sum(pending, ()), *((),) * (len(pending) - 1))
@@ -425,18 +447,20 @@ class SchedulePolicy:
         )
 
     def _known_speed(self, ranks: Iterable[int]) -> dict[int, Work]:
-        """What each of `ranks` does, of those that are there and whose seconds per task are known."""
+        """Return what each rank of `ranks` does, of the ranks that are there and whose seconds per task are known."""
         return {rank: self._ranks[rank] for rank in ranks if rank in self._ranks and ("generate", rank) in self._costs}
 
 
 def header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:
-    """The row that a record begins with: what `replay` builds a policy from. `last_step` is the run's final RL step."""
+    """Return the first row of a record, from which `replay` builds a policy. `last_step` is the run's final RL step."""
     return {"spec": asdict(spec), "roles": asdict(roles), "last_step": last_step}
 
 
 def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
-    """Feed a record to a fresh policy; the decisions that came out differently, as (row, answer now). A resumed run
-    has several headers, and each begins a new policy."""
+    """Feed a record to a fresh policy, and return the decisions that came out differently, as (row, answer now).
+
+    A resumed run has several headers. Each begins a new policy.
+    """
     different = []
     policy: SchedulePolicy | None = None
     for row in rows:
@@ -460,18 +484,18 @@ def _queue(spec: ScheduleSpec, last_step: int, version: int) -> Sequence[Task]:
 
 
 def _tail(tasks: Sequence[Task], count: int) -> Sequence[Task]:
-    """The last `count` tasks: those that nobody has claimed, where claims go in order."""
+    """Return the last `count` tasks. These are the unclaimed tasks, because claims go in order."""
     return tasks[len(tasks) - count :]
 
 
 def _by_fragment(tasks: Sequence[Task], pending: Sequence[Sequence[int]], step: int) -> tuple[int, ...]:
-    """Tasks of RL step `step` that each fragment, given by its groups, waits for and none before it does."""
+    """Count per fragment (given by its groups) the tasks of RL step `step` that no earlier fragment waits for."""
     counts = Counter(task.group for task in tasks if task.step == step)
     return tuple(sum(counts.pop(group, 0) for group in groups) for groups in pending)
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON gives it back."""
+    """Return `value` as it is after a round trip through JSON."""
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -1,16 +1,19 @@
 """TAG: should idle trainers generate? The bubble-triggered search (BTS).
 
-State at an idle point of the trainers: when each rollout rank is free, when the trainers are, tasks left, fragments to
-train. Branch: wait for the next fragment, or lend k rounds of tasks first. Bound below by the work that remains;
-incumbent = never lend; memoised on quantised time. It branches at `DEPTH` idle points and follows fixed rules behind
-them, which keeps it to milliseconds.
+The state at an idle point of the trainers: when each rollout rank is free, when the trainers are, the tasks left, and
+the fragments to train. A branch waits for the next fragment, or first lends k rounds of tasks. The lower bound is the
+work that remains. The incumbent is never to lend. Results are memoised on quantised time. The search branches at
+`DEPTH` idle points and follows fixed rules behind them, so it takes milliseconds.
 
-Model: rollout ranks accept tasks by the decline rule (`ranks.declines`). Their finishing times are then the sorted
-union of {free_i + j seconds_i}. Lending does not change these times; it renumbers the claims behind it. A fragment is
-ready when its last task is; fragments train one after another.
+The model: rollout ranks accept tasks by the decline rule (`ranks.declines`). Their finishing times are then the sorted
+union of {free_i + j seconds_i}. A loan does not change these times, but the claims behind it get later numbers. A
+fragment is ready when its last task is. Fragments train one after another.
 
-Invariants: the chosen plan is never worse than never lending under this model; no plan lends while a fragment is ready
-(I6); an open gradient transaction after the first optimizer step of a batch forbids lending unless a copy is kept.
+Invariants:
+1. Under this model the chosen plan is never worse than never lending.
+2. No plan lends while a fragment is ready (I6).
+3. After the first optimizer step of a batch, no plan lends unless the trainer keeps a copy of the published weights.
+
 Pure: standard library only.
 """
 
@@ -30,12 +33,12 @@ DEPTH = 1
 
 @dataclass(frozen=True)
 class LendingState:
-    """What the search sees. Times are seconds from now (0 = the idle point)."""
+    """Input of the search. Times are seconds from now (0 = the idle point)."""
 
     rollout_free: tuple[float, ...]
-    """When each rank that generates (another lending trainer included) ends its present task."""
+    """End of the present task of each rank that generates (including other lending trainers)."""
     rollout_seconds: tuple[float, ...]
-    """Seconds per task of each of them."""
+    """Seconds per task on each of these ranks."""
     tasks_left: int
     """Unclaimed tasks of the step."""
     fragment_tasks: tuple[int, ...]
@@ -45,7 +48,7 @@ class LendingState:
     train_seconds: tuple[float, ...]
     """Per fragment: seconds of training on the trainers."""
     lend_seconds: float
-    """Seconds of one round: every lender generates one task."""
+    """Duration of a round in seconds. Every lender generates one task per round."""
     lenders: int = 1
     """Trainers that lend together now (1 = this rank alone; sharded trainers lend in lock-step)."""
     lenders_later: int = 0
@@ -53,23 +56,23 @@ class LendingState:
     switch_seconds: float = 0.0
     """Cost of one switch between training and generation; a loan pays two."""
     tasks_later: int = 0
-    """Unclaimed tasks of the next step that the version at hand generates (one-step asynchrony). They shorten that
-    step, not this one, so that they are worth a loan only where it costs nothing. A loan of them runs to its end."""
+    """Unclaimed tasks of the next step that the version at hand generates (one-step asynchrony). They shorten the next
+    step and not this one, so they are worth a loan only where the loan costs nothing. Such a loan runs to its end."""
     later_taken: int = 0
-    """Tasks of the next step that somebody has claimed."""
+    """Claimed tasks of the next step."""
     may_lend: bool = True
     """False after the first optimizer step of a batch when no copy of the published weights is kept (I6)."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Lend `lend` rounds now (0 = wait), and what the model expects of either course."""
+    """Answer of the search: lend `lend` rounds now (0 = wait), and the predictions for both courses."""
 
     lend: int
     predicted_step_s: float
     """Seconds from now to the end of the step under the chosen plan."""
     predicted_without: float
-    """... when nothing is ever lent."""
+    """Seconds from now to the end of the step if nothing is ever lent."""
     nodes: int
     """Nodes that the search opened."""
 
@@ -80,7 +83,7 @@ class Decision:
 
 
 def accepted(free: tuple[float, ...], seconds: tuple[float, ...], tasks: int) -> tuple[list[float], list[float]]:
-    """Claiming and finishing times of the `tasks` claims that ranks accept, in order of claim.
+    """Return claiming and finishing times of the `tasks` claims that ranks accept, in order of claim.
 
     The accepted finishing times are the `tasks` smallest of the union of {free_i + j seconds_i} (see `claims`).
     """
@@ -99,12 +102,14 @@ def accepted(free: tuple[float, ...], seconds: tuple[float, ...], tasks: int) ->
 def after_older(
     free: Sequence[float], seconds: Sequence[float], ready: Sequence[float], older: Sequence[int]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """When rollout ranks are free, and fragments ready, behind the step's tasks that the previous version generates
-    (one-step asynchrony): rollout ranks claim them first, and nobody else can.
+    """Return when rollout ranks are free, and when fragments are ready, after the tasks of the previous version.
+
+    With one-step asynchrony the previous version generates some of the step's tasks. Rollout ranks claim these first,
+    and no other rank can.
 
     Args:
-        free: when each rollout rank ends its present task.
-        seconds: of a task on each of them.
+        free: end of the present task of each rollout rank.
+        seconds: seconds per task on each of them.
         ready: per fragment: when its tasks in flight will be done.
         older: per fragment: its unclaimed tasks of the previous version.
     """
@@ -121,26 +126,28 @@ def after_older(
 
 
 def search(state: LendingState, k_max: int = K_MAX, depth: int = DEPTH) -> Decision:
-    """Branch and bound over "wait or lend k rounds" at the idle points that the model foresees.
+    """Choose between waiting and lending k rounds by branch and bound over the idle points that the model foresees.
 
     Args:
         state: the idle point.
         k_max: largest number of rounds lent at one idle point.
-        depth: idle points at which every choice is branched on. Behind them the best of three fixed policies goes on:
+        depth: idle points at which every choice is branched on. Behind them the best of three fixed policies follows:
             never lend, lend what fits into the wait, lend what covers it.
 
     Returns:
-        The best plan's first move. Of equally good moves: the largest loan that fits into the wait (work done for
-        nothing relieves the rollout ranks, even where whole tasks hide it), else the smallest.
+        The best plan's first move. Of equally good moves: the largest loan that fits into the wait, else the smallest.
+            A loan that fits costs nothing and relieves the rollout ranks, even if it does not shorten this step.
     """
     tree = _Search(state, k_max)
     start = _Point(0, 0.0, 0, 0, ())
     without = tree.follow(start, None)
     if not state.may_lend or not state.train_seconds or tree.ready(start) <= 0.0:
         return Decision(0, without, without, tree.nodes)
+    # Only tasks of the next step are left: a loan may fill the wait, but must not delay this step.
     if state.tasks_left == 0:
         rounds = [k for k in range(1, k_max + 1) if (k - 1) * state.lenders < tree.spare(without) and tree.fits(k)]
         return Decision(max(rounds, default=0), without, without, tree.nodes)
+    # A first bound, so that branches worse than never lending are cut early.
     tree.best = without
     best_time, best_k = without, 0
     for lend in range(k_max + 1):
@@ -156,14 +163,14 @@ def search(state: LendingState, k_max: int = K_MAX, depth: int = DEPTH) -> Decis
 
 @dataclass(frozen=True)
 class _Point:
-    """The trainers are free at `now` and `fragment` is next."""
+    """A node of the search: the trainers are free at `now`, and `fragment` is next."""
 
     fragment: int
     now: float
     lent: int
     """Tasks lent so far."""
     inside: int
-    """... of them, those of fragments up to this one, as far as they are not in `loans`."""
+    """Lent tasks of the fragments up to this one, without those in `loans`."""
     loans: tuple[tuple[int, int], ...]
     """Runs of lent task numbers that may reach beyond the fragment: (first number, count)."""
 
@@ -182,10 +189,11 @@ class _Search:
         self._later = state.lenders_later or state.lenders
         lenders = max(state.lenders, self._later)
         self._rate = sum(1.0 / s for s in state.rollout_seconds) + lenders / state.lend_seconds
+        # Points closer than an eighth of a fragment's training differ too little to be explored twice.
         self._quantum = max(1e-9, min(state.train_seconds, default=1.0) / 8)
 
     def ready(self, point: _Point) -> float:
-        """When the next fragment is complete, given the loans so far (all finished by the trainers' present)."""
+        """Return when the next fragment is complete, given the loans so far (all finished by the trainers' present)."""
         need = self._needs[point.fragment]
         own = need - point.inside
         for first, count in point.loans:
@@ -202,9 +210,12 @@ class _Search:
         return rounds * state.lend_seconds + 2 * state.switch_seconds <= wait
 
     def spare(self, end: float) -> float:
-        """Tasks of the next step to lend now. What rollout ranks leave of it when this step ends at `end` is shared by
-        speed: were trainers to do all of it, they would have no time to lend in the next step, and rollout ranks no
-        work until its weights come."""
+        """Return how many tasks of the next step to lend now, if this step ends at `end`.
+
+        The tasks that rollout ranks leave undone by then are shared by speed. If the trainers did all of them, the
+        trainers would have no time to lend in the next step. The rollout ranks would have no work before its weights
+        come.
+        """
         state = self.state
         times = zip(state.rollout_free, state.rollout_seconds, strict=True)
         made = sum(max(0.0, end - free) // seconds for free, seconds in times)
@@ -212,7 +223,7 @@ class _Search:
         return undone * state.lenders / state.lend_seconds / self._rate - state.later_taken
 
     def lend(self, point: _Point, rounds: int) -> _Point | None:
-        """The point after lending `rounds` rounds; None when that many are not there to lend."""
+        """Return the point after lending `rounds` rounds; None when fewer are there to lend."""
         if rounds == 0:
             return point
         state = self.state
@@ -228,7 +239,7 @@ class _Search:
         return _Point(point.fragment, end + state.switch_seconds, point.lent + count, point.inside, loans)
 
     def train(self, point: _Point) -> _Point | None:
-        """The point after waiting for the next fragment and training it; None when it never becomes ready."""
+        """Return the point after waiting for the next fragment and training it; None when it never becomes ready."""
         ready = self.ready(point)
         if ready == float("inf"):
             return None
@@ -240,7 +251,8 @@ class _Search:
         return _Point(point.fragment + 1, now, point.lent, inside, loans)
 
     def follow(self, point: _Point, cover: bool | None) -> float:
-        """End of the step under a fixed policy: never lend (None), lend what fits into waits, or what covers them."""
+        """Return the step's end under a fixed policy: never lend (None), lend what fits into waits, or what covers
+        them."""
         here: _Point | None = point
         while here is not None and here.fragment < len(self._needs):
             if cover is not None:
@@ -252,7 +264,8 @@ class _Search:
         return here.now if here is not None else float("inf")
 
     def explore(self, point: _Point, depth: int) -> float:
-        """Best end of the step, having decided at `point`: train its fragment, then branch at the next idle point."""
+        """Return the best end of the step after deciding at `point`: train its fragment, then branch at the next idle
+        point."""
         here = self.train(point)
         while here is not None and here.fragment < len(self._needs) and self.ready(here) <= here.now:
             here = self.train(here)  # I6: a ready fragment is trained before anything is lent
@@ -276,7 +289,8 @@ class _Search:
         return end
 
     def _least(self, point: _Point) -> float:
-        """Lower bound: the trainers' remaining work, and the last task at the rate of everybody generating."""
+        """Return a lower bound for the step's end: the trainers' remaining work, and the last task if all ranks
+        generate."""
         unclaimed = self.state.tasks_left - bisect_right(self._starts, point.now) - point.lent
         generated = point.now + max(0, unclaimed) / self._rate + self.state.train_seconds[-1]
         return max(point.now + self._train_after[point.fragment], generated)
@@ -284,22 +298,22 @@ class _Search:
 
 @dataclass
 class LendingMonitor:
-    """Compares predictions with what happened; switches TAG off when its error exceeds its gain (I6).
+    """Compares predictions with what happened, and switches TAG off when its error exceeds its gain (I6).
 
-    Give it the first loan of each RL step: that one's prediction spans the whole step.
+    Call `record` with the first loan of each RL step: the prediction of that loan spans the whole step.
     """
 
     patience: int = 3
-    """Loans seen before a verdict, and loans that the verdict averages over (EWMA weight 1/patience)."""
+    """Loans before the first verdict, and loans that the verdict averages over (EWMA weight 1/patience)."""
     loans: int = 0
     gain: float = 0.0
     """EWMA of the predicted gain, seconds."""
     error: float = 0.0
-    """EWMA of max(0, measured - predicted), seconds: being faster than predicted is no reason to stop."""
+    """EWMA of max(0, measured - predicted), seconds. A step faster than predicted is no reason to stop."""
     off: bool = False
 
     def record(self, decision: Decision, measured_step_s: float) -> str | None:
-        """Take in how long the step took from the decision on; returns a message when that switches lending off."""
+        """Take in how long the step took from the decision on. Return a message when that switches lending off."""
         if self.off or decision.lend == 0:
             return None
         self.loans += 1

@@ -1,9 +1,9 @@
-"""Which of the generated groups are trained (`data.oversample`, `data.zero_variance_groups`).
+"""The choice of the generated groups that are trained (`data.oversample`, `data.zero_variance_groups`).
 
 Samples that all score alike teach nothing. An update has places for `spec.places` groups. In canonical order each group
-that teaches something takes one. What follows the last place is surplus: the step is as if nobody had generated it.
-With neither option every group is trained. Updates that share the samples of every group train the same groups. Pure:
-standard library only.
+that teaches something takes one place. Groups after the last place are surplus: the step is as if they had never been
+generated. With neither option every group is trained. Updates that share the samples of every group train the same
+groups. Pure: standard library only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ MISSING_REWARD, ZERO_VARIANCE, SURPLUS = "missing_reward", "zero_variance", "sur
 
 
 def update_groups(spec: ScheduleSpec, update: int) -> range:
-    """The groups that are generated for an optimizer update."""
+    """Return the groups that are generated for an optimizer update."""
     first = update * spec.groups_per_update % spec.prompts
     return range(first, first + spec.groups_per_update)
 
 
 def decided(spec: ScheduleSpec, complete: Collection[int]) -> list[int]:
-    """Return the groups of `complete` of which it is known whether they are trained: those that cannot lack a place,
-    and those before which all groups of the update are complete."""
+    """Return the groups of `complete` that are known to be trained, or known to be left out.
+
+    A group is decided in two cases: it has a place whatever the others score, or all groups of the update before it are
+    complete.
+    """
     known = []
     for group in complete:
         groups = update_groups(spec, update_of(spec, group))
@@ -35,10 +38,10 @@ def decided(spec: ScheduleSpec, complete: Collection[int]) -> list[int]:
 
 
 def left_out(spec: ScheduleSpec, faults: Mapping[int, str | None], group: int) -> str | None:
-    """Why a decided `group` is not trained; None: it is.
+    """Return why a decided `group` is not trained; None: it is.
 
     Args:
-        faults: complete group -> MISSING_REWARD, ZERO_VARIANCE (asked only if `spec.selects`), or None.
+        faults: complete group -> MISSING_REWARD, ZERO_VARIANCE (only if `spec.selects`), or None.
     """
     first = update_groups(spec, update_of(spec, group)).start
     taken = sum(earlier in faults and faults[earlier] is None for earlier in range(first, group))

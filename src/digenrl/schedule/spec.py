@@ -1,12 +1,14 @@
-"""What one RL step is, in numbers: the grid of design §1, cut into tasks, updates and micro-batches.
+"""The shape of one RL step in numbers: the grid of design §1, cut into tasks, updates and micro-batches.
 
-A *portion* is what one optimizer update trains of one group: all of it, or its share of the samples. Portions are
-numbered update by update, so that the first portion of a group has the group's number; fragments consist of them.
+A *portion* is what one optimizer update trains of one group: the whole group, or the update's share of its samples.
+Portions are numbered update by update, so the first portion of a group has the group's number. Fragments consist of
+portions.
 
-Invariants (tests state them by name):
-  I2  every (sample, trained step) is trained exactly once;
-  I3  denominators are the update's own, never a fragment's;
-  I11 nothing here depends on rank, clock or speed: the same spec gives the same tasks everywhere.
+Invariants, which tests state by name:
+1. I2: every (sample, trained step) is trained exactly once.
+2. I3: denominators are the update's own, never a fragment's.
+3. I11: nothing here depends on rank, clock or speed. The same spec gives the same tasks everywhere.
+
 Pure: standard library only.
 """
 
@@ -20,18 +22,20 @@ from typing import Any, Literal
 
 
 def steps_per_forward(asked: int | str, trained: int) -> int:
-    """K of `schedule.tsp.batch`: at most the `trained` steps, which is also what "auto" and "all" ask for."""
+    """Return K of `schedule.tsp.batch`: at most the `trained` steps, and all of them for "auto" and "all"."""
     return trained if isinstance(asked, str) else min(asked, trained)
 
 
 def groups_of_step(data: Mapping[str, Any]) -> int:
-    """Groups that an RL step generates at most, of the `data` group of a configuration; an old run's may lack
-    `oversample`."""
+    """Return how many groups an RL step generates at most, from the `data` group of a configuration.
+
+    The configuration of an old run may lack `oversample`.
+    """
     return int(data["prompts_per_batch"]) + int(data.get("oversample", 0))
 
 
 def slices_of_group(updates_split: str, updates: int) -> int:
-    """Portions of a group, of `data.updates_split` and `algorithm.updates_per_batch`."""
+    """Return the number of portions of a group, from `data.updates_split` and `algorithm.updates_per_batch`."""
     return updates if updates_split == "samples" else 1
 
 
@@ -39,57 +43,60 @@ def slices_of_group(updates_split: str, updates: int) -> int:
 class ScheduleSpec:
     """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False, tag=False, ...
 
-    A new key is a field here and a row of `_KEYS`, a field of `digenrl.config.schema` and a line of
+    A new key needs a field here, a row of `_KEYS`, a field of `digenrl.config.schema` and a line of
     configs/schedule/sync.yaml.
     """
 
     prompts: int
-    """P, groups of a logical batch, with those beyond what is trained."""
+    """P, groups of a logical batch, including those generated beyond what is trained."""
     group_size: int
     """G, samples of a group."""
     task_size: int
-    """b, samples of one rollout task; divides G. Part of the task, so the same in every schedule."""
+    """b, samples of one rollout task; divides G and is the same in every schedule."""
     denoise_steps: int
-    """T."""
+    """T, denoising steps of a sample."""
     trained_steps: int
     """S, trained steps of a sample; 1..T."""
     updates_per_batch: int = 1
     """Optimizer updates per logical batch."""
     updates_split: Literal["groups", "samples"] = "groups"
-    """What the updates of a batch share out: its groups, or the samples of every group, in canonical order."""
+    """What the updates of a batch divide among them, in canonical order: its groups, or the samples of every group."""
     gap: int = 0
-    """Groups of a fragment; 0 = one fragment is everything (the whole logical batch)."""
+    """Groups of a fragment; 0 = the whole logical batch is one fragment."""
     tsp_batch: int = 1
     """K, trained steps of a task in one forward."""
     tsp_shard: bool = False
-    """Spread the steps of one task over trainer ranks."""
+    """Whether the steps of one task are spread over trainer ranks."""
     tag: bool = False
-    """Idle trainers may claim rollout tasks when the search predicts a gain."""
+    """Whether idle trainers may claim rollout tasks when the search predicts a gain."""
     shares: tuple[float, ...] = ()
     """Relative speed of each trainer rank; () = equal."""
     measured_shares: bool = False
-    """`shares` are only the first ones: they follow the trainers' measured speed from step to step."""
+    """Whether `shares` are only the first ones, and then follow the trainers' measured speed from step to step."""
     oversample: int = 0
-    """Groups of `prompts` that are generated beyond what is trained: the first that teach something are."""
+    """Groups of `prompts` that are generated beyond what is trained. The first groups that teach something are
+    trained."""
     zero_variance_groups: Literal["keep", "drop"] = "keep"
-    """Fate of groups whose samples all score alike: they count in the loss's denominator, or leave it."""
+    """Treatment of groups whose samples all score alike: they count in the loss's denominator ("keep"), or not
+    ("drop")."""
     context: int = 1
     """Neighbouring trainers that share the tokens of each trained forward, and so train the same cells together."""
     skip_zero: bool = True
-    """Cells whose gradient is known to be zero are not trained."""
+    """Whether cells whose gradient is known to be zero are left out of training."""
     async_steps: int = 0
-    """0 = on-policy, 1 = the first groups of the next batch may be one version old."""
+    """Steps of asynchrony: 0 = on-policy, 1 = the first groups of the next batch may be one version old."""
     stale_fraction: float = 0.5
-    """With async_steps=1: the first ceil(stale_fraction * P) groups of each batch use the previous version, always."""
+    """Part of each batch, at its head, that uses the previous version when async_steps=1: ceil(stale_fraction * P)
+    groups."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], trained_steps: int, speeds: Sequence[float] = ()) -> ScheduleSpec:
-        """The schedule of a configuration that `digenrl.config` has checked.
+        """Return the schedule of a configuration that `digenrl.config` has checked.
 
         Args:
             config: the whole tree.
-            trained_steps: S, what `algorithm.train_steps` counts.
-            speeds: of the trainers; with schedule.shares=measured they are the first shares.
+            trained_steps: S, as `algorithm.train_steps` counts it.
+            speeds: speeds of the trainers. With schedule.shares=measured they are the first shares.
         """
         values: dict[str, Any] = {name: _at(config, key) for name, key in _KEYS.items()}
         asked = values["shares"]
@@ -100,7 +107,8 @@ class ScheduleSpec:
         return cls(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
 
     def overrides(self) -> list[str]:
-        """The words of a command line that set `schedule.*` to this; shares in units of the least above 0."""
+        """Return the command-line words that set `schedule.*` to this schedule. Shares are in units of the smallest
+        above 0."""
         words = {key: getattr(self, name) for name, key in _KEYS.items() if key.startswith("schedule.")}
         slowest = min((share for share in self.shares if share), default=1.0)
         relative = ",".join(f"{share / slowest:.3g}" for share in self.shares)
@@ -135,7 +143,7 @@ class ScheduleSpec:
 
     @property
     def slices(self) -> int:
-        """Portions of a group."""
+        """Number of portions of a group."""
         return slices_of_group(self.updates_split, self.updates_per_batch)
 
     @property
@@ -147,21 +155,21 @@ class ScheduleSpec:
         return self.tasks_per_group // self.slices
 
     def groups_of(self, fragment: Sequence[int]) -> list[int]:
-        """The group of each portion of a fragment."""
+        """Return the group of each portion of a fragment."""
         return [portion % self.prompts for portion in fragment]
 
     def parts_of(self, portion: int) -> range:
-        """Which tasks of its group a portion has."""
+        """Return the task numbers, within their group, that belong to a portion."""
         first = portion // self.prompts * self.tasks_per_portion
         return range(first, first + self.tasks_per_portion)
 
     def portion_of(self, group: int, part: int) -> int:
-        """The portion that task `part` of `group` belongs to."""
+        """Return the portion that task `part` of `group` belongs to."""
         return part // self.tasks_per_portion * self.prompts + group
 
     @property
     def places(self) -> int:
-        """Groups of an optimizer update that are trained, at most."""
+        """Most groups of an optimizer update that are trained."""
         return self.groups_per_update - self.oversample * self.slices // self.updates_per_batch
 
     @property
@@ -221,4 +229,4 @@ class Task:
     first_sample: int
     samples: int
     version: int
-    """The weight version that must generate it (I8: fixed before anybody claims it)."""
+    """Weight version that must generate the task (I8: fixed before any rank claims it)."""

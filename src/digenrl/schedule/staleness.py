@@ -1,8 +1,9 @@
 """The staleness bound and the accounting identity of one-step asynchrony.
 
 Invariants:
-  I9   a consumed version is never older than the trainer's minus one, nor newer than the trainer's: violated = raise;
-  I10  issued = trained + dropped(reason) + in flight, at every step.
+1. I9: a consumed version is never older than the trainer's minus one, nor newer than the trainer's. A violation raises.
+2. I10: issued = trained + dropped(reason) + in flight, at every step.
+
 Pure: standard library only.
 """
 
@@ -21,7 +22,7 @@ class AccountingError(RuntimeError):
 
 
 def check_staleness(version: int, trainer_version: int, async_steps: int) -> int:
-    """Staleness of a consumed group (I9).
+    """Return the staleness of a consumed group, after checking it (I9).
 
     Args:
         version: weight version that generated the group.
@@ -32,7 +33,7 @@ def check_staleness(version: int, trainer_version: int, async_steps: int) -> int
         trainer_version - version.
 
     Raises:
-        StalenessError: outside 0 .. async_steps.
+        StalenessError: the staleness is outside 0 .. async_steps.
     """
     staleness = trainer_version - version
     if not 0 <= staleness <= async_steps:
@@ -46,9 +47,10 @@ def check_staleness(version: int, trainer_version: int, async_steps: int) -> int
 
 @dataclass
 class Ledger:
-    """Counts samples of a run: issued, trained, dropped by reason. It is fed with the claims whose results arrive.
+    """Counts the samples of a run: issued, trained, dropped by reason. Its input are the claims whose results arrive.
 
-    In-flight samples are held by (step, group) and task, so the identity I10 is a real check and not a definition.
+    In-flight samples are kept by (step, group) and task. The identity I10 is therefore a real check and not a
+    definition.
     """
 
     issued: int = 0
@@ -58,7 +60,11 @@ class Ledger:
     """(step, group) -> task of the group -> samples issued and neither trained nor dropped."""
 
     def issue(self, step: int, group: int, samples: int, part: int = 0) -> None:
-        """The samples of a group's task `part` enter. Raises AccountingError when they are in flight already."""
+        """Count the samples of a group's task `part` as issued.
+
+        Raises:
+            AccountingError: they are in flight already.
+        """
         parts = self.open.setdefault((step, group), {})
         if part in parts:
             raise AccountingError(f"task {part} of group {group} of step {step} was issued twice.")
@@ -66,13 +72,14 @@ class Ledger:
         self.issued += samples
 
     def train(self, step: int, group: int, parts: Iterable[int] | None = None) -> int:
-        """Tasks of a group (None: all) leave through the loss; returns their samples."""
+        """Count tasks of a group (None: all) as trained, and return their samples."""
         samples = self._close(step, group, parts, "trained")
         self.trained += samples
         return samples
 
     def drop(self, step: int, group: int, reason: str, parts: Iterable[int] | None = None) -> int:
-        """Tasks of a group leave for `reason` (a failed reward, a non-finite latent); returns their samples."""
+        """Count tasks of a group as dropped for `reason` (a failed reward, a non-finite latent), and return their
+        samples."""
         samples = self._close(step, group, parts, f"dropped ({reason})")
         self.dropped[reason] = self.dropped.get(reason, 0) + samples
         return samples
@@ -83,8 +90,11 @@ class Ledger:
         return sum(sum(parts.values()) for parts in self.open.values())
 
     def check(self, before: int = 0) -> None:
-        """Raises AccountingError unless issued = trained + dropped + in flight (I10), and every group of a step earlier
-        than `before` has left."""
+        """Check the identity I10, and that every group of a step earlier than `before` has been trained or dropped.
+
+        Raises:
+            AccountingError: samples are missing, counted twice, or late.
+        """
         total = self.trained + sum(self.dropped.values()) + self.in_flight
         if total != self.issued:
             raise AccountingError(

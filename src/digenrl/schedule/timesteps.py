@@ -1,12 +1,14 @@
-"""TSP: which trainer rank trains which cells, and in which micro-batch.
+"""TSP: the placement of cells on trainer ranks and in micro-batches.
 
-A *block* is (task of the fragment, K of its trained steps). Without `tsp_shard` all blocks of a task live on one rank,
-with it they are spread over the ranks. Shares give a rank blocks in proportion to its speed; the *number* of
-micro-batches is the same on every rank (collectives), their size is not. Trainers that share the tokens of a forward
-(`context`) have one place together, and all of them its blocks.
+A *block* is (task of the fragment, K of its trained steps). Without `tsp_shard` all blocks of a task are on one rank,
+with it they are spread over the ranks. Shares give a rank blocks in proportion to its speed. The *number* of
+micro-batches is the same on every rank, because of collectives; their size is not. Trainers that share the tokens of a
+forward (`context`) are placed as one, and all of them get its blocks.
 
-Invariants: I2 every block is placed exactly once (on all ranks of one context group); equal micro-batch counts on all
-ranks; the placement is a pure function of (spec, trainers, fragment), so producers and consumers agree without talking.
+Invariants:
+1. I2: every block is placed exactly once (on all ranks of one context group).
+2. All ranks have equally many micro-batches.
+3. The placement is a pure function of (spec, trainers, fragment), so producers and consumers agree without talking.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ class Block:
 
     group: int
     part: int
-    """Which task of the group."""
+    """Number of the task within its group."""
     steps: tuple[int, ...]
 
 
 def fragment_blocks(spec: ScheduleSpec, fragment: tuple[int, ...]) -> tuple[Block, ...]:
-    """Every block of a fragment, group-first."""
+    """Return every block of a fragment, group-first."""
     step_ranges = [
         tuple(range(i, min(i + spec.tsp_batch, spec.trained_steps)))
         for i in range(0, spec.trained_steps, spec.tsp_batch)
@@ -44,9 +46,10 @@ def fragment_blocks(spec: ScheduleSpec, fragment: tuple[int, ...]) -> tuple[Bloc
 
 
 def apportion(units: int, shares: tuple[float, ...]) -> tuple[int, ...]:
-    """`units` split in proportion to `shares` (largest remainder; ties to the lower rank). Sums to `units`."""
+    """Split `units` in proportion to `shares` (largest remainder; ties to the lower rank). The parts sum to `units`."""
     total = sum(shares)
     exact = [units * share / total for share in shares]
+    # The small term keeps an exact quotient such as 2.9999999996 from losing a unit.
     counts = [math.floor(e + 1e-9) for e in exact]
     by_remainder = sorted(range(len(shares)), key=lambda r: (counts[r] - exact[r], r))
     for rank in by_remainder[: units - sum(counts)]:
@@ -60,7 +63,7 @@ Placement = tuple[tuple[tuple[Block, ...], ...], ...]
 
 @lru_cache(maxsize=4096)
 def place(spec: ScheduleSpec, trainers: int, fragment: tuple[int, ...]) -> Placement:
-    """placement[rank][micro_batch] = blocks; an empty tuple is a micro-batch that only joins collectives."""
+    """Return placement[rank][micro_batch] = blocks. An empty tuple is a micro-batch that only joins collectives."""
     if trainers % spec.context:
         raise ValueError(f"parallel.context = {spec.context} must divide the {trainers} trainers.")
     if spec.context > 1:
@@ -82,14 +85,17 @@ def place(spec: ScheduleSpec, trainers: int, fragment: tuple[int, ...]) -> Place
         mine = units[(rank - turn) % trainers :: trainers] if equal else units[start : start + count]
         owned.append([block for part in mine for block in part])
         start += count
+    # With unequal shares an average size bounds the count, and fast ranks get larger micro-batches.
     micro = max(len(o) for o in owned) if equal else math.ceil(len(blocks) / trainers)
     return tuple(_split(o, micro) for o in owned)
 
 
 @lru_cache(maxsize=4096)
 def without(placement: Placement, useless: frozenset[tuple[int, int]]) -> Placement:
-    """`placement` less the tasks (group, part) that have no gradient: as many micro-batches, of which the first ones
-    are empty on every rank."""
+    """Return `placement` without the tasks (group, part) that have no gradient.
+
+    The number of micro-batches stays the same. The first ones are empty on every rank.
+    """
     if not useless:
         return placement
     rests = [[b for micro in own for b in micro if (b.group, b.part) not in useless] for own in placement]
@@ -100,7 +106,7 @@ def without(placement: Placement, useless: frozenset[tuple[int, int]]) -> Placem
 
 
 def _split(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
-    """`blocks` in `micro` consecutive runs whose lengths differ by at most one, longer runs first."""
+    """Split `blocks` into `micro` consecutive runs whose lengths differ by at most one, longer runs first."""
     base, extra = divmod(len(blocks), micro)
     runs, start = [], 0
     for i in range(micro):
@@ -116,14 +122,16 @@ def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
 
 
 def cells_of(spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragment: tuple[int, ...]) -> int:
-    """Cells (one task at one trained step) of `fragment` that occupy trainer `rank`, if all are useful. Sharded
-    trainers wait for the largest micro-batch of all."""
+    """Count the cells (one task at one trained step) of `fragment` that occupy trainer `rank`, if all are useful.
+
+    Sharded trainers wait for the largest micro-batch of all.
+    """
     return cells_by_rank(spec, trainers, lockstep, fragment)[rank]
 
 
 @lru_cache(maxsize=4096)
 def cells_by_rank(spec: ScheduleSpec, trainers: int, lockstep: bool, fragment: tuple[int, ...]) -> tuple[int, ...]:
-    """`cells_of` for every trainer."""
+    """Return `cells_of` for every trainer."""
     placement = place(spec, trainers, fragment)
     cells = [[sum(len(block.steps) for block in micro) for micro in own] for own in placement]
     if lockstep:

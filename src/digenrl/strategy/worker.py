@@ -197,7 +197,7 @@ class TaskRunner:
                 facts["handed_to"] = receiver
         claim = self._held.pop((task.step, task.index))
         if receiver == NOBODY:
-            return self.claims.let_go(task.version, claim)
+            return self.claims.release(task.version, claim)
         if receiver is not None:
             self.announce(task.version)
             self._link.send(receiver, pack_state(task, generation.state, claim))

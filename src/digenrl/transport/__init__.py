@@ -1,1 +1,1 @@
-"""What travels between ranks: messages and sockets, cells, weights, suspended tasks."""
+"""Data between ranks: messages and sockets, cells, weights, suspended tasks."""

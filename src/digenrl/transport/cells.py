@@ -1,4 +1,4 @@
-"""Trajectories on the wire, and their assembly into complete groups and micro-batches on a trainer rank.
+"""Trajectories as messages, and their assembly into complete groups and micro-batches on a trainer rank.
 
     rollout rank                          each trainer rank r
     Trajectory -- pack(positions of r) -- CELLS message --> Part -- StepBoard.add --> complete groups
@@ -6,7 +6,7 @@
                                                             StepBoard.batches(fragment) --> TrainBatch, ...
 
 Every trainer gets the rewards of every task, and the cells that it owns. A fragment waits until all tasks of its groups
-have arrived; the last `add` unblocks it.
+have arrived. The last `add` completes it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ Teaches = Callable[[Mapping[str, Tensor]], Tensor]
 def owned_positions(
     spec: ScheduleSpec, place: Place, rank: int, group: int, part: int, lockstep: bool = False
 ) -> tuple[int, ...]:
-    """Positions (0..S-1) among a task's trained steps that trainer `rank` needs: those that it trains. A sharded rank
-    without cells of a fragment needs its first one all the same, for the forwards that it must take part in."""
+    """Return the positions (0..S-1) among a task's trained steps that trainer `rank` needs, because it trains them.
+
+    A sharded rank without cells of a fragment still needs the fragment's first cell, for the forwards that it must
+    join.
+    """
     portion = spec.portion_of(group, part)
     fragment = next(f for f in fragments(spec, update_of(spec, portion)) if portion in f)
     own = [block for blocks in place(fragment)[rank] for block in blocks]
@@ -50,8 +53,11 @@ def owned_positions(
 
 
 def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds: float) -> Message:
-    """What one trainer rank needs of a trajectory: all rewards, and the cells at `positions`. With it go the claim that
-    it was generated under, and the seconds that took, which the trainers' cost estimates use."""
+    """Return the message with one trainer rank's part of a trajectory: all rewards, and the cells at `positions`.
+
+    The message also carries the claim under which the trajectory was generated, and the seconds that took. The
+    trainers' cost estimates use the seconds.
+    """
     meta = {name: getattr(trajectory, name) for name in _FIELDS} | {
         "positions": list(positions),
         "reward_names": list(trajectory.rewards),
@@ -62,7 +68,7 @@ def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds
     }
 
     def at_positions(tensor: Tensor) -> Tensor:
-        """[b, S, ...] -> [b, len(positions), ...]; all of it without a copy."""
+        """Return [b, S, ...] -> [b, len(positions), ...], without a copy if `positions` are all of S."""
         every = list(positions) == list(range(tensor.shape[1]))
         return tensor if every else tensor[:, list(positions)]
 
@@ -84,7 +90,8 @@ def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds
 
 
 def joined(messages: Sequence[Message]) -> Message:
-    """One message with the cells that several trainers got of one task, the first one's claim and seconds."""
+    """Return one message with the cells of one task that several trainers got, and the first one's claim and
+    seconds."""
     holding = [message for message in messages if message.meta["positions"]]
     if len(holding) < 2:
         return (holding or messages)[0]
@@ -97,7 +104,7 @@ def joined(messages: Sequence[Message]) -> Message:
 
 
 class Part:
-    """What one trainer rank holds of one task."""
+    """What a trainer rank holds of a task."""
 
     def __init__(self, message: Message) -> None:
         try:
@@ -111,7 +118,7 @@ class Part:
         self._tensors = message.tensors
 
     def block(self, steps: Sequence[int]) -> CellBlock:
-        """The cells at `steps` (positions among the trained steps), which must have been shipped to this rank."""
+        """Return the cells at `steps` (positions among the trained steps), which must have been sent to this rank."""
         index = torch.tensor([self.positions.index(position) for position in steps])
         t = self._tensors
         return CellBlock(
@@ -133,18 +140,21 @@ class Part:
 
 
 class StepBoard:
-    """One RL step on one trainer rank: which groups are complete, their rewards, their cells.
+    """One RL step on one trainer rank: complete groups, their rewards, their cells.
 
-    I4: a group is given out only after every task of it has arrived with rewards, and with `data.oversample` when it is
-    known whether it is trained. A group that lacks an optimised reward is dropped. All ranks see all rewards, so all
-    leave out the same groups, and the same cells that cannot have a gradient.
+    I4: a group is released only after every task of it has arrived with rewards. With `data.oversample` it must also be
+    known whether the group is trained. A group without an optimised reward is dropped. All ranks see all rewards, so
+    all leave out the same groups, and the same cells that cannot have a gradient.
 
     Args:
-        teaches: which complete groups teach something, where the others are left out; None: all (`schedule.selection`).
-        useful: what can have a gradient, asked about complete groups; None: everything.
-        lockstep: weights or tokens are shared, so every forward is a collective, of which all must run equally many. A
-            rank with fewer blocks in a micro-batch is padded with a cell of weight zero. Others compute what they own.
-        neighbours: how many ranks share them; 0: all. Where gradients are reduced, all ranks run equally many.
+        teaches: tells which complete groups teach something, if the others are left out; None: all
+            (`schedule.selection`).
+        useful: tells which samples of complete groups can have a gradient; None: all.
+        lockstep: weights or tokens are shared. Every forward is then a collective, and all ranks must run equally many.
+            A rank with fewer blocks in a micro-batch is padded with a cell of weight zero. Other ranks compute what
+            they own.
+        neighbours: number of ranks that share them; 0: all. When gradients are reduced, all ranks run equally many
+            forwards.
     """
 
     def __init__(
@@ -166,15 +176,16 @@ class StepBoard:
         self._parts: dict[tuple[int, int], Part] = {}
         self.rewards: dict[str, Tensor] = {}
         self.completed: set[int] = set()
-        """Complete groups of which it is known whether they are trained."""
+        """Complete groups that are known to be trained, or known to be left out."""
         self.left_out: dict[int, str] = {}
-        """Those of them that are not, and why (`schedule.selection`)."""
+        """Group of `completed` that is not trained -> the reason (`schedule.selection`)."""
         self._faults: dict[int, str | None] = {}
-        """Complete group -> why it teaches nothing."""
+        """Complete group -> the reason why it teaches nothing, or None."""
 
     def add(self, part: Part) -> bool:
-        """Take one task's part; returns whether it was new. A second delivery of a task is ignored: a task that was
-        issued again gives the same samples.
+        """Take in the part of a task, and return whether the part was new.
+
+        A second delivery of a task is ignored, because a task that was issued again gives the same samples.
 
         Raises:
             StalenessError: the part was generated by another version than its group's.
@@ -208,15 +219,15 @@ class StepBoard:
         return ZERO_VARIANCE if self._teaches is not None and not self._teaches(self.rewards)[group] else None
 
     def is_complete(self, fragment: tuple[int, ...]) -> bool:
-        """Whether every group of the fragment has arrived, is scored, and is known to be trained or not."""
+        """Return whether every group of the fragment has arrived, is scored, and is known to be trained or not."""
         return self.completed.issuperset(self._spec.groups_of(fragment))
 
     def concerns(self, fragment: tuple[int, ...]) -> bool:
-        """Whether this rank takes part in training the fragment."""
+        """Return whether this rank takes part in training the fragment."""
         return self._lockstep or any(self._place(fragment)[self._rank])
 
     def useful(self, fragment: tuple[int, ...]) -> Tensor:
-        """[portions of the complete fragment, samples of a portion] bool: samples that are trained."""
+        """Return which samples are trained: [portions of the complete fragment, samples of a portion] bool."""
         useful = torch.ones(self._spec.prompts, self._spec.group_size, dtype=torch.bool)
         if self._useful is not None:
             useful &= self._useful(self._counted())
@@ -224,13 +235,16 @@ class StepBoard:
         return self.of_fragment(useful, fragment)
 
     def of_fragment(self, table: Tensor, fragment: tuple[int, ...]) -> Tensor:
-        """[P, G] -> [portions of the fragment, samples of a portion]."""
+        """Return a fragment's rows of a table: [P, G] -> [portions of the fragment, samples of a portion]."""
         portions = table[self._spec.groups_of(fragment)].unflatten(1, (self._spec.slices, -1))
         return portions[:, fragment[0] // self._spec.prompts]
 
     def batches(self, fragment: tuple[int, ...], last: bool = False) -> list[TrainBatch]:
-        """This rank's micro-batches of a complete fragment. With the `last` of an update sharded trainers reduce their
-        gradients, for which all of them run something."""
+        """Return this rank's micro-batches of a complete fragment.
+
+        After the `last` fragment of an update sharded trainers reduce their gradients, so each of them must run a
+        forward.
+        """
         spec = self._spec
         keep: dict[tuple[int, int], Tensor] = {}
         for portion, group, useful in zip(fragment, spec.groups_of(fragment), self.useful(fragment), strict=True):
@@ -252,19 +266,22 @@ class StepBoard:
         return batches
 
     def gradient_scale(self, update: int) -> float:
-        """What the gradient of a complete update is multiplied by: groups that leave the loss's denominator are known
-        only when all have been trained."""
+        """Return the factor for the gradient of a complete update.
+
+        With `data.zero_variance_groups=drop` some groups leave the loss's denominator. They are known only when all
+        groups of the update have been trained.
+        """
         trained = sum(group not in self.left_out for group in update_groups(self._spec, update))
         return self._spec.places / trained if trained and self._spec.zero_variance_groups == "drop" else 1.0
 
     def made_under(self, fragment: tuple[int, ...]) -> list[tuple[int, Claim]]:
-        """(version, claim) of every task that makes the fragment complete here."""
+        """Return (version, claim) of every task that makes the fragment complete here."""
         alone = self._spec.gap > 0 and not self._spec.selects
         groups = set(self._spec.groups_of(fragment)) if alone else range(self._spec.prompts)
         return [(part.meta["version"], part.claim) for (group, _), part in self._parts.items() if group in groups]
 
     def versions(self, fragment: tuple[int, ...]) -> set[int]:
-        """Weight versions that generated the fragment."""
+        """Return the weight versions that generated the fragment."""
         groups = self._spec.groups_of(fragment)
         return {part.meta["version"] for (group, _), part in self._parts.items() if group in groups}
 
@@ -279,7 +296,7 @@ class StepBoard:
         )
 
     def _counted(self) -> dict[str, Tensor]:
-        """The rewards so far, NaN where a group is surplus."""
+        """Return the rewards so far, NaN for groups that are surplus."""
         surplus = [group for group, reason in self.left_out.items() if reason == SURPLUS]
         return {
             name: table.index_fill(0, torch.tensor(surplus, dtype=torch.int64), torch.nan)

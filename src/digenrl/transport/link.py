@@ -33,62 +33,67 @@ from typing import Any, Protocol
 import torch
 
 from digenrl.cluster.control import Aborted, Control, PeerLost
-from digenrl.cluster.handshake import Gate, Handshake
+from digenrl.cluster.handshake import AuthenticatedListener, Handshake
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.network import ANYWHERE, Network
+from digenrl.cluster.network import ANY_NETWORK, Network
 from digenrl.cluster.store import StoreLost
 from digenrl.cluster.world import Session, World
 from digenrl.transport.wire import Buffers, Message, WireError, decode, encode, on_host
 
 RELAY = "relay"
-"""Key of a message's meta: ranks to which the receiver's link passes it on, whatever the receiver does meanwhile."""
+"""Key in a message's meta: ranks to which the receiver's link passes the message on, whatever the receiver is doing."""
 _BUFFER = 4 << 20
 _VECTOR = 1024
-"""Buffers that one system call takes (IOV_MAX of Linux)."""
+"""Most buffers that one system call takes (IOV_MAX of Linux)."""
 MAX_MESSAGE_BYTES = 64 << 30
 _DEFAULT = Limits()
 _Queued = tuple[Message, Buffers]
-"""A message, and its buffers where its line leaves it as it is."""
+"""A message, and its buffers in case its line does not change it."""
 Routes = Mapping[int, Sequence[int]]
-"""Receiving rank -> further ranks, to which the receiving rank passes the message on."""
+"""Receiver of a message -> ranks to which the receiver passes the message on."""
 
 
 class Link(Protocol):
     """Messages between ranks, as the strategy needs them. RDMA or NCCL transports fit behind these five calls."""
 
     def send(self, peer: int, message: Message) -> None:
-        """Queue `message` for `peer`; blocks only while the peer's bounded queue is full. The tensors belong to the
-        link from now on: do not write to them."""
+        """Queue `message` for `peer`. Blocks only while the peer's bounded queue is full.
+
+        The tensors belong to the link from now on: do not write to them.
+        """
 
     def multicast(self, routes: Routes, message: Message) -> None:
         """Queue `message` for every rank of `routes`, as `send` does."""
 
     def receive(self, timeout: float) -> Message | None:
-        """The next message from anybody, or None after `timeout` seconds. Raises what broke a connection, except after
-        the end of the run."""
+        """Return the next message from any rank, or None after `timeout` seconds.
+
+        Raises whatever broke a connection, except after the end of the run.
+        """
 
     def drain(self) -> None:
-        """Wait until every queued message has been written to a peer that is there; nothing can be sent after it."""
+        """Wait until every queued message has been written to each peer that is alive. Nothing can be sent
+        afterwards."""
 
     def close(self) -> None:
-        """Flush queued messages (bounded; not at all in an aborted run), then close."""
+        """Flush queued messages (for a limited time; not at all in an aborted run), then close."""
 
 
 class Line(Protocol):
-    """One direction of the connection with one peer: what becomes of messages there. Called in the link's threads."""
+    """One direction of the connection with one peer, where messages can be changed. Called in the link's threads."""
 
     def outgoing(self, message: Message) -> Message:
-        """Return what is written in place of `message`, whose tensors are contiguous and in CPU memory."""
+        """Return the message to write in place of `message`, whose tensors are contiguous and in CPU memory."""
 
     def written(self, size: int, room: int, more: bool) -> None:
         """Note that a message of `size` bytes has been written to a socket whose buffer holds `room` bytes.
 
         Args:
-            more: the next message is waiting already.
+            more: whether the next message is already waiting.
         """
 
     def incoming(self, message: Message) -> Message:
-        """Return the message that the peer's `outgoing` was given, from what that returned."""
+        """Return the message that the peer passed to `outgoing`, from the message that `outgoing` returned."""
 
 
 class PlainLine:
@@ -98,7 +103,7 @@ class PlainLine:
         return message
 
     def written(self, size: int, room: int, more: bool) -> None:
-        """Nothing is measured."""
+        """Measure nothing."""
 
     def incoming(self, message: Message) -> Message:
         return message
@@ -109,7 +114,7 @@ Lines = Callable[[int], Line]
 
 
 class LinkMaker(Protocol):
-    """How a rank comes to its link; `socket_link`, or what an extension makes."""
+    """Makes the link of a rank: `socket_link`, or a function of an extension."""
 
     def __call__(self, control: Control, world: World, session: Session, device: torch.device) -> Link: ...
 
@@ -119,10 +124,11 @@ class SocketLink:
 
     Args:
         network: the range of ports in which the link listens, on `host`.
-        watched: a launcher judges every death. Otherwise a connection that ends before the run does is an error.
+        watched: whether a launcher judges every death. Otherwise a connection that ends before the run does is an
+            error.
         limits: how long `close` waits for what is still queued, and how long the launcher may take to judge a death.
         stage: entered with "send" while a message is written.
-        lines: what becomes of messages between two ranks.
+        lines: peer -> the line that may change messages with this peer.
     """
 
     def __init__(
@@ -132,7 +138,7 @@ class SocketLink:
         host: str,
         handshake: Handshake,
         queue_depth: int = 64,
-        network: Network = ANYWHERE,
+        network: Network = ANY_NETWORK,
         watched: bool = True,
         limits: Limits = _DEFAULT,
         stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
@@ -145,7 +151,7 @@ class SocketLink:
         self._lines = lines
         self._opening, self._closing = threading.Lock(), threading.Event()
         listener = network.listen(host)
-        self._gate = Gate(listener, handshake, _purpose(rank), self._reader)
+        self._acceptor = AuthenticatedListener(listener, handshake, _purpose(rank), self._reader)
         control.set(f"address/{rank}", f"{host}:{listener.getsockname()[1]}")
         if not watched and rank > 0:
             self.open(0)  # which then sees this rank's death, also while nothing is sent
@@ -159,6 +165,7 @@ class SocketLink:
         outbox, thread = self.open(peer)
         while True:
             try:
+                # A bounded wait, so that an aborted run or a dead sender thread is noticed.
                 return outbox.put(queued, timeout=0.5)
             except queue.Full:
                 self._control.check()
@@ -173,7 +180,7 @@ class SocketLink:
             self.send(rank, replace(message, meta={**message.meta, **relay}))
 
     def open(self, peer: int) -> tuple[queue.Queue[_Queued | None], threading.Thread]:
-        """Connect to `peer`, which from then on sees this rank's end; returns its queue and the thread that empties
+        """Connect to `peer`, which can then see this rank's end. Return the peer's queue and the thread that empties
         it."""
         with self._opening:  # the scorer's thread sends too
             if peer not in self._outboxes:
@@ -197,6 +204,7 @@ class SocketLink:
         for outbox, thread in self._outboxes.values():
             ended = False
             while thread.is_alive() and time.monotonic() < deadline and not self._aborted():
+                # None ends the sender. A blocking put could wait for ever on a peer that has stopped reading.
                 if not ended and not outbox.full():
                     outbox.put(None)
                     ended = True
@@ -205,17 +213,17 @@ class SocketLink:
     def close(self) -> None:
         self.drain(self._limits.leave_s)
         self._closing.set()
-        self._gate.close()
+        self._acceptor.close()
 
     def _finished(self) -> bool:
-        """Whether the trainers have ended the run and need nothing more."""
+        """Return whether the trainers have ended the run and need nothing more."""
         try:
             return self._control.get("done") is not None
         except StoreLost:  # the store is gone too
             return False
 
     def _aborted(self) -> bool:
-        """Whether the run was aborted: nobody waits for what is still queued."""
+        """Return whether the run was aborted. Then no rank waits for what is still queued."""
         try:
             self._control.check()
         except Aborted:
@@ -243,7 +251,7 @@ class SocketLink:
                 self._inbox.put(ConnectionError(f"rank {self._rank} lost its link to rank {peer}: {error}"))
 
     def _goes_on_without(self, peer: int) -> bool:
-        """Whether the run goes on without `peer`, to which the connection broke."""
+        """Return whether the run goes on without `peer`, to which the connection broke."""
         try:
             return self._control.goes_on_without(peer, self._limits.verdict_s)
         except (Aborted, StoreLost):
@@ -255,6 +263,7 @@ class SocketLink:
 
         def read(buffer: memoryview) -> None:
             while buffer:
+                # MSG_WAITALL may still return less, for example after a signal.
                 received = sock.recv_into(buffer, 0, socket.MSG_WAITALL)
                 if received == 0:
                     raise EOFError("the peer closed the connection in the middle of a message")
@@ -274,11 +283,12 @@ class SocketLink:
             self._inbox.put(ConnectionError(cause))
 
     def _deliver(self, message: Message) -> None:
+        # Before the inbox: the other ranks of the node must not wait until this rank reads its inbox.
         self._pass_on(message)
         self._inbox.put(message)
 
     def _pass_on(self, message: Message) -> None:
-        """Send a message on to the other ranks of this node: it crosses the network once."""
+        """Send a message on to the other ranks of this node, so that it crosses the network once."""
         further = message.meta.get(RELAY, ())
         onward = replace(message, meta={key: it for key, it in message.meta.items() if key != RELAY})
         for peer in further:
@@ -308,7 +318,7 @@ def socket_link(
 
 
 def _purpose(rank: int) -> str:
-    """What a connection to `rank` is for, in the handshake."""
+    """Return the purpose of a connection to `rank`, for the handshake."""
     return f"link {rank}"
 
 

@@ -1,9 +1,10 @@
 """A trajectory suspended between two denoising steps, sent to the rank that finishes it.
 
-A rollout that leaves suspends what it runs, and so does a trainer that lends when a fragment is ready.
+A rollout that leaves suspends its running task. So does a lending trainer when a fragment is ready.
 
-Only tasks of the step in progress travel. The next version cannot be published before they are trained, so the receiver
-holds the version that they need. Under one-step asynchrony it may first have to adopt it; the task waits until then.
+Only tasks of the step in progress are sent. The next version cannot be published before these tasks are trained, so the
+receiver holds the version that they need. Under one-step asynchrony the receiver may first have to adopt that version;
+the task waits until then.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _KEPT = ("kept_latents", "kept_next_latents", "kept_log_probs", "kept_means")
 
 
 def pack_state(task: Task, state: SampleState, claim: Claim) -> Message:
-    """A suspended task as a message."""
+    """Return the message with a suspended task."""
     tensors: dict[str, Tensor] = {"latents": state.latents}
     for name in _KEPT:
         kept = getattr(state, name)
@@ -37,17 +38,17 @@ def pack_state(task: Task, state: SampleState, claim: Claim) -> Message:
 
 @dataclass(frozen=True)
 class Suspended:
-    """A task that was given to this rank and waits for it."""
+    """A suspended task that was given to this rank and waits here."""
 
     message: Message
     task: Task
     claim: Claim
     next_step: int
-    """Denoising steps done."""
+    """Number of denoising steps done."""
 
     @classmethod
     def of(cls, message: Message, rank: int) -> Suspended:
-        """What `rank` received.
+        """Return the suspended task that `rank` received.
 
         Raises:
             WireError: the message is not a suspended task.
@@ -61,7 +62,7 @@ class Suspended:
             raise WireError(f"a STATE message lacks or garbles {error}.") from error
 
     def state(self, device: torch.device) -> SampleState:
-        """The trajectory so far, on `device`.
+        """Return the trajectory so far, on `device`.
 
         Raises:
             WireError: the message is not a suspended task.

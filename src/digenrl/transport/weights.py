@@ -3,14 +3,16 @@
     trainer 0                                          rollout rank
     publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add, until the digest has come and matches  -->  adopt
                                                        (one rank of a node passes each message on inside it: the link)
-    any rank that holds the version: publish   -->     a rank that has joined, and asked it
-    other trainers: attest (replicas) or take_part (shards); they hold no copy
+    any rank that holds the version: publish   -->     a rank that has joined, and asked for the version
+    other trainers: attest (replicas) or take_part (shards); they keep no copy
 
-Version v = the weights after v logical batches. LoRA runs send the adapter alone, and every run sends the dtypes that
-rollouts hold: 16 bit where they compute in it. Of the weights that a run begins with only the digest travels: rollouts
-have them. A version travels in buckets of consecutive parameters, so that copying, hashing, sending and checking
-overlap. The last message carries the digest; without it nothing is adopted. Both sides first compare a digest of names,
-shapes and dtypes (`table`).
+Version v is the weights after v logical batches. LoRA runs send the adapter alone. Every run sends the dtypes that
+rollouts hold: 16 bit if they compute in it. Of a run's initial weights only the digest is sent, because rollouts have
+the weights already.
+
+A version is sent in buckets of consecutive parameters, so that copying, hashing, sending and checking overlap. The last
+message carries the digest; without it nothing is adopted. Both sides first compare a digest of names, shapes and dtypes
+(`table`).
 """
 
 from __future__ import annotations
@@ -30,37 +32,38 @@ from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
 _BUCKET_BYTES = 4 << 20
 _MOST_BUCKETS = 32
-"""Buckets of a version: fewer than a link queues for a peer, so that a slow peer does not hold up the trainer."""
+"""Most buckets of a version: fewer than a link queues for a peer, so that a slow peer does not hold up the trainer."""
 _PIECE_BYTES = 16 << 20
-"""Bytes of a parameter that `attest` hashes at once."""
+"""Bytes of a parameter that `attest` reads at once."""
 _ALIGNMENT = 64
-"""Bytes to which a tensor is aligned in its bucket, as torch does: kernels then take the same path on every rank."""
+"""Alignment of a tensor within its bucket, in bytes, as torch allocates. Kernels then take the same path on every
+rank."""
 
 
 class WeightsError(RuntimeError):
-    """Weights that did not arrive, or are not the ones that were sent."""
+    """Weights did not arrive, or are not the weights that were sent."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """Weights of one version in this rank's CPU memory."""
+    """Weights of a version in this rank's CPU memory."""
 
     number: int
     digest: str
-    """xxh3 over the digests (xxh3) of its buckets."""
+    """xxh3 over the digests (xxh3) of the buckets."""
     tensors: Mapping[str, Tensor]
-    """Views into the buckets; nobody writes to them."""
+    """Views into the buckets. No code writes to them."""
 
 
 @dataclass
 class Bucket:
-    """Parameters that travel together: where each begins, in bytes. Grows while the plan is made."""
+    """Parameters that are sent together, with the byte at which each begins. Grows while the plan is made."""
 
     starts: dict[str, int] = field(default_factory=dict)
     size: int = 0
 
     def views(self, data: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The bucket's tensors, shaped as `parameters`, as views of its bytes."""
+        """Return the bucket's tensors, shaped as `parameters`, as views of its bytes."""
         found: dict[str, Tensor] = {}
         for name, start in self.starts.items():
             like = parameters[name]
@@ -68,9 +71,12 @@ class Bucket:
         return found
 
     def filled(self, parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
-        """The bucket's bytes with `parameters` in the dtypes of `like`, in CPU memory; a collective where they are
-        sharded."""
+        """Return the bucket's bytes with `parameters` in the dtypes of `like`, in CPU memory.
+
+        With sharded parameters this is a collective.
+        """
         pin = any(parameters[name].is_cuda for name in self.starts)
+        # A new buffer for each version: the link may still be sending the last one.
         data = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin)
         for name, view in self.views(data, like).items():
             view.copy_(_whole(parameters[name]))
@@ -80,16 +86,16 @@ class Bucket:
 
 
 def table(parameters: Mapping[str, Tensor]) -> str:
-    """Digest of names, shapes and dtypes: equal on two ranks exactly if weights can travel between them."""
+    """Return a digest of names, shapes and dtypes: equal on two ranks exactly if weights can be sent between them."""
     rows = [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in parameters.items()]
     return xxhash.xxh3_64_hexdigest("\n".join(rows).encode())
 
 
 def buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
-    """Return which parameters travel together: a function of what `table` covers.
+    """Return which parameters are sent together. The plan depends only on what `table` covers.
 
-    A bucket is filled up to a power of two, in which torch hands out pinned memory: the next version finds the blocks
-    of the one before.
+    A bucket is filled up to a power of two. torch allocates pinned memory in such sizes, so the next version can reuse
+    the blocks of the one before.
     """
     sizes = {name: _padded(parameter.numel() * parameter.element_size()) for name, parameter in parameters.items()}
     full = max(_BUCKET_BYTES, 1 << (-(-2 * sum(sizes.values()) // _MOST_BUCKETS) - 1).bit_length())
@@ -107,7 +113,7 @@ def _padded(size: int) -> int:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    """All of a parameter: a collective where it is sharded."""
+    """Return all of a parameter. With sharded parameters this is a collective."""
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
@@ -123,17 +129,17 @@ def publish(
     there: bool = False,
     sender: int = 0,
 ) -> Version:
-    """Copy `parameters` and send them as version `number`. When it returns, the copy is complete, and later optimizer
-    steps cannot change it, however slow the link.
+    """Copy `parameters` and send them as version `number`.
 
-    With sharded parameters this is a collective: every other trainer calls `attest`.
+    When this returns, the copy is complete. Later optimizer steps cannot change it, however slow the link is. With
+    sharded parameters this is a collective: every other trainer calls `attest`.
 
     Args:
-        routes: rank that gets the version from here -> ranks to which it passes it on.
-        agree: called with the digest before the version becomes valid; raises if another trainer has another one.
-        like: tensors with the dtypes that travel; None = those of `parameters`.
-        there: the ranks hold these weights already, as at the beginning of a run: the digest alone is sent.
-        sender: this rank; receivers keep apart what comes from two.
+        routes: rank that gets the version from here -> ranks to which it passes the version on.
+        agree: called with the digest before the version becomes valid; raises if another trainer has another digest.
+        like: tensors with the dtypes to send; None = those of `parameters`.
+        there: the ranks hold these weights already, as at the start of a run. Only the digest is sent.
+        sender: this rank. Receivers keep the messages of two senders apart.
     """
     like = parameters if like is None else like
     known, plan = table(like), buckets(like)
@@ -154,8 +160,10 @@ def publish(
 
 @torch.no_grad()
 def attest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
-    """The digest that `publish` gives these parameters, of which no copy is kept: a piece is looked at at a time. With
-    sharded parameters it is a collective, as `publish` is."""
+    """Return the digest that `publish` gives these parameters, reading piece by piece and keeping no copy.
+
+    With sharded parameters this is a collective, as `publish` is.
+    """
     digests = []
     for bucket in buckets(like):
         state, zeros = xxhash.xxh3_64(), bytes(_ALIGNMENT)
@@ -171,28 +179,31 @@ def attest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
 
 @torch.no_grad()
 def take_part(parameters: Mapping[str, Tensor]) -> None:
-    """This rank's part of the gathers of a `publish` elsewhere, and nothing more."""
+    """Join the gathers of a `publish` on another rank, and do nothing more."""
     for bucket in buckets(parameters):
         for name in bucket.starts:
             _whole(parameters[name])
 
 
 class Arrivals:
-    """Collects the messages of a version until it is complete. `parameters` are this rank's own. A link keeps the order
-    of a sender's messages: buckets come in order, the digest last; alone, it is that of weights which are there. Who
-    joined may get two versions at once: the one it asked for, and the next."""
+    """Collects the messages of a version until the version is complete. `parameters` are this rank's own.
+
+    A link keeps the order of a sender's messages: buckets in order, the digest last. A digest without buckets confirms
+    weights that this rank already has. A rank that joined may get two versions at once: the one that it asked for, and
+    the next.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters, self._table, self._plan = parameters, table(parameters), buckets(parameters)
         self._arrived: defaultdict[int, list[Message]] = defaultdict(list)
-        """Sender -> messages of the version that comes from it."""
+        """Sender -> messages so far of its version."""
 
     def add(self, message: Message) -> Version | None:
-        """Take one message, and return the version that the message completes, if there is one.
+        """Take in one message, and return the version that it completes, or None.
 
         Raises:
-            WeightsError: other names or shapes than this rank's, a bucket out of turn, or bytes that do not give the
-                announced digest.
+            WeightsError: other names or shapes than this rank's, a bucket out of turn, or bytes with another digest
+                than the announced one.
         """
         number, announced = message.meta["version"], message.meta.get("digest")
         if message.meta["table"] != self._table:
@@ -229,8 +240,10 @@ class Arrivals:
 
 @torch.no_grad()
 def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
-    """Set `parameters` to this version, in their own dtypes. In CPU memory the arrived bytes are used, not copied; a
-    version without tensors is there already."""
+    """Set `parameters` to this version, in their own dtypes.
+
+    In CPU memory the arrived bytes are used, not copied. A version without tensors is in place already.
+    """
     for name, value in version.tensors.items():
         parameter = parameters[name]
         if (parameter.device, parameter.dtype) == (value.device, value.dtype) and parameter.is_contiguous():
@@ -241,7 +254,10 @@ def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
 
 @contextmanager
 def exchanged(parameters: Mapping[str, Tensor], version: Version) -> Iterator[None]:
-    """Inside, `parameters` have this version's values, and its memory keeps theirs: there is no third copy."""
+    """Give `parameters` this version's values while the context is open.
+
+    The version's memory holds the parameters' own values meanwhile, so there is no third copy.
+    """
     held = dict(version.tensors)
     _exchange(parameters, held)
     try:

@@ -42,36 +42,36 @@ MAX_TENSORS = 4096
 
 
 class MessageKind(IntEnum):
-    """What a message is about."""
+    """Type of a message."""
 
     CELLS = 1
     WEIGHTS = 2
     STATE = 3
     ASK = 4
-    """A rank that joined asks for the weights in use."""
+    """Request of a rank that joined for the weights in use."""
     EVALUATION = 5
-    """A piece of an evaluation: samples and scores."""
+    """Piece of an evaluation: samples and scores."""
     BASE_MEANS = 7
-    """Of some cells, the means that the base model gives: in a record, never on the way."""
+    """Means that the base model gives for some cells. They are only in records, never sent."""
 
 
 class WireError(ConnectionError):
-    """The peer sent something that is not a digenrl message within the limits."""
+    """The peer sent bytes that are not a digenrl message within the limits."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message: JSON-plain `meta`, and tensors by name (names travel in the meta)."""
+    """One message: `meta` of plain JSON values, and tensors by name (the names are sent with the meta)."""
 
     kind: MessageKind
     meta: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     digest: str | None = None
-    """xxh3 over all tensor bytes of a received WEIGHTS message, taken while each piece was still in the cache."""
+    """xxh3 over all tensor bytes of a received WEIGHTS message, computed while each piece was still in the cache."""
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The raw bytes of a contiguous CPU tensor, without a copy."""
+    """Return the raw bytes of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
         return memoryview(b"")
     return tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -81,7 +81,7 @@ Buffers = list[memoryview]
 
 
 def on_host(message: Message) -> Message:
-    """Return the message with contiguous tensors in CPU memory; those that are so already are not copied."""
+    """Return the message with contiguous tensors in CPU memory. Tensors that are so already are not copied."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in message.tensors.items()}
     return replace(message, tensors=tensors)
 
@@ -109,8 +109,11 @@ def encode(message: Message) -> Buffers:
 
 
 def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
-    """The next message. `read` fills a buffer completely or raises; `max_bytes` bounds the sum of all tensors, an empty
-    dimension counted as one.
+    """Read and return the next message.
+
+    Args:
+        read: fills a buffer completely, or raises.
+        max_bytes: bound for the sum of all tensors. An empty dimension counts as one.
 
     Raises:
         WireError: wrong magic, unknown kind or dtype, sizes over the limits, or meta that is not the agreed JSON.

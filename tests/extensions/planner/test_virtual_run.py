@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from digenrl.extensions.planner.floor import floor_seconds
-from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, Rank, waves
+from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, Rank, coarsen
 from digenrl.extensions.planner.virtual_run import simulate, steady
 from digenrl.schedule import ScheduleSpec, fragments, group_version, place
 
@@ -224,23 +224,23 @@ def test_a_settled_step_is_that_of_a_longer_run(spec: ScheduleSpec, cluster: Clu
         assert steady(spec, cluster, steps=40).step_s == pytest.approx(found.step_s, rel=0.02)
 
 
-def test_waves_of_equal_ranks_take_as_long_as_the_ranks() -> None:
+def test_coarse_run_of_equal_ranks_takes_as_long_as_the_whole_run() -> None:
     spec = ScheduleSpec(**{**BASE, "group_size": 64, "task_size": 1}, gap=1, tsp_shard=True)
     cluster = even(16, 16, reduce_seconds=0.3, deliver_seconds=0.1)
-    smaller, fewer = waves(spec, cluster, 8)
+    smaller, fewer = coarsen(spec, cluster, 8)
     assert len(fewer.ranks) == 8 < len(cluster.ranks)
     assert steady(smaller, fewer).step_s == pytest.approx(steady(spec, cluster).step_s, rel=0.01)
 
 
 @pytest.mark.parametrize("together", [0, 8])
-def test_waves_of_sharded_trainers_wait_for_the_fullest_of_the_ranks(together: int) -> None:
+def test_coarse_run_of_sharded_trainers_waits_for_the_fullest_of_the_ranks(together: int) -> None:
     """A third of the samples has a gradient, and not the same number on each rank: four ranks as one would not show
     it."""
     numbers = {"prompts": 32, "group_size": 24, "task_size": 1, "denoise_steps": 9, "trained_steps": 9}
     spec = ScheduleSpec(**{**BASE, **numbers}, gap=1, tsp_shard=True)
     whole = replace(even(16, 16), lockstep=True, together=together, useful=1 / 3)
     whole = replace(whole, ranks=tuple(replace(rank, cell_seconds=9.0) for rank in whole.ranks))
-    smaller, fewer = waves(spec, whole, 8)
+    smaller, fewer = coarsen(spec, whole, 8)
     exact, quick, blind = (
         steady(spec, cluster).step_s
         for spec, cluster in ((spec, whole), (smaller, fewer), (smaller, replace(fewer, whole=None)))

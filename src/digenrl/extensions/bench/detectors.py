@@ -1,4 +1,4 @@
-"""Detectors for GenEval's rules: one of the user's own from transformers, and that of the embedded drawn scenes."""
+"""Detectors for GenEval's rules: a user's model from transformers, and the detector of the embedded drawn scenes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from reward_models.drawn_scenes import AREA, EXTENT, SHAPES
 from reward_models.scene_judges import Found, detect
 
 ALIASES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
-"""GenEval's name of a class -> COCO's."""
+"""GenEval's name of a class -> COCO's name."""
 
 
 class TransformersDetector:
-    """A detector that transformers loads, and a CLIP model for colours.
+    """Detector from transformers, with a CLIP model for colours.
 
-    A detector that is asked for classes in words (OWL-ViT, OWLv2, Grounding DINO) is asked for the classes of the line;
-    another (DETR, YOLOS, RT-DETR) must know them, under GenEval's names or COCO's.
+    Some detectors take class names as text (OWL-ViT, OWLv2, Grounding DINO) and get those of the suite's line. Others
+    (DETR, YOLOS, RT-DETR) must know the classes already, under GenEval's or COCO's names.
 
     Args:
         path: directory of the detector.
-        colours: directory of the CLIP model; None: lines that ask for colours cannot be scored.
-        least: detections below are not looked at.
-        max_overlap: of two boxes of a class that overlap more (intersection over union) only the surer stays.
+        colours: directory of the CLIP model; None = lines that ask for colours cannot be scored. least: lowest score of
+            a detection that counts. max_overlap: largest intersection over union of two boxes of a class. Of boxes that
+            overlap more, only the one
+                with the higher score stays.
 
     Raises:
-        SuiteError: no such directory, or one that holds no such model.
+        SuiteError: the directory does not exist or holds no such model.
     """
 
     def __init__(self, path: Path, colours: Path | None, least: float, max_overlap: float) -> None:
@@ -71,14 +72,14 @@ class TransformersDetector:
         return [found[row] for name in classes for row in self._kept(found, name)]
 
     def _kept(self, found: Sequence[Detection], label: str) -> list[int]:
-        """Rows of `found` of this label that no surer one hides."""
+        """Return the rows of `found` with this label, without boxes that overlap a box of higher score."""
         rows = [row for row, one in enumerate(found) if one.label == label]
         boxes = torch.tensor([found[row].box for row in rows], dtype=torch.float32).reshape(-1, 4)
         scores = torch.tensor([found[row].score for row in rows], dtype=torch.float32)
         return [rows[int(i)] for i in nms(boxes, scores, self._max_overlap)]
 
     def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
-        """CLIP's choice for each box.
+        """Return CLIP's colour for each box.
 
         Raises:
             SuiteError: there is no CLIP model.
@@ -117,7 +118,7 @@ def _pipeline(task: str, path: Path, key: str) -> Any:
 
 
 class SceneObjects:
-    """The detector of the embedded drawn scenes. Labels of an object: its shape, colour and shape, `object`."""
+    """Detector of the embedded drawn scenes. An object's labels are its shape, its colour and shape, and `object`."""
 
     def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         """See `digenrl.extensions.bench.geneval.Detector`."""
@@ -130,13 +131,13 @@ class SceneObjects:
         ]
 
     def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
-        """As the scenes' judge reads them."""
+        """Return the colours that the scenes' judge sees."""
         known = {_box(one): one.colour for one in detect(picture[None])[0]}
         return [known[one.box] for one in found]
 
 
 def _box(one: Found) -> tuple[float, float, float, float]:
-    """Of the shape with this area around the object's centroid; of a circle where the shape is not known."""
+    """Return the box of an object from its centroid, area and shape; an unknown shape counts as a circle."""
     shape = SHAPES.index(one.shape) if one.shape else 0
     left, right, up, down = (EXTENT[shape] * (one.area / AREA[shape]).sqrt()).tolist()
     return one.x - left, one.y - up, one.x + right, one.y + down

@@ -1,6 +1,6 @@
-"""The prompt files of standard benchmarks, read as they are published, and where their own tools look for images.
+"""Read the prompt files of standard benchmarks as published, and name images as the benchmarks' own tools expect.
 
-The user brings the file. torch is imported for the embedded scenes alone.
+The user brings the file. torch is imported only for the embedded scenes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from digenrl import prompts
 
 FOLDER = Path("suites")
-"""Where a suite's file is looked for, in the folder of the suite's name."""
+"""Folder in which a suite's file is looked for, inside a folder of the suite's name."""
 
 
 class SuiteError(ValueError):
@@ -29,42 +29,42 @@ class Item:
     """One prompt of a suite."""
 
     key: str
-    """Names its images: the line's number or the published id."""
+    """Name of its images: the line's number or the published id."""
     prompt: str
     tags: tuple[str, ...]
-    """What it counts for; a prompt of VBench may count for several."""
+    """Categories that the prompt counts for; a prompt of VBench may have several."""
     rules: Mapping[str, Any] = field(default_factory=dict)
-    """The published line; for GenEval's rules {tag, include, exclude}."""
+    """Published line; for GenEval's rules {tag, include, exclude}."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a suite."""
+    """Known facts of a suite: its file, its number of samples, the names of its images."""
 
     read: Callable[[str], list[Item]]
-    """The items of the file's text; ValueError or LookupError where it is of another form."""
+    """Function from the file's text to items. It raises ValueError or LookupError for a file of another form."""
     samples: int
-    """Of each prompt, as the suite asks."""
+    """Samples of each prompt that the suite asks for."""
     layout: str
-    """Path of one image, of {key} or {prompt} and {sample}; without {sample}: all in one grid of squares."""
+    """Path of one image, from {key} or {prompt}, and {sample}. Without {sample} all samples are in one square grid."""
     then: str
-    """What gives the official score, of {folder}."""
+    """Official way to score the images in {folder}, for the user."""
     file: str = ""
-    """Name of the published file; "": none is needed."""
+    """Name of the published file; "" = no file is needed."""
     source: str = ""
-    """Where it is published."""
+    """Address of the published file."""
     sha256: str = ""
-    """Of the published file; "": not known here."""
+    """SHA-256 of the published file; "" = not known here."""
 
     @property
     def video(self) -> bool:
-        """Whether it asks for videos."""
+        """Whether the suite asks for videos."""
         return self.layout.endswith(".mp4")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite as it was read."""
+    """A suite after reading its file."""
 
     name: str
     kind: Kind
@@ -74,15 +74,15 @@ class Suite:
 
     @property
     def published(self) -> bool | None:
-        """Whether the file is the published one; None: not known here."""
+        """Whether the file is the published one; None = not known here."""
         return self.digest == self.kind.sha256 if self.kind.sha256 else None
 
 
 def read_suite(name: str, file: Path | None = None) -> Suite:
-    """The suite `name`, of `file` or of the file in the suite's folder.
+    """Read the suite `name`, from `file` or from the file in the suite's folder.
 
     Raises:
-        SuiteError: no such file, with where it goes and where to find it; or one of another form.
+        SuiteError: the file does not exist or has another form. The message names its source and its place.
     """
     kind = KINDS[name]
     if not kind.file and file is not None:
@@ -134,7 +134,7 @@ def _vbench(text: str) -> list[Item]:
 
 
 def _scenes(text: str) -> list[Item]:
-    """Embedded scenes with the line that GenEval's rules would have for each: nothing but what the prompt names."""
+    """Return the embedded scenes with lines for GenEval's rules: exactly the objects that the prompt names."""
     from reward_models.drawn_scenes import asked_scene
 
     items = []
@@ -146,9 +146,9 @@ def _scenes(text: str) -> list[Item]:
 
 
 def scene_rules(scene: Any) -> dict[str, Any]:
-    """{tag, include, exclude} of a `reward_models.drawn_scenes.Scene`.
+    """Return {tag, include, exclude} of a `reward_models.drawn_scenes.Scene`.
 
-    Two objects of one shape differ by colour alone, which GenEval's clauses do not tell apart: there the class is
+    Two objects of one shape differ by colour only, and GenEval's clauses do not tell them apart. For these the class is
     colour and shape. `object` is the class of everything in the picture.
     """
     number = len(scene.kinds)
@@ -203,4 +203,4 @@ KINDS: Mapping[str, Kind] = {
     ),
     "scenes": Kind(_scenes, samples=8, layout=PAIRS, then="the detector of reward_models.scene_judges"),
 }
-"""Suite -> what is known of it."""
+"""Suite -> known facts of it."""

@@ -1,8 +1,8 @@
-"""GenEval's rules (arXiv 2310.11513) over detected objects: how many of a class, of which colour, where.
+"""GenEval's rules (arXiv 2310.11513) over detected objects: their number, colour and place.
 
 A line of the suite is {tag, prompt, include: [{class, count, color?, position?: [relation, clause]}], exclude?:
-[{class, count}]}. All `include` clauses must hold and no `exclude` clause. A clause looks at its `count` surest
-objects. Lengths are pixels, y downwards.
+[{class, count}]}. All `include` clauses must hold, and no `exclude` clause. A clause looks at the `count` objects with
+the highest scores. Lengths are pixels, y downwards.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 MOST_OBJECTS = 16
-"""Of a class, the surest."""
+"""Most objects of a class that are counted, the highest scores first."""
 APART = 0.1
-"""Share of both objects' sizes by which centres must be apart to lie in a direction at all."""
+"""Share of both objects' sizes by which their centres must be apart to have a direction at all."""
 ALONG = 0.5
-"""Component of the unit offset from which the direction counts: two of them may hold."""
+"""Smallest component of the unit offset at which its direction counts. Two directions may hold at once."""
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 
 
@@ -34,29 +34,29 @@ class Detection:
 
 
 class Detector(Protocol):
-    """What finds objects and tells their colours."""
+    """Finder of objects and their colours."""
 
     def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
-        """Objects of `classes` in a picture [3, H, W] in [0, 1]."""
+        """Return the objects of `classes` in a picture [3, H, W] in [0, 1]."""
         ...
 
     def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
-        """The colour of each, one of `COLOURS`; None: none of them."""
+        """Return the colour of each object, one of `COLOURS`, or None if no colour fits."""
         ...
 
 
 def classes_of(rules: Mapping[str, Any]) -> list[str]:
-    """Every class that a line names, once."""
+    """Return every class that a line names, once."""
     return list(dict.fromkeys(clause["class"] for clause in [*rules["include"], *rules.get("exclude", [])]))
 
 
 def verdict(
     rules: Mapping[str, Any], picture: Tensor, detector: Detector, threshold: float, counting_threshold: float
 ) -> str:
-    """Why `picture` [3, H, W] is not what the line `rules` asks for; "" where it is.
+    """Return why `picture` [3, H, W] does not fulfil the line `rules`; "" if it does.
 
     Args:
-        threshold: only detections above it count; `counting_threshold` in lines tagged "counting".
+        threshold: score above which detections count. Lines tagged "counting" use `counting_threshold`.
     """
     least = counting_threshold if rules["tag"] == "counting" else threshold
     seen = [found for found in detector.find(picture, classes_of(rules)) if found.score > least]
@@ -82,7 +82,10 @@ def _unfulfilled(
     detector: Detector,
     groups: Sequence[Sequence[Detection] | None],
 ) -> str:
-    """Why the objects of an `include` clause do not fulfil it; "" where they do. `groups`: those of earlier clauses."""
+    """Return why the objects of an `include` clause do not fulfil it; "" if they do.
+
+    `groups` are the objects of earlier clauses.
+    """
     name, count = clause["class"], clause["count"]
     if len(found) < count:
         return f"{name}: {len(found)}, expected {count}"
@@ -103,7 +106,7 @@ def _unfulfilled(
 
 
 def relations(one: Detection, other: Detection) -> set[str]:
-    """The directions in which `one` lies of `other`: left of, right of, above, below; none, one or two of them."""
+    """Return the relations of `one` to `other`: up to two of left of, right of, above, below."""
     offsets, apart = [], []
     for axis in (0, 1):
         low, high, other_low, other_high = one.box[axis], one.box[axis + 2], other.box[axis], other.box[axis + 2]

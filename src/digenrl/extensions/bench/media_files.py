@@ -1,4 +1,4 @@
-"""Pictures and videos on disk as scorer media."""
+"""Read pictures and videos on disk as scorer media."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class MediaError(ValueError):
 
 
 def media_files(folder: Path) -> list[Path]:
-    """Pictures and videos in `folder`, in order of name; other files and subfolders are left out.
+    """Return the pictures and videos in `folder`, in order of name. Other files and subfolders are left out.
 
-    Raises MediaError if there is no such folder, or none of them in it.
+    Raises MediaError if there is no such folder, or no picture or video in it.
     """
     if not folder.is_dir():
         raise MediaError(f"{folder}: no such folder of pictures or videos.")
@@ -33,10 +33,10 @@ def media_files(folder: Path) -> list[Path]:
 
 
 def read_media(path: Path, max_frames: int, max_pixels: int) -> Tensor:
-    """fp32 in [0, 1]: a picture as [3, H, W] ([1, H, W] if stored grey), a video as [F, 3, H, W] with F <= max_frames.
+    """Read a picture as [3, H, W] ([1, H, W] if stored grey), or a video as [F, 3, H, W], in fp32 from 0 to 1.
 
-    Transparency is laid over white, a photograph's orientation is applied. No more than `max_pixels` (F x H x W) are
-    decoded. Raises MediaError.
+    F is at most `max_frames`. Transparency becomes white, and a photograph's orientation is applied. At most
+    `max_pixels` (F x H x W) are decoded. Raises MediaError.
     """
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Means of a benchmark with 95 % intervals. The unit is the prompt: images of one prompt are alike."""
+"""Means of a benchmark with 95 % intervals. The unit is the prompt, because images of one prompt are similar."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ class Estimate:
 
 
 def of_shares(shares: Sequence[float]) -> Estimate:
-    """Of prompts whose images are right in these shares: Wilson's interval of so many draws, which is never too narrow
-    by taking images of one prompt for independent."""
+    """Return the mean share of right images over prompts, with Wilson's interval for that many draws.
+
+    Counting prompts instead of images keeps the interval from being too narrow, because images of one prompt are not
+    independent.
+    """
     mean, n = fmean(shares), len(shares)
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
@@ -33,7 +36,10 @@ def of_shares(shares: Sequence[float]) -> Estimate:
 
 
 def of_values(values: Sequence[float]) -> Estimate:
-    """Of one value a prompt: percentiles of the bootstrap over prompts, with a fixed seed; NaN for one prompt."""
+    """Return the mean of one value per prompt, with percentiles of a bootstrap over prompts (fixed seed).
+
+    The interval is NaN for a single prompt.
+    """
     array = np.asarray(values)
     if len(array) == 1:
         return Estimate(float(array[0]), math.nan, math.nan, 1)
@@ -43,7 +49,8 @@ def of_values(values: Sequence[float]) -> Estimate:
 
 
 def over_tags(tags: Mapping[str, Estimate]) -> Estimate:
-    """The mean over tags, which count alike as in GenEval; distances to the bounds add as squares (Newcombe)."""
+    """Return the mean over tags, which have equal weight as in GenEval. Distances to the bounds add as squares
+    (Newcombe)."""
     each = list(tags.values())
     mean = fmean(one.mean for one in each)
     low = math.sqrt(sum((one.mean - one.low) ** 2 for one in each)) / len(each)

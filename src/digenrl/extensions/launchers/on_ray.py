@@ -27,7 +27,7 @@ from typing import Any
 
 from digenrl import devices
 from digenrl.cluster.access import ACCESS
-from digenrl.cluster.attach import SOMEWHERE
+from digenrl.cluster.attach import UNUSED_ADDRESS
 from digenrl.cluster.control import Control
 from digenrl.cluster.launcher import PR_SET_PDEATHSIG, NoPlace, RankMain, live
 from digenrl.cluster.network import source_address
@@ -183,7 +183,7 @@ def driver_host(address: str | None) -> str:
             f"ray.address = {address}: ranks could not reach this process; start it on a node of the cluster "
             "(ray job submit), with ray.address=auto."
         )
-    return source_address(SOMEWHERE if address == "auto" else address.rpartition(":")[0])
+    return source_address(UNUSED_ADDRESS if address == "auto" else address.rpartition(":")[0])
 
 
 @contextmanager

@@ -1,14 +1,14 @@
-"""Weights by broadcasts of torch.distributed, from trainer 0 to the rollouts that a run began with; behind `Link`.
+"""Publish weights by broadcasts of torch.distributed, from trainer 0 to the rollouts that a run began with.
 
     trainer 0, thread `broadcast`                          rollout, thread `broadcast`
     announce (socket), broadcast the bytes  ------------>  take part, digest, inbox
-    after a version's last message: reduce  <----------->  proof that everybody has all of it
+    after a version's last message: reduce  <----------->  proof that every member has all of it
 
-The group (NCCL, or gloo on processors) is formed before the first bytes, when all members are there. The group does not
-outlive a member. A rank that finds the group broken (a member is lost, or a piece stands still for `limits.silent_s`)
-says so on the control store, and all ranks leave the group. The version in progress travels again from its first
-message, as a stream, and later versions do likewise. A rollout skips the messages that it has already. A rank that
-joins the run is no member, and gets streams.
+The group (NCCL, or gloo on processors) is formed before the first bytes, when all members are there. The group ends
+with the first member that is lost, or with a piece that makes no progress for `limits.silent_s`. The rank that notices
+this writes the cause on the control store, and all ranks leave the group. The version in progress travels again from
+its first message, as a stream, and later versions do likewise. A rollout skips the messages that it has already. A rank
+that joins the run is no member, and gets streams.
 
 On the control store:
     broadcast/group    the prefix of torch's own keys
@@ -39,9 +39,9 @@ from digenrl.transport.link import RELAY, Routes, SocketLink
 from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
 _SHARED = "broadcast"
-"""Key of a message's meta: bytes that a broadcast brings; null: the message brings them itself."""
+"""Key of a message's meta: number of bytes that follow by broadcast; null = the message itself carries them."""
 _FORM = "form"
-"""In place of the bytes: the group is formed now."""
+"""Value of `_SHARED` in the message that tells members to form the group."""
 _ENDED = "broadcast/ended"
 _PIECE_BYTES = 64 << 20
 """Bytes of a message that a GPU holds at once."""
@@ -50,37 +50,39 @@ _LOOK_S = 0.1
 
 
 class _Over(RuntimeError):
-    """The group cannot go on."""
+    """The group has lost a member, has timed out, or is being closed."""
 
 
 @dataclass(frozen=True)
 class Audience:
-    """Trainer 0 and the rollouts that a run began with."""
+    """Members of a broadcast: trainer 0 and the rollouts that a run began with."""
 
     ranks: Sequence[int]
-    """Launch ranks; the first one sends."""
+    """Launch ranks. The first one sends."""
     store: dist.Store
     """Store over which the group is formed."""
     device: torch.device
     """Device of this rank: CUDA uses NCCL."""
     tell: Callable[[str, Mapping[str, Any]], None]
-    """Kind, facts: into the run's events."""
+    """Function that writes an event (kind, facts) into the run's events."""
 
 
 class BroadcastLink(SocketLink):
-    """A link of a member of `audience`; arguments as of `SocketLink`. What trainer 0 multicasts arrives in order, by
-    broadcast or as streams."""
+    """Link of a member of `audience`; other arguments are those of `SocketLink`.
+
+    Messages that trainer 0 multicasts arrive in order, whether by broadcast or as streams.
+    """
 
     def __init__(self, audience: Audience, *args: Any, **kwargs: Any) -> None:
         self._audience = audience
         self._turns: queue.Queue[tuple[Routes, Message] | None] = queue.Queue()
-        """What the thread does next; a rollout's messages have no routes."""
+        """Messages for the broadcast thread, with their routes; routes are empty on a rollout."""
         self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
         self._ended = False
         self._kept: list[tuple[Routes, Message]] = []
-        """Messages of the version that trainer 0 does not know to be everywhere, and who may lack them."""
+        """Trainer 0: messages of the version in progress, with the routes to ranks that may lack them."""
         self._passed: tuple[int, float] = (0, -1.0)
-        """Rollout: version and bucket of the last message that it has."""
+        """Rollout: version and bucket of the last message that it has received."""
         self._stream: torch.cuda.Stream | None = None
         super().__init__(*args, **kwargs)
         self._sends = self._rank == audience.ranks[0]
@@ -130,7 +132,7 @@ class BroadcastLink(SocketLink):
                         self._give(*turn)
                     else:
                         self._take(turn[1])
-        except (Aborted, StoreLost):  # the others hear of it by themselves
+        except (Aborted, StoreLost):  # every rank sees this by itself
             return
         except BaseException as error:  # raised again by `receive`, in the thread that can act on it
             self._inbox.put(error)
@@ -161,7 +163,10 @@ class BroadcastLink(SocketLink):
         self._kept = [] if "digest" in message.meta else self._kept
 
     def _together(self, message: Message) -> bool:
-        """Whether there is a group; it is formed before the first bytes, when everybody is there. Raises _Over."""
+        """Return whether there is a group. It is formed before the first bytes, when all members are there.
+
+        Raises _Over.
+        """
         if self._ended:
             return False
         self._look()
@@ -175,7 +180,7 @@ class BroadcastLink(SocketLink):
         return self._group is not None
 
     def _share(self, message: Message) -> bool:
-        """Bring a bucket, or the end of a version, to the members; False: it is neither. Raises _Over."""
+        """Broadcast a bucket, or the end of a version; return False for any other message. Raises _Over."""
         if not message.tensors:
             self._announce({**message.meta, _SHARED: 0})
             self._agree()
@@ -194,9 +199,10 @@ class BroadcastLink(SocketLink):
             super().send(rank, Message(MessageKind.WEIGHTS, meta))
 
     def _end(self, cause: str) -> None:
-        """Send streams from now on; said once."""
+        """End the group for the given cause, tell the user once, and send streams from now on."""
         deadline = time.monotonic() + self._limits.verdict_s
-        while not (lost := self._lost()) and time.monotonic() < deadline:  # who broke it, where it was a death
+        # A collective fails before the launcher has noticed the death that caused it, so wait for the better cause.
+        while not (lost := self._lost()) and time.monotonic() < deadline:
             if self._closing.is_set() or self._finished():  # the rollouts have left
                 break
             time.sleep(0.05)
@@ -220,12 +226,12 @@ class BroadcastLink(SocketLink):
                 self._pass(self._taken(message) if "bucket" in message.meta else message)
                 if "digest" in message.meta:
                     self._agree()
-        except _Over as cause:  # what was announced comes again, as streams
+        except _Over as cause:  # trainer 0 will send this message again, as a stream
             self._control.compare_set(_ENDED, "", f"rank {self._rank}: {cause}")
             self._leave()
 
     def _taken(self, message: Message) -> Message:
-        """The message with its bytes. Raises _Over."""
+        """Return the message with the bytes that the broadcast brings. Raises _Over."""
         cuda, hasher = self._stream is not None, xxhash.xxh3_64()
         data = torch.empty(message.meta[_SHARED], dtype=torch.uint8, pin_memory=cuda)
         for piece in data.split(_PIECE_BYTES):
@@ -237,7 +243,7 @@ class BroadcastLink(SocketLink):
         return replace(message, tensors={"data": data}, digest=hasher.hexdigest())
 
     def _pass(self, message: Message) -> None:
-        """Deliver a message that this rank does not have yet."""
+        """Deliver a message, unless this rank has it already."""
         place = int(message.meta["version"]), float(message.meta.get("bucket", math.inf))
         if place[0] != self._passed[0] or place[1] > self._passed[1]:
             self._passed = place
@@ -247,7 +253,7 @@ class BroadcastLink(SocketLink):
     # ---- the group
 
     def _form(self) -> None:
-        """Raises _Over: somebody is lost, or does not come in time."""
+        """Form the group. Raises _Over when a member is lost or does not come in time."""
         made: Future[Any] = Future()
         threading.Thread(target=self._make, args=(made,), name="broadcast-group", daemon=True).start()
         self._watch(made.done, "join_s")
@@ -257,7 +263,7 @@ class BroadcastLink(SocketLink):
         self._agree("join_s")  # NCCL connects now
 
     def _make(self, made: Future[Any]) -> None:
-        """In a thread that may be left behind: nothing interrupts torch while it waits for the others."""
+        """Form the group in a thread that may be abandoned, because torch cannot be interrupted while it waits."""
         audience = self._audience
         seat = audience.ranks.index(self._rank), len(audience.ranks)
         store = dist.PrefixStore("broadcast/group", audience.store)
@@ -277,12 +283,12 @@ class BroadcastLink(SocketLink):
             self._complete(lambda group: group.broadcast(data, root=0), "silent_s")
 
     def _agree(self, limit: str = "silent_s") -> None:
-        """Ends on a rank when every member has begun it. Raises _Over."""
+        """Wait until every member has made this call. Raises _Over."""
         one = torch.ones(1, device=self._audience.device)
         self._complete(lambda group: group.allreduce(one), limit)
 
     def _complete(self, begin: Callable[[Any], Any], limit: str) -> None:
-        if (group := self._group) is None:  # closed meanwhile
+        if (group := self._group) is None:  # `close` has ended it meanwhile
             raise _Over("this rank leaves")
         try:
             work = begin(group)
@@ -294,7 +300,7 @@ class BroadcastLink(SocketLink):
             raise _Over(_short(error)) from error
 
     def _watch(self, done: Callable[[], bool], limit: str) -> None:
-        """Wait until `done`, so many seconds at most. Raises _Over: nobody can wait any more."""
+        """Wait until `done`, at most for the seconds of the named limit. Raises _Over on a timeout or a lost member."""
         seconds = getattr(self._limits, limit)
         began = looked = time.monotonic()
         pause = 0.0001

@@ -1,4 +1,4 @@
-"""How a rank's link is made where this extension is installed."""
+"""Make a rank's link in an installation with this extension."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from digenrl.transport.link import Lines, LinkMaker, SocketLink, socket_link
 
 
 def link_maker(config: Any, lines: Lines | None = None) -> LinkMaker:
-    """Return what makes each rank's link in a run with this configuration.
+    """Return the function that makes each rank's link in a run with this configuration.
 
     Args:
-        lines: what becomes of messages between two ranks, in place of thin lines (an emulated run has its own).
+        lines: lines between ranks in place of `ThinLine`; an emulated run has its own.
     """
 
     def make(control: Control, world: World, session: Session, device: torch.device) -> SocketLink:

@@ -1,7 +1,7 @@
-"""Packing of a message's tensors without loss: zlib over bytes that are sorted by their place in the float.
+"""Pack a message's tensors without loss: zlib over bytes that are sorted by their place in the float.
 
-Signs and exponents of neighbouring floats are much alike, so latents of 16 bit shrink to two thirds. Runs of zeros, as
-in the delta of weights that hardly moved, shrink to next to nothing.
+Signs and exponents of neighbouring floats are similar, so 16-bit latents shrink to two thirds. Runs of zeros, as in the
+delta of weights that hardly moved, shrink to almost nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PACKED = "packed"
 """Key of a message's meta: name of each packed tensor -> [index of its dtype, *shape]."""
 _PIECE = 1 << 20
 _PLANES = 4
-"""Bytes that are sorted by their place: those of one fp32 value, or of two 16-bit values."""
+"""Bytes that are sorted by place together: those of one fp32 value, or of two 16-bit values."""
 _WORTH_PACKING = 1 << 10
-"""Bytes of the smallest tensor that is packed; the header of a smaller one counts as much."""
+"""Bytes of the smallest tensor that is packed. For smaller tensors the header costs what packing saves."""
 
 
 def packed(message: Message) -> Message:
@@ -40,11 +40,11 @@ def packed(message: Message) -> Message:
 
 
 def unpacked(message: Message, limit: int = MAX_MESSAGE_BYTES) -> Message:
-    """Return the message that `packed` was given.
+    """Return the message as it was before `packed`.
 
     Raises:
-        WireError: the announced tensors are impossible or larger than `limit` bytes in all, or the packed bytes do not
-            give them.
+        WireError: the announced tensors are impossible, or larger than `limit` bytes in all, or do not match the packed
+            bytes.
     """
     if PACKED not in message.meta:
         return message
@@ -77,13 +77,13 @@ def _announced(message: Message, table: Any, limit: int) -> dict[str, tuple[torc
 
 
 def _pack(raw: memoryview) -> bytes:
-    packer = zlib.compressobj(1, strategy=zlib.Z_RLE)  # floats repeat no strings: looking for some would take most time
+    packer = zlib.compressobj(1, strategy=zlib.Z_RLE)  # floats rarely repeat strings, and searching for them is slow
     pieces = [packer.compress(_sorted(raw[start : start + _PIECE])) for start in range(0, len(raw), _PIECE)]
     return b"".join([*pieces, packer.flush()])
 
 
 def _unpack(name: str, small: Tensor, raw: memoryview) -> None:
-    """Fill `raw` with the bytes that `_pack` made `small` of."""
+    """Fill `raw` with the bytes from which `_pack` made `small`."""
     try:
         reader = zlib.decompressobj()
         data = reader.decompress(tensor_bytes(small), len(raw))

@@ -1,4 +1,4 @@
-"""The keys of the `network` group that this extension reads: what they allow, and what `auto` means."""
+"""Rules for the keys of the `network` group that this extension reads, and the meaning of their `auto`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def publication_problems(get: Callable[[str], Any]) -> Iterator[str]:
-    """Yield why a configuration cannot publish by broadcast, where that is asked for."""
+    """Yield the reasons why a configuration that asks for broadcasts cannot have them."""
     if get("network.publication") != "broadcast":
         return
     rollouts, launch = get("allocation.rollouts"), get("launch")
@@ -21,7 +21,7 @@ def publication_problems(get: Callable[[str], Any]) -> Iterator[str]:
 
 
 def broadcasts(config: Any, rollouts: int) -> bool:
-    """Return whether a settled run with so many rollouts publishes by broadcast.
+    """Return whether a settled run with `rollouts` rollouts publishes by broadcast.
 
     `auto` means a broadcast between GPUs in one place, of a fixed number of ranks.
     """

@@ -1,10 +1,10 @@
-"""Thin lines: what travels between two ranks that a slow connection joins shrinks, and no bit of the result changes.
+"""Thin lines: send fewer bytes between two ranks with a slow connection, without changing a bit of the result.
 
-    outgoing   bucket of version v -> exclusive or with the same bucket of the version sent before -> packed
-    incoming   unpacked -> exclusive or with the bucket that arrived before -> bucket of version v
+    outgoing   bucket of version v -> XOR with the same bucket of the version sent before -> packed
+    incoming   unpacked -> XOR with the bucket that arrived before -> bucket of version v
 
 Both ends of a connection see the same messages in the same order, so they keep the same buckets and need no agreement.
-Trajectories and suspended tasks are packed. The digest of a version is that of the whole version all the same.
+Trajectories and suspended tasks are packed only. The digest of a version is always that of the whole version.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from digenrl.hardware import assign, parse_hardware
 from digenrl.transport.wire import Message, MessageKind, WireError
 
 BASE = "base"
-"""Key of a message's meta: the version with which the bucket is combined."""
+"""Key of a message's meta: version with which the bucket is combined."""
 KEEP = "keep"
-"""Key of a message's meta: the receiver keeps the bucket, because the next version may come as a delta."""
+"""Key of a message's meta: tells the receiver to keep the bucket, because the next version may come as a delta."""
 _BURSTS, _FULL = 4, 2
-"""Bursts (messages without a pause) that tell a line's speed, each of more than so many times the kernel's buffer."""
+"""Number of bursts (messages without a pause) from which a line's speed is estimated. A burst counts if it exceeds the
+kernel's buffer by the factor `_FULL`."""
 
 
 @dataclass(frozen=True)
 class ThinSettings:
-    """The keys of the `network` group that concern thin lines."""
+    """Keys of the `network` group for thin lines."""
 
     delta: bool | str = "auto"
     compress: bool | str = "auto"
@@ -49,10 +50,10 @@ class ThinSettings:
 
 
 class ThinLine:
-    """A `Line` that packs and sends deltas while it is thin.
+    """`Line` that packs its messages and sends deltas while it is slow ("thin").
 
     Args:
-        said_mb_s: MB/s that the hardware profile gives the line; inf where the profile does not say.
+        said_mb_s: MB/s of the line in the hardware profile; inf where the profile does not say.
     """
 
     def __init__(self, settings: ThinSettings, said_mb_s: float = math.inf) -> None:
@@ -63,7 +64,7 @@ class ThinLine:
 
     @property
     def thin(self) -> bool:
-        """Whether the line carries little, by the profile or by the fastest of its last bursts."""
+        """Whether the line is slower than `thin_mb_s`, by the profile or by the fastest of its last bursts."""
         return min(self._said, max(self._seen, default=math.inf)) < self._settings.thin_mb_s
 
     def outgoing(self, message: Message) -> Message:
@@ -78,7 +79,7 @@ class ThinLine:
     def written(self, size: int, room: int, more: bool) -> None:
         self._burst += size
         if not more:
-            if self._burst > _FULL * room:  # what the buffer holds is not over the line yet
+            if self._burst > _FULL * room:  # bytes in the buffer have not crossed the line yet
                 self._seen.append((self._burst - room) / (time.monotonic() - self._began) / 1e6)
             self._burst = 0
 
@@ -89,9 +90,9 @@ class ThinLine:
         return self._whole(message) if _is_bucket(message) else message
 
     def _delta(self, message: Message) -> Message:
-        """Return the message with a delta in place of its bucket, where the peer holds the version before."""
+        """Return the message with a delta in place of its bucket, if the peer holds the version before."""
         number, index, data = message.meta["version"], message.meta["bucket"], message.tensors["data"]
-        if number < 0:  # weights of an evaluation are no base
+        if number < 0:  # no delta is made against weights of an evaluation
             return message
         held, meta = self._buckets.take(index), {**message.meta, KEEP: True}
         if number % self._settings.whole_every and held is not None and len(held) == len(data):
@@ -101,7 +102,7 @@ class ThinLine:
         return replace(message, meta=meta)
 
     def _whole(self, message: Message) -> Message:
-        """Return the message with its whole bucket, as the peer's `_delta` was given."""
+        """Return the message with its whole bucket, as it was before the peer's `_delta`."""
         number, index, data = message.meta["version"], message.meta["bucket"], message.tensors["data"]
         meta = {key: value for key, value in message.meta.items() if key not in (BASE, KEEP)}
         if (base := message.meta.get(BASE)) is not None:
@@ -125,22 +126,22 @@ def _is_end(message: Message) -> bool:
 
 
 class _Buckets:
-    """Buckets of the newest version that went over a connection in one direction. A bucket is let go when its successor
-    comes, so that both ends hold little more than one version."""
+    """Buckets of the newest version that went over a connection in one direction. A bucket is dropped when its
+    successor comes, so that both ends hold little more than one version."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The complete version, None before there is one."""
+        """Number of the complete version; None before the first."""
         self._held: dict[int, Tensor] = {}
         self._coming: tuple[int | None, dict[int, Tensor]] = (None, {})
-        """Version under way, and its buckets."""
+        """Number of the version in progress, and its buckets so far."""
 
     def take(self, index: int) -> Tensor | None:
-        """Return bucket `index` of the complete version, and let go of it."""
+        """Return bucket `index` of the complete version, and drop it."""
         return self._held.pop(index, None)
 
     def keep(self, number: int, index: int, data: Tensor) -> None:
-        """Keep a bucket of version `number`, which is under way."""
+        """Keep a bucket of version `number`, which is in progress."""
         if self._coming[0] != number:
             self._coming = number, {}
         self._coming[1][index] = data
@@ -153,9 +154,9 @@ class _Buckets:
 
 
 def said_mb_s(node: Mapping[str, Any], trainers: int, rollouts: int, rank: int) -> tuple[float, ...]:
-    """Return the MB/s between `rank` and each rank by the `hardware` node, inf where the node does not say.
+    """Return the MB/s between `rank` and each rank by the `hardware` node; inf where the node does not say.
 
-    A rank that joined stands where the last rollout does.
+    A rank that joined later counts as being in the place of the last rollout.
     """
     if not node.get("links"):
         return ()

@@ -1,4 +1,4 @@
-"""What the planner advises: values for `auto` from costs, memory and simulated runs (the core's `Advisor`)."""
+"""The planner as the core's `Advisor`: values for `auto` from costs, memory and simulated runs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from digenrl.extensions.planner.outcome import Outcome
 from digenrl.extensions.planner.plan_text import explanation, overrides
 from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
 from digenrl.extensions.planner.reading import candidate_of, costing_of, given, sized, workload
-from digenrl.extensions.planner.remedies import way_out
+from digenrl.extensions.planner.remedies import remedy
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO
 from digenrl.settle import shard_group
 
 NEARLY = 1.05
-"""Seconds of a sample, as a multiple of the least, that `sampling.task_size=auto` takes for as good as the best."""
+"""Factor on the fewest seconds per sample up to which `sampling.task_size=auto` takes a size for as good as the
+best."""
 
 
 class PlannerAdvisor:
-    """The `Advisor` of an installation with the planner. For models whose sizes nobody has counted it answers as the
-    plain one."""
+    """`Advisor` of an installation with the planner. For models without counted sizes it answers as `PlainAdvisor`."""
 
     def task_size(self, composed: Composed, sizes: Sequence[int]) -> int:
         """Return the smallest size that fits and at which a denoising step of a sample takes little longer than at the
@@ -41,8 +41,9 @@ class PlannerAdvisor:
         if not sized(composed):
             return PlainAdvisor().task_size(composed, sizes)
         config: Any = composed.config
-        # Seconds that were measured are those of one size, and do not say what another takes.
-        alone = replace(workload(composed), rollouts_evaluate=False)  # nor does it follow who evaluates
+        # Measured seconds belong to one size and say nothing about another. The size must not depend on which role
+        # evaluates either, because that is chosen later.
+        alone = replace(workload(composed), rollouts_evaluate=False)
         costing = Costing(alone, replace(parse_hardware(config.hardware), seconds={}))
         costs, pools, stay = costing.costs, costing.hardware.pools, not config.model.get("offload_encoders", True)
         room = USABLE * min(pool.memory_gib for pool in pools)
@@ -79,7 +80,7 @@ class PlannerAdvisor:
         if not fitting and not config.hardware.emulate:
             if config.schedule.tsp.batch == AUTO:
                 candidate = candidate.but(tsp_batch=1)
-            raise ValueError(f"{'; '.join(costing.misfits(candidate))}: {way_out(costing, candidate)}")
+            raise ValueError(f"{'; '.join(costing.misfits(candidate))}: {remedy(costing, candidate)}")
         candidate = next(iter(fitting), candidate)
         names = [name for name, role in costing.placed(candidate) if role == "trainer"]
         kept = [costing.recompute(candidate, costing.hardware.pool(name)).config for name in names]
@@ -101,9 +102,11 @@ class PlannerAdvisor:
 
 
 def planned_schedule(composed: Composed, processes: int | None = None) -> Plan | None:
-    """The plan that `schedule.auto` follows: on policy unless `schedule.async_steps` is given, with all that is given
-    and not `auto`. None where the model's sizes are not known, the pools are processors or not those that are there, or
-    nothing fits (`settled` says why).
+    """Return the plan that `schedule.auto` follows, with all values that are given and not `auto`.
+
+    The plan is on-policy unless `schedule.async_steps` is given. The result is None if the model's sizes are not known,
+    or if nothing fits (`settled` says why). It is also None if the pools are processors or differ from the GPUs that
+    are there.
     """
     config: Any = composed.config
     pools = list(config.hardware.pools.values())
@@ -140,9 +143,10 @@ def _chosen(composed: Composed, plan: Plan) -> Composed:
 
 
 def planned_split(composed: Composed, processes: int | None = None) -> Outcome | None:
-    """The simulated best of all splits of the ranks into trainers and rollouts, for the configured schedule; colocated
-    ranks where no split fits, because they shard what they generate with. None where there is nothing to choose (a
-    number or a role settles it), the model's sizes are not known, or nothing fits.
+    """Return the fastest simulated split of the ranks into trainers and rollouts, for the configured schedule.
+
+    If no split fits, colocated ranks are tried, which shard the weights that they generate with. The result is None if
+    there is nothing to choose (a number or a role settles it), if the model's sizes are not known, or if nothing fits.
     """
     config: Any = composed.config
     asked = (config.allocation.trainers, config.allocation.rollouts)
@@ -175,15 +179,19 @@ def _divided(composed: Composed, split: Outcome) -> Composed:
 
 
 def _predicted(outcome: Outcome) -> dict[str, Any]:
-    """What the simulation promises, for the run's records; `sync_step_s` is that of schedule=sync at its best split."""
+    """Return the predicted schedule and seconds per step, and those of schedule=sync at its best split
+    (`sync_step_s`)."""
     candidate = outcome.candidate
     sync = sync_run(outcome.costing, candidate.trainers + candidate.rollouts)
     return {"schedule": candidate.name, "step_s": outcome.step_s, "sync_step_s": sync and sync.step_s}
 
 
 def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate]:
-    """`candidate` with each allowed `parallel.sharding`, from the fewest collectives to the least memory, and with
-    `auto` steps per forward as a number; those that fit."""
+    """Return `candidate` with each allowed `parallel.sharding` that fits, from the fewest collectives to the least
+    memory.
+
+    `auto` steps per forward become a number.
+    """
     if candidate.trainers % candidate.spec.context:
         return []
     shardings = [candidate.sharding]
@@ -201,7 +209,7 @@ def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate
 
 
 def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
-    """`candidate` with that many steps per forward, of those that fit, whose blocks the trainers finish first."""
+    """Return `candidate` with the steps per forward that fit and with which trainers finish first; None if none fit."""
     trials = [candidate.but(tsp_batch=batch) for batch in range(1, costing.work.trained_steps + 1)]
     fitting = [trial for trial in trials if not costing.trainer_misfits(trial)]
 
@@ -213,8 +221,10 @@ def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
 
 
 def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[tuple[str, int], float]:
-    """(stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes them; {} where the model's
-    sizes are not known."""
+    """Return (stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes them.
+
+    The result is {} if the model's sizes are not known.
+    """
     config: Any = composed.config
     if not config.hardware.emulate and not sized(composed):
         return {}

@@ -1,4 +1,4 @@
-"""What no schedule can beat: the linear programme of the design.
+"""Shortest RL step that any schedule can reach: the linear programme of the design.
 
 Minimise T with sum_j x_ij = work_i for every stage i and sum_i x_ij t_ij <= n_j T for every pool j of n_j equal GPUs.
 HiGHS solves its dual: maximise sum_i work_i y_i with y_i <= t_ij w_j and sum_j n_j w_j <= 1.
@@ -10,35 +10,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 STAGES = ("encode", "generate", "decode", "score", "train")
-"""Stages of one RL step; units: prompts, samples, samples, samples, cells."""
+"""Stages of one RL step. Their units are prompts, samples, samples, samples and cells."""
 _TOLERANCES = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
-"""The smallest that HiGHS takes."""
+"""Smallest tolerances that HiGHS accepts."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The optimum, and what it says a GPU second and a unit of work are worth (the dual solution)."""
+    """Optimum of the linear programme, with its dual solution: the value of a GPU second and of a unit of work."""
 
     seconds: float
-    """T."""
+    """Seconds of the optimal step (T)."""
     pool_weights: Mapping[str, float]
-    """Pool -> seconds of the step per second of one of its GPUs; sum_j n_j w_j = 1."""
+    """Pool -> seconds of the step per second of one of its GPUs (w_j; sum_j n_j w_j = 1)."""
     stage_values: Mapping[str, float]
-    """Stage -> seconds of the step per unit; T = sum_i work_i y_i, and y_i <= t_ij w_j."""
+    """Stage -> seconds of the step per unit (y_i; T = sum_i work_i y_i, and y_i <= t_ij w_j)."""
 
 
 def solve_bound(
     pools: Mapping[str, int], work: Mapping[str, float], seconds_per_unit: Mapping[str, Mapping[str, float | None]]
 ) -> Bound:
-    """The optimum and its prices.
+    """Solve the linear programme and return the optimum with its dual solution.
 
     Args:
-        pools: name -> GPUs.
-        work: stage -> units.
+        pools: name -> number of GPUs.
+        work: stage -> units of work in one RL step.
         seconds_per_unit: stage -> pool -> seconds; None where the pool cannot do the stage.
 
     Raises:
-        ValueError: a stage with work that no pool can do.
+        ValueError: no pool can do a stage that has work.
     """
     from scipy.optimize import linprog
 
@@ -52,8 +52,8 @@ def solve_bound(
         raise ValueError(
             f"no pool of {', '.join(names)} can do {impossible[0]}: add a pool, or a smaller model or task."
         )
-    # Variables without units, so that no coefficient is below the solver's tolerances: y_i / min_j (t_ij / n_j), and
-    # n_j w_j. A stage that some pool does in no time is free.
+    # Scale the variables to y_i / min_j (t_ij / n_j) and n_j w_j, so that no coefficient is below the solver's
+    # tolerances. A stage that takes some pool no time is free.
     smallest = {stage: min(t / pools[name] for name, t in times.items()) for stage, times in able.items()}
     paid = [stage for stage in able if smallest[stage] > 0]
     if not paid:

@@ -11,34 +11,34 @@ from digenrl.schedule import ScheduleSpec
 
 @dataclass(frozen=True)
 class Candidate:
-    """Choices that the planner compares."""
+    """One way to run an experiment: the choices that the planner compares."""
 
     trainers: int
     rollouts: int
     spec: ScheduleSpec
-    """Its schedule, without shares: `Costing.spec` adds them."""
+    """Schedule without shares, which `Costing.spec` adds."""
     sharding: str = "ddp"
     first: str | None = None
-    """Pool that trainers come from first; None = the profile's order and roles."""
+    """Pool that trainers are taken from first; None = the profile's order and roles."""
     recompute: Recompute | None = None
-    """What blocks keep for the backward pass; None = on each trainer the least repetition that fits (auto)."""
+    """Activations that blocks keep for the backward pass; None = as many as fit on each trainer (auto)."""
     encoders: bool = False
-    """Text encoders and VAE stay on the GPUs that generate (model.offload_encoders=false)."""
+    """Whether text encoders and VAE stay on the GPUs that generate (model.offload_encoders=false)."""
     shares: bool = False
-    """Trainers get parts in proportion to their speed."""
+    """Whether trainers get parts in proportion to their speed."""
     static_claims: bool = False
-    """schedule.claims=split."""
+    """Whether tasks are split equally beforehand (schedule.claims=split)."""
     shard_group: int | None = None
-    """Trainers of an hsdp group; None = those of a node."""
+    """Trainers in an hsdp group; None = the trainers of a node."""
 
     def but(self, **changes: Any) -> Candidate:
-        """A copy with other values, of its own fields or of its schedule's."""
+        """Return a copy with other values for fields of the candidate or of its schedule."""
         own = {name: changes.pop(name) for name in list(changes) if name in _OWN}
         return replace(self, **own, spec=replace(self.spec, **changes) if changes else self.spec)
 
     @property
     def name(self) -> str:
-        """The schedule in a word."""
+        """Short name of the schedule, such as `gap_tsp` or `colocated`."""
         spec = self.spec
         if self.rollouts == 0:
             return "colocated_split" if self.static_claims else "colocated"

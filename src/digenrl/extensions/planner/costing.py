@@ -1,5 +1,4 @@
-"""An experiment on a profile: what each candidate needs there. Memory, seconds, its cluster in virtual time, and the
-bound of all ways."""
+"""Candidates of the planner, and what one needs on a hardware profile: memory, seconds, and the bound of all runs."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _once(method: _Method) -> _Method:
-    """A method of `Costing` that computes each answer once."""
+    """Decorate a method of `Costing` so that it computes each answer once."""
 
     @functools.wraps(method)
     def known(self: Costing, *args: Any) -> Any:
@@ -49,25 +48,27 @@ def _once(method: _Method) -> _Method:
 
 @dataclass(frozen=True)
 class Costing:
-    """A workload on a profile, and what every candidate would need there: memory, seconds, the bound."""
+    """A workload on a hardware profile: what every candidate needs there in memory and seconds, and the bound."""
 
     work: Workload
     hardware: Hardware
     _answers: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    """Of the methods that are asked the same for many candidates."""
+    """Answers of methods decorated with `_once`, which get equal questions for many candidates."""
 
     def candidate(self, trainers: int, rollouts: int, **choices: Any) -> Candidate:
-        """A candidate with these choices: fields of `Candidate` or of `ScheduleSpec`; else fragments of a group, tasks
-        of a sample and sharded steps."""
+        """Return a candidate with these `choices`, which are fields of `Candidate` or of `ScheduleSpec`.
+
+        By default fragments are one group, tasks are one sample, and trained steps are sharded.
+        """
         return Candidate(trainers, rollouts, self.work.spec).but(**choices)
 
     @cached_property
     def costs(self) -> Costs:
-        """Seconds of every kind of work."""
+        """Cost model of this workload on this profile."""
         return Costs(self.work, self.hardware)
 
     def placed(self, candidate: Candidate) -> tuple[tuple[str, str], ...]:
-        """(pool, role) of every rank; raises ValueError as `assign` does."""
+        """Return (pool, role) of every rank. Raises ValueError as `assign` does."""
         return self._seats(candidate.trainers, candidate.rollouts, candidate.first)
 
     @_once
@@ -80,15 +81,15 @@ class Costing:
 
     @_once
     def _kinds(self, *split: Any) -> dict[tuple[str, str], int]:
-        """(pool, role) -> ranks, in the order of the ranks."""
+        """Return (pool, role) -> number of ranks, in the order of the ranks."""
         return dict(Counter(self._seats(*split)))
 
     def kinds(self, candidate: Candidate) -> dict[tuple[str, str], int]:
-        """(pool, role) -> ranks, in the order of the ranks."""
+        """Return (pool, role) -> number of ranks, in the order of the ranks."""
         return self._kinds(candidate.trainers, candidate.rollouts, candidate.first)
 
     def shards(self, candidate: Candidate) -> int:
-        """Ranks that share one copy of the weights."""
+        """Return the number of ranks that share one copy of the weights."""
         if candidate.sharding == "ddp":
             return 1
         if candidate.sharding == "fsdp":
@@ -98,21 +99,23 @@ class Costing:
         return shard_group(candidate.trainers, min(pool.per_node for pool in self.hardware.pools))
 
     def contexts(self, candidate: Candidate) -> list[int]:
-        """Values of `parallel.context` above 1 that its trainers, their nodes and the model allow."""
+        """Return the values of `parallel.context` above 1 that the trainers, their nodes and the model allow."""
         per_node = (pool.per_node for pool in self.hardware.pools)
         heads = self.work.facts.heads(self.work.model)
         common = math.gcd(candidate.trainers, self.work.tokens, heads, *per_node)
         return [n for n in range(2, common + 1) if common % n == 0 and not candidate.shares]
 
     def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:
-        """What the blocks of a trainer on `pool` keep: the candidate's choice, or the fastest that fits (if none does,
-        the smallest)."""
+        """Return what the blocks of a trainer on `pool` keep for the backward pass.
+
+        It is the candidate's choice, or else the fastest choice that fits. If none fits, it is the smallest.
+        """
         if candidate.recompute is not None:
             return candidate.recompute
         return self._fastest(pool, *self._batches(candidate, pool))
 
     def keeps_everything(self, candidate: Candidate) -> bool:
-        """Whether no trainer computes anything again."""
+        """Return whether no trainer computes activations again."""
         return all(self.recompute(candidate, pool) == Recompute() for pool in self._trainer_pools(candidate))
 
     @_once
@@ -128,10 +131,12 @@ class Costing:
 
         if fits(Recompute()):
             return Recompute()
+        # In a mixture of two modes, some blocks keep more and the others less. Memory falls with every block that keeps
+        # less, so bisection finds the fewest of them.
         choices = []
         for more, less in itertools.combinations(MODES, 2):
             if fits(mixed(more, less, units)):
-                low, high = 0, units  # the smallest number of blocks that must keep less
+                low, high = 0, units
                 while low < high:
                     middle = (low + high) // 2
                     low, high = (low, middle) if fits(mixed(more, less, middle)) else (middle + 1, high)
@@ -142,7 +147,8 @@ class Costing:
         return min(choices, key=lambda choice: self._cell_seconds(pool, size, batch, choice, context))
 
     def blocks_at_once(self, candidate: Candidate, pool: Pool) -> int:
-        """Blocks of a micro-batch on a trainer of `pool`: with unequal shares a fast one gets several."""
+        """Return the blocks of a micro-batch on a trainer of `pool`: with unequal shares a fast trainer gets
+        several."""
         if not candidate.shares or candidate.sharding == "fsdp":
             return 1
         trainers = {name: count for (name, role), count in self.kinds(candidate).items() if role == "trainer"}
@@ -150,7 +156,7 @@ class Costing:
         return math.ceil(pool.tflops / mean - 1e-9)
 
     def _batches(self, candidate: Candidate, pool: Pool) -> tuple[Any, ...]:
-        """What decides about the memory of a trainer on `pool`, as `_trainer_memory` takes it."""
+        """Return everything that the memory of a trainer on `pool` depends on, in the order of `_trainer_memory`."""
         spec, blocks = candidate.spec, self.blocks_at_once(candidate, pool)
         batch, makes = (spec.task_size, spec.tsp_batch, blocks), candidate.rollouts == 0 or spec.tag
         return (
@@ -175,13 +181,13 @@ class Costing:
         encoders: bool,
         context: int,
     ) -> Memory:
-        """Bytes of a trainer whose network keeps `recompute` of `blocks` blocks of a micro-batch at once."""
+        """Return the bytes of a trainer that trains `blocks` blocks of a micro-batch at once and keeps `recompute`."""
         copy = lends and self.work.lora_rank is not None and self.work.updates > 1
         rows = task_size, tsp_batch * blocks
         return trainer_memory(self.work, shards, *rows, recompute, generates, copy, encoders, context)
 
     def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
-        """(pool, role) -> bytes of a rank."""
+        """Return (pool, role) -> bytes of a rank."""
         table = {}
         for name, role in self.kinds(candidate):
             if role == "trainer":
@@ -197,7 +203,7 @@ class Costing:
         return rollout_memory(self.work, task_size, encoders)
 
     def misfits(self, candidate: Candidate) -> list[str]:
-        """Why the candidate does not fit into memory, one sentence per pool and role; empty when it does."""
+        """Return why the candidate does not fit into memory, one sentence per pool and role; empty when it fits."""
         reasons = []
         for (pool_name, role), memory in sorted(self.memory(candidate).items()):
             pool, need = self.hardware.pool(pool_name), memory.gib
@@ -216,8 +222,10 @@ class Costing:
         return reasons
 
     def host_gib(self, candidate: Candidate) -> dict[str, float]:
-        """Pool -> GiB that the trainers of its fullest node keep on the host: off-loaded activations, and beside
-        trainer 0 what is published."""
+        """Return pool -> GiB that the trainers of its fullest node keep in host memory.
+
+        These are off-loaded activations, and published versions on the node of trainer 0.
+        """
         spec, table = candidate.spec, {}
         names = [name for name, role in self.placed(candidate) if role == "trainer"]
         for name in dict.fromkeys(names):
@@ -230,15 +238,16 @@ class Costing:
         return table
 
     def trainer_misfits(self, candidate: Candidate) -> list[str]:
-        """`misfits` of the trainers alone."""
+        """Return the `misfits` of trainers only."""
         return [reason for reason in self.misfits(candidate) if reason.startswith("trainer")]
 
     def cell_seconds(self, candidate: Candidate) -> float:
-        """One trained step of a task on the slowest trainer, with what it waits for others' weights."""
+        """Return the seconds of one trained step of a task on the slowest trainer, with its wait for sharded
+        weights."""
         return max(self._paid_seconds(pool, candidate) for pool in self._trainer_pools(candidate))
 
     def least_cell_seconds(self, candidate: Candidate) -> float:
-        """What `cell_seconds` is at least, whatever its trainers keep and however many steps a forward has."""
+        """Return a lower bound of `cell_seconds` for all choices of recomputation and of steps per forward."""
         spec, steps, shards = candidate.spec, self.work.trained_steps, self.shards(candidate)
         least = []
         for pool in self._trainer_pools(candidate):
@@ -251,29 +260,30 @@ class Costing:
         return [self.hardware.pool(name) for name, role in self.kinds(candidate) if role == "trainer"]
 
     def _paid_seconds(self, pool: Pool, candidate: Candidate) -> float:
-        """`pool_cell_seconds` and a cell's part of `exposed_seconds`."""
+        """Return `pool_cell_seconds` plus a cell's part of `exposed_seconds`."""
         exposed = self.exposed_seconds(pool, candidate) / candidate.spec.tsp_batch
         return self.pool_cell_seconds(pool, candidate) + exposed
 
     def spec(self, candidate: Candidate) -> ScheduleSpec:
-        """The schedule that train would build from the candidate's overrides."""
-        if not candidate.shares or candidate.sharding == "fsdp":  # there every forward is one of all trainers
+        """Return the schedule that `train` would build from the candidate's overrides, with shares."""
+        # With fsdp all trainers run every forward together, so unequal shares would only make the fast ones wait.
+        if not candidate.shares or candidate.sharding == "fsdp":
             return candidate.spec
         speeds = {pool.name: 1.0 / self._paid_seconds(pool, candidate) for pool in self._trainer_pools(candidate)}
         shares = tuple(speeds[pool] for pool, role in self.placed(candidate) if role == "trainer")
         return replace(candidate.spec, shares=shares)
 
     def pool_cell_seconds(self, pool: Pool, candidate: Candidate) -> float:
-        """One trained step of a task on a trainer of `pool`."""
+        """Return the seconds of one trained step of a task on a trainer of `pool`."""
         choice, spec = self.recompute(candidate, pool), candidate.spec
         return self._cell_seconds(pool, spec.task_size, spec.tsp_batch, choice, spec.context)
 
     def _gathering(self, pool: Pool, candidate: Candidate) -> list[Pool]:
-        """Pools of the trainers that share weights with one of `pool`: a group of hsdp stays within a node."""
+        """Return the pools whose trainers share weights with one of `pool`. An hsdp group stays within a node."""
         return [pool] if candidate.sharding == "hsdp" else self._trainer_pools(candidate)
 
     def exposed_seconds(self, pool: Pool, candidate: Candidate) -> float:
-        """Of one block on a trainer of `pool`: what gathering weights takes longer than computing."""
+        """Return the seconds by which gathering weights outlasts computing one block, on a trainer of `pool`."""
         gathering = self.costs.sharding_seconds(self._gathering(pool, candidate), self.shards(candidate))
         return max(0.0, gathering - self.pool_cell_seconds(pool, candidate) * candidate.spec.tsp_batch)
 
@@ -282,7 +292,7 @@ class Costing:
         return self.costs.cell_seconds(pool, task_size, tsp_batch, recompute, context)
 
     def cluster(self, candidate: Candidate) -> Cluster:
-        """Durations of the candidate, for the engine."""
+        """Return the candidate's ranks with their durations, for a virtual run."""
         costs, work, b = self.costs, self.work, candidate.spec.task_size
         kinds, placed = self.kinds(candidate), self.placed(candidate)
         pools = {name: self.hardware.pool(name) for name, _ in kinds}
@@ -296,6 +306,7 @@ class Costing:
             step = costs.step_seconds(pool, b)
             if role == "trainer":
                 cell, exposed = self.pool_cell_seconds(pool, candidate), self.exposed_seconds(pool, candidate)
+                # A trainer that generates gathers sharded weights in every denoising step, while it computes.
                 step = max(step, costs.gather_seconds(self._gathering(pool, candidate), shards))
             likes[name, role] = Rank(
                 0,
@@ -313,6 +324,7 @@ class Costing:
                 fetch, send = costs.fetch_seconds(line, others[name]), costs.send_seconds(line, b)
                 likes[name, role] = replace(likes[name, role], fetch_seconds=fetch, send_seconds=send)
         everyone = list(pools.values())
+        # Nodes behind a line pay for their versions in fetch_seconds, so publishing is charged for the others only.
         near = sum(count for name, count in others.items() if self.hardware.line(home, name) is None)
         steps = self._together([likes[place].step_seconds for place in placed], candidate.trainers, shards)
         ranks = tuple(
@@ -336,15 +348,18 @@ class Costing:
         )
 
     def other_nodes(self, placed: Sequence[tuple[str, str]]) -> Counter[str]:
-        """Pool -> nodes with rollouts besides that of trainer 0."""
+        """Return pool -> number of nodes with rollouts, without the node of trainer 0."""
         places = nodes(self.hardware, (name for name, _ in placed))
         rollouts = {node for node, (_, role) in zip(places, placed, strict=True) if role == "rollout"}
         return Counter(name for name, _ in rollouts - {places[0]})
 
     @staticmethod
     def _together(steps: list[float], trainers: int, shards: int) -> list[float]:
-        """Seconds per denoising step of every rank, of which those that share weights have their slowest's, and none
-        less than the first ones, who begin every step."""
+        """Return `steps`, the seconds per denoising step of every rank, with trainers that share weights made equal.
+
+        Each of them takes as long as the slowest of its group. No group is faster than the first, which begins every
+        step.
+        """
         for start in range(0, trainers if shards > 1 else 0, shards):
             end = min(start + shards, trainers)
             steps[start:end] = [max(steps[0], *steps[start:end])] * (end - start)
@@ -354,11 +369,11 @@ class Costing:
 
     @_once
     def floor(self, candidate: Candidate) -> float:
-        """Seconds per RL step that no run of the candidate beats."""
+        """Return a lower bound of the candidate's seconds per RL step."""
         return floor_seconds(self.spec(candidate), self.cluster(candidate))
 
     def work_units(self) -> dict[str, float]:
-        """Stage -> units of one RL step."""
+        """Return stage -> units of work in one RL step."""
         work = self.work
         return {
             "encode": float(work.prompts),
@@ -369,7 +384,7 @@ class Costing:
         }
 
     def seconds_per_unit(self) -> dict[str, dict[str, float | None]]:
-        """Stage -> pool -> seconds per unit at the best batch, communication and recomputation free."""
+        """Return stage -> pool -> seconds per unit at the best batch size, without communication and recomputation."""
         costs, group, trained = self.costs, self.work.group_size, self.work.trained_steps
         table: dict[str, dict[str, float | None]] = {stage: {} for stage in self.work_units()}
         for pool in self.hardware.pools:
@@ -381,12 +396,12 @@ class Costing:
         return table
 
     def bound(self) -> Bound:
-        """What no schedule beats on this profile."""
+        """Return the shortest RL step that any schedule can reach on this profile."""
         pools = {pool.name: pool.count for pool in self.hardware.pools}
         return solve_bound(pools, self.work_units(), self.seconds_per_unit())
 
     def bound_of_roles(self, candidate: Candidate) -> float:
-        """Seconds that no schedule beats in which every rank does only what the candidate has it do."""
+        """Return the shortest RL step, in seconds, of all schedules that keep the candidate's roles of ranks."""
         seats = {f"{pool} {role}": count for (pool, role), count in self.kinds(candidate).items()}
         table: dict[str, dict[str, float | None]] = {stage: {} for stage in self.work_units()}
         for pool, role in self.kinds(candidate):
@@ -397,8 +412,11 @@ class Costing:
         return solve_bound(seats, self.work_units(), table).seconds
 
     def evaluation_seconds(self, drawn: Drawn, candidate: Candidate) -> float:
-        """One evaluation: its ranks generate, decode and score what is `drawn`. Rollouts take the next prompt as soon
-        as they are free; trainers have equally many each, and wait for the slowest."""
+        """Return the seconds of one evaluation: generating, decoding and scoring what is `drawn`.
+
+        Rollouts take the next prompt as soon as they are free. Trainers get equally many prompts each, and wait for the
+        slowest.
+        """
         costs, room = self.costs, self.work.evaluated or drawn.samples
 
         def forwards(pool: Pool, samples: int) -> float:
@@ -422,5 +440,5 @@ class Costing:
         return max(ends)
 
     def sources(self) -> dict[str, dict[str, str]]:
-        """Stage -> pool -> where its figures come from: measured | published | assumed."""
+        """Return stage -> pool -> source of its figures: measured | published | assumed."""
         return {stage: {p.name: self.costs.source(stage, p) for p in self.hardware.pools} for stage in STAGES}

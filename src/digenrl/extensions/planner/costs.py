@@ -1,9 +1,10 @@
-"""Seconds of every kind of work on a pool: FLOPs over what the GPU reaches, bytes over what its memory and links reach.
+"""Seconds of every kind of work on a pool, from FLOPs and bytes and the speeds that GPUs, memory and links reach.
 
-A forward or backward takes (products / share + attention / its share) / peak + element-wise traffic / bandwidth, and
-at least a floor of blocks x launches; what GPUs reach is `digenrl.gpus`. The VAE is bound by memory.
-Communication that overlaps with computing costs nothing until it is longer (FSDP prefetches the next block's weights);
-what is left of it is paid per micro-batch. Measured seconds of a profile replace computed ones.
+A forward or backward takes (products / share + attention / its share) / peak + element-wise traffic / bandwidth. It
+takes at least blocks x launches. The speeds that GPUs reach are in `digenrl.gpus`. The VAE is bound by memory.
+
+Communication that overlaps with computing (FSDP prefetches the next block's weights) costs only what exceeds the
+computing, once per micro-batch. Measured seconds of a profile replace computed ones.
 """
 
 from __future__ import annotations
@@ -18,26 +19,31 @@ from digenrl.hardware import Hardware, Line, Pool
 from digenrl.recompute import OFFLOAD, Recompute
 
 SELECTION_SECONDS = 6e-3
-"""Of selective checkpointing: about 300 operators of a block (forward and repetition) through Python at 20 us each."""
+"""Seconds of selective checkpointing per block: about 300 operators (forward and repetition) at 20 us in Python."""
 DECODE_FLOPS_PER_BYTE = 60.0
-"""Of a VAE in fp32: 3 x 3 convolutions of 128 to 512 channels between norms and activations (an assumption)."""
+"""FLOPs per byte of a VAE in fp32: 3 x 3 convolutions of 128 to 512 channels between norms and activations (an
+assumption)."""
 COLLECTIVE_SECONDS = 40e-6
-"""Latency of a collective (an assumption)."""
+"""Latency of a collective, in seconds (an assumption)."""
 ADOPT_GB_S = 3.3
-"""Received weights onto a GPU, as one processor core copies them (an assumption)."""
+"""GB/s at which one processor core copies received weights onto a GPU (an assumption)."""
 CONDITION_WIDTH = 4096
-"""Of a text token's embedding (T5, UMT5, Llama; an assumption for the others)."""
+"""Width of a text token's embedding (T5, UMT5, Llama; an assumption for the others)."""
 PACKED, TOLD = {2: 0.67, 4: 0.84}, 0.3
-"""What is left of floats of so many bytes that the wire packs (measured on normal ones), and of a version in 16 bit of
-which seven values in eight have moved a little, told as changes; 0.04 where one in twenty has (measured likewise)."""
+"""Sizes on the wire, as shares of the original (both measured).
+
+`PACKED` is for packed, normally distributed floats, by their bytes. `TOLD` is for a 16-bit version sent as changes when
+seven values in eight have moved a little. When one value in twenty has moved, the share is 0.04.
+"""
 CONNECTION_GB_S = 1.2
-"""Of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on two processor cores)."""
+"""GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on two processor
+cores)."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
 
 
 def as_sent(line: Line, network: Any) -> Line:
-    """Return the line with what the `network` settings of a run make of messages there."""
+    """Return the line with the packing and the changes that the `network` settings of a run choose for it."""
     thin = line.gb_s * 1e3 < network.thin_mb_s
     told, packed = (thin if asked == "auto" else bool(asked) for asked in (network.delta, network.compress))
     return replace(line, told=told and network.whole_every > 1, packed=packed)
@@ -45,7 +51,7 @@ def as_sent(line: Line, network: Any) -> Line:
 
 @dataclass(frozen=True)
 class Costs:
-    """The cost model of one workload on one hardware profile."""
+    """Cost model of a workload on a hardware profile."""
 
     work: Workload
     hardware: Hardware
@@ -58,26 +64,27 @@ class Costs:
         return self.hardware.seconds.get(stage, {}).get(pool.name)
 
     def source(self, stage: str, pool: Pool) -> str:
-        """Where the figures of a stage come from: measured | published | assumed."""
+        """Return the source of a stage's figures on `pool`: measured | published | assumed."""
         if self._measured(stage, pool) is not None:
             return MEASURED
         published = stage == "generate" and pool.efficiency is None and kind_of(pool.gpu).published
         return PUBLISHED if published else ASSUMED
 
     def _floor(self, pool: Pool, forwards: float) -> float:
-        """Return the seconds that the processor needs to launch the kernels of so many forwards (of any batch)."""
+        """Return the seconds that the processor needs to launch the kernels of `forwards` forwards (of any batch
+        size)."""
         given = pool.reaches.launch_seconds
         launch = self._engine.launch_seconds if given is None else given
         return forwards * launch * float(self.work.sizes["attention_blocks"])
 
     def _compute(self, pool: Pool, flops: float, attention: float) -> float:
-        """Seconds of `flops`, of which `attention` are attention's."""
+        """Return the seconds of `flops`, which include the `attention` FLOPs."""
         reaches = pool.reaches
         share = reaches.fused_attention if self.work.fused_attention else reaches.attention
         return ((flops - attention) / reaches.generate + attention / share) / (pool.tflops * 1e12)
 
     def _traffic(self, pool: Pool, forwards: float) -> float:
-        """Seconds of the element-wise reads and writes of so many forwards of one sample."""
+        """Return the seconds of the element-wise reads and writes in `forwards` forwards of one sample."""
         bytes_moved = self._engine.passes * self.work.block_bytes * float(self.work.sizes["attention_blocks"])
         return forwards * bytes_moved / (pool.hbm_tb_s * 1e12)
 
@@ -93,8 +100,10 @@ class Costs:
         return max(seconds, weights, self._floor(pool, work.launches))
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
-        """Conditioning of one prompt; `cached=False` adds copies of encoders that wait on the CPU, and back. Reading it
-        from a store costs nothing."""
+        """Return the seconds of conditioning one prompt; 0 if prompts are read from a store.
+
+        `cached=False` adds copying the encoders from host memory and back.
+        """
         if self.work.stored_prompts:
             return 0.0
         measured = self._measured("encode", pool)
@@ -105,7 +114,8 @@ class Costs:
         return seconds + (0.0 if cached else copies)
 
     def decode_seconds(self, pool: Pool, task_size: int, cached: bool = True) -> float:
-        """VAE decode of a task (fp32), bound by the memory's bandwidth; `cached=False` as for `encode_seconds`."""
+        """Return the seconds of a task's VAE decode (fp32), bound by memory bandwidth; `cached` as for
+        `encode_seconds`."""
         measured = self._measured("decode", pool)
         if measured is not None:
             return measured * task_size
@@ -114,23 +124,26 @@ class Costs:
         return task_size * moved / (pool.hbm_tb_s * 1e12 * pool.reaches.decode) + copies
 
     def score_seconds(self, pool: Pool, task_size: int) -> float:
-        """GPU scorers of a task."""
+        """Return the seconds of a task's GPU scorers."""
         measured = self._measured("score", pool)
         if measured is not None:
             return measured * task_size
         return task_size * self.work.score_flops() / (pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.score)
 
     def cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int = 1) -> float:
-        """One trained step of a task, inside a block of K = `tsp_batch` steps: forward, backward, reference forward, by
-        `context` GPUs together.
+        """Return the seconds of one trained step of a task on `context` GPUs together, inside a block of K =
+        `tsp_batch`
+        steps: forward, backward and reference forward.
 
-        What blocks throw away is computed again, and written and read once more. Choosing among operators takes the
-        processor `SELECTION_SECONDS` per block and forward, which the GPU works beside; so are copies to the host.
+        Activations that blocks did not keep are computed again, so they are written and read once more. Selective
+        checkpointing takes the processor `SELECTION_SECONDS` per block and forward. The GPU works meanwhile, and so it
+        does during copies to the host. Hence the result is the maximum of all these.
         """
         measured = self._measured("train", pool)
         work, rows = self.work, task_size * self.work.passes
         selected = recompute.products + recompute.attention
-        exchange = 2 + int(work.reference) + recompute.inputs + selected  # again with gradients, and where repeated
+        # Attention exchanges tokens in the forward, in the backward, in the reference's forward and where repeated.
+        exchange = 2 + int(work.reference) + recompute.inputs + selected
         exchanged = self._exchange_seconds(pool, task_size, exchange, context)
         if measured is not None:
             return measured * task_size / context + exchanged
@@ -143,6 +156,7 @@ class Costs:
         seconds = rows * self._compute(pool, flops, (forwards + 2) * work.attention_flops() + again)
         seconds = (seconds + self._traffic(pool, (forwards + 2) * rows)) / pool.reaches.train
         seconds = (seconds + rows * moved / (pool.hbm_tb_s * 1e12)) / context + exchanged
+        # Launches and selection take the processor as long for K steps in one forward as for one, so a step pays 1/K.
         launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
         copying = 2 * offloaded_bytes(work, rows, recompute, context) / (pool.reaches.host_gb_s * 1e9)
@@ -151,8 +165,10 @@ class Costs:
     # ---- links
 
     def _exchange_seconds(self, pool: Pool, task_size: int, forwards: float, context: int) -> float:
-        """What `context` GPUs of a node send each other in so many forwards of a task and wait for: queries, keys,
-        values and outputs of every attention."""
+        """Return the seconds in which `context` GPUs of a node exchange tokens in `forwards` forwards of a task.
+
+        Each attention exchanges its queries, keys, values and outputs, and waits for them.
+        """
         if context == 1:
             return 0.0
         work, passes = self.work, 4 * forwards * float(self.work.sizes["attention_blocks"])
@@ -160,32 +176,36 @@ class Costs:
         return passes * (volume / self.bandwidth([pool], context) + COLLECTIVE_SECONDS)
 
     def bandwidth(self, pools: list[Pool], ranks: int) -> float:
-        """Bytes per second of a ring over `ranks` GPUs of one place: the node's links inside one, the slowest network
-        link else."""
+        """Return the bytes per second of a ring over `ranks` GPUs of one place.
+
+        Inside a node they are those of its links, otherwise those of the slowest network link.
+        """
         inside = len({pool.name for pool in pools}) == 1 and ranks <= min(pool.per_node for pool in pools)
         links = ((p.intra_gb_s if inside else min(p.intra_gb_s, p.inter_gb_s)) * p.reaches.network for p in pools)
         return min(links) * 1e9
 
     @staticmethod
     def _slowest_link(pools: list[Pool]) -> float:
-        """Bytes per second of the slowest network link."""
+        """Return the bytes per second of the slowest network link."""
         return min(pool.inter_gb_s * pool.reaches.network for pool in pools) * 1e9
 
     @property
     def _weight_bytes(self) -> int:
-        """Of a gathered parameter: the frozen base is held in bf16, trained weights in fp32."""
+        """Bytes of a gathered parameter: 2 for a frozen base (bf16), 4 for trained weights (fp32)."""
         return 4 if self.work.lora_rank is None else 2
 
     def sharding_seconds(self, pools: list[Pool], shards: int) -> float:
-        """Communication of one micro-batch of sharded trainers, all of it: a gather for the forward, one for the
-        backward (which serves the repeated forward too), one for the reference; all weights: the gradients scattered.
+        """Return the seconds of all communication in one micro-batch of sharded trainers.
+
+        Weights are gathered for the forward, for the backward (which serves the repeated forward too), and for the
+        reference. If all weights are trained, their gradients are scattered as well.
         """
         gathers = 2 + int(self.work.reference)
         scattered = int(self.work.lora_rank is None)
         return (gathers + scattered) * self.gather_seconds(pools, shards)
 
     def gather_seconds(self, pools: list[Pool], shards: int) -> float:
-        """All-gather of the whole model over `shards` ranks."""
+        """Return the seconds of an all-gather of the whole model over `shards` ranks."""
         if shards == 1:
             return 0.0
         volume = self._weight_bytes * self.work.sizes["parameters"] * (shards - 1) / shards
@@ -193,55 +213,67 @@ class Costs:
         return volume / self.bandwidth(pools, shards) + latency
 
     def reduce_seconds(self, pools: list[Pool], ranks: int, shards: int = 1) -> float:
-        """All-reduce of the gradients in fp32 over `ranks` at the end of an update. With sharded trainers a rank holds
-        1/`shards` of them, and `ranks` counts the copies."""
+        """Return the seconds of the all-reduce of fp32 gradients at the end of an update.
+
+        Args:
+            ranks: copies of the weights to reduce over: trainers divided by `shards`.
+            shards: ranks that share a copy. Each holds 1/`shards` of the gradients.
+        """
         if ranks == 1:
             return 0.0
         volume = 2 * 4 * self.work.trained_parameters / shards * (ranks - 1) / ranks
         return volume / self.bandwidth(pools, ranks * shards) + 1e-3
 
     def optimizer_seconds(self, pool: Pool, shards: int) -> float:
-        """AdamW reads and writes weights, gradients and moments: 28 bytes per parameter."""
+        """Return the seconds of an AdamW step, which moves 28 bytes per parameter: weights, gradients and moments."""
         return 28 * self.work.trained_parameters / shards / (pool.hbm_tb_s * 1e12) + 1e-3
 
     def publish_seconds(self, pools: list[Pool], other_nodes: int) -> float:
-        """A version in the rollouts' dtype, to all at once: over trainer 0's link a copy for each other node with
-        rollouts, and no connection is faster than the processors at its ends."""
+        """Return the seconds of sending a version, in the rollouts' dtype, to all rollouts at once.
+
+        Trainer 0's link carries a copy for each other node with rollouts. No connection is faster than the processors
+        at its ends allow.
+        """
         network = sent_bytes(self.work, other_nodes) / self._slowest_link(pools)
         return max(network, version_bytes(self.work) / (CONNECTION_GB_S * 1e9)) + 5e-3
 
     def snapshot_seconds(self, pools: list[Pool]) -> float:
-        """A version, in the rollouts' dtype, into trainer 0's host memory."""
+        """Return the seconds of copying a version, in the rollouts' dtype, into trainer 0's host memory."""
         return version_bytes(self.work) / (min(pool.reaches.host_gb_s for pool in pools) * 1e9)
 
     def adopt_seconds(self) -> float:
-        """A version, in the rollouts' dtype, onto a rollout's GPU, by one thread."""
+        """Return the seconds in which one thread copies a version, in the rollouts' dtype, onto a rollout's GPU."""
         return version_bytes(self.work) / (ADOPT_GB_S * 1e9)
 
     def task_bytes(self, task_size: int) -> float:
-        """A finished task: the latents before and after every trained step in storage dtype, and the prompt's embedding
-        in 16 bit."""
+        """Return the bytes of a finished task.
+
+        It holds the latents before and after every trained step in storage dtype, and the prompt's embedding in 16 bit.
+        """
         latents = 2 * task_size * self.work.trained_steps * self.work.latent_elements * self.work.storage_bytes
         return latents + 2.0 * CONDITION_WIDTH * self.work.sizes["text_tokens"] * self.work.passes
 
     def send_seconds(self, line: Line, task_size: int) -> float:
-        """What the line between two places takes for a finished task."""
+        """Return the seconds of a finished task on the line between two places."""
         share = PACKED.get(self.work.storage_bytes, 1.0) if line.packed else 1.0
         return line.seconds(share * self.task_bytes(task_size))
 
     def fetch_seconds(self, line: Line, nodes: int) -> float:
-        """What the line between two places takes for a version, a copy for each of `nodes`."""
+        """Return the seconds of a version on the line between two places, with a copy for each of `nodes` nodes."""
         share = TOLD if line.told else PACKED[2] if line.packed else 1.0
         return line.seconds(share * sent_bytes(self.work, nodes))
 
     def deliver_seconds(self, pools: list[Pool], task_size: int) -> float:
-        """A finished task through pinned memory and the network, and its CPU scorers."""
+        """Return the seconds of a finished task through pinned memory and the network, and of its CPU scorers."""
         return self.task_bytes(task_size) / self._slowest_link(pools) + 3e-3 + task_size * self.work.score_cpu_seconds()
 
     def move_seconds(self, pools: list[Pool], task_size: int) -> float:
-        """A suspended task: what it has kept so far, and its present latent."""
+        """Return the seconds of moving a suspended task: the latents it has kept so far, and the present one."""
         return self.deliver_seconds(pools, task_size) - task_size * self.work.score_cpu_seconds()
 
     def switch_seconds(self) -> float:
-        """Between training and generation: caches are freed, adapters stay; a small constant (an assumption)."""
+        """Return the seconds of one switch between training and generation: a small constant (an assumption).
+
+        Caches are freed and adapters stay.
+        """
         return 0.02

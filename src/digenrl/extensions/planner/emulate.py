@@ -1,4 +1,4 @@
-"""`hardware.emulate=true`: how long every rank sleeps, from the cost model of the profile that the planner uses."""
+"""Durations of an emulated run (`hardware.emulate=true`): how long every rank sleeps, by the planner's cost model."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ _REWARD: dict[str, Any] = {
     "placement": "inline",
     "rewards": {"jpeg_size": {"scorer": {"_target_": "reward_models.jpeg_size.JpegSize"}, "weight": 1.0}},
 }
-"""A real scorer that costs next to nothing; the profile's scoring time is part of the emulated decode."""
+"""A real scorer that takes almost no time. The profile's scoring time is part of the emulated decode."""
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds on one rank. A task is b samples."""
+    """Seconds of each kind of work on one rank."""
 
     task_size: int
-    """b."""
+    """Samples of a task."""
     encode: float
-    """One prompt, once."""
+    """Seconds of encoding one prompt, paid once."""
     step: float
-    """One denoising step of a task."""
+    """Seconds of one denoising step of a task."""
     decode: float
-    """Decode (and scoring on the GPU) of a task."""
+    """Seconds of decoding a task and scoring it on the GPU."""
     cell: float
-    """Forward and backward of one trained step of a task."""
+    """Seconds of forward and backward of one trained step of a task."""
     fetch: float = 0.0
-    """What a version takes to this rank's place, over a line of `hardware.links`."""
+    """Seconds of a version over the line of `hardware.links` to this rank's place."""
     send: float = 0.0
-    """What a task takes from there, when all ranks of its pool send at once."""
+    """Seconds of a task over the line from this rank's place, when all ranks of its pool send at once."""
 
     def scaled(self, factor: float) -> Durations:
-        """All durations times `hardware.time_scale`."""
+        """Return all durations times `factor` (`hardware.time_scale`)."""
         names = ("encode", "step", "decode", "cell", "fetch", "send")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
 
 def stand_ins(composed: Composed, trainers: int, rollouts: int) -> tuple[StandIn, ...]:
-    """Return what each rank builds when the run is emulated; () where the networks are real.
+    """Return the stand-ins that each rank of an emulated run builds; () where the networks are real.
 
     Raises:
         ValueError: as `durations`.
@@ -65,7 +65,7 @@ def stand_ins(composed: Composed, trainers: int, rollouts: int) -> tuple[StandIn
 
 
 def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Durations, ...]:
-    """How long every rank's network sleeps; () where the networks are real.
+    """Return how long every rank's network sleeps; () where the networks are real.
 
     Raises:
         ValueError: the experiment's model has no counted sizes, or the pools do not hold that many ranks.

@@ -1,5 +1,8 @@
-"""A policy whose network sleeps: real processes, store, transfers and optimizer steps on small tensors, in the time
-that a hardware profile says the real network would take. So 16 to 48 ranks are measured on a two-core machine."""
+"""A policy whose network sleeps as long as a hardware profile says that the real network would compute.
+
+Processes, store, transfers and optimizer steps are real, on small tensors. So 16 to 48 ranks are measured on a two-core
+machine.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from digenrl.transport.link import PlainLine
 from digenrl.transport.wire import Message, MessageKind
 
 LATENT = (16, 4)
-"""[N, C] of the stand-in latents."""
+"""Shape [N, C] of the stand-in latents."""
 
 
 class EmulatedLine(PlainLine):
-    """A line that carries small tensors in the time that it would take for real ones.
+    """A line that takes as long for small tensors as a real line for the real ones.
 
     Args:
         fetch: seconds of a version.
@@ -58,10 +61,11 @@ class _Sleep(torch.autograd.Function):
 
 
 class EmulatedPolicy(Policy):
-    """See the module docstring. A third of a trained cell's time is its forward, two thirds its backward.
+    """Policy that sleeps instead of computing. A trained cell's time is one third forward and two thirds backward.
 
     Args:
-        adapter: only a part of the weights is trained, as with LoRA.
+        durations: seconds of each kind of work on this rank.
+        adapter: whether only a part of the weights is trained, as with LoRA.
     """
 
     family = "emulated"

@@ -10,9 +10,9 @@ from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 
 PROMISING = (1, 2)
-"""Disaggregated candidates of the lowest floors that are simulated, of each kind: on-policy, asynchronous."""
+"""Disaggregated candidates to simulate of each kind, the lowest floors first: (on-policy, asynchronous)."""
 ROUNDING = 16
-"""Where a trainer has fewer blocks of an update than so many, splits that leave no odd ones are tried too."""
+"""Blocks of an update per trainer below which splits without odd blocks are tried too."""
 
 
 def colocated(costing: Costing) -> Iterator[Candidate]:
@@ -26,7 +26,7 @@ def colocated(costing: Costing) -> Iterator[Candidate]:
 
 
 def disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None = None) -> Iterator[Candidate]:
-    """Of each kind the splits around the balance, or those with one of the `numbers` of trainers."""
+    """Yield candidates of each schedule, with numbers of trainers around the balance or with the given `numbers`."""
     gpus = costing.hardware.gpus
     if gpus < 2:
         return
@@ -47,9 +47,11 @@ def disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None =
 
 
 def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
-    """`typical` with every task size, with lending and without. Asynchronous steps overlap, so there a fragment may
-    also be half of the batch (within one update), which splits more evenly and leaves the other half to overlap. Where
-    tasks are few, each is a single sample."""
+    """Yield `typical` with every task size, with lending and without.
+
+    Asynchronous steps overlap, so their fragments may also be half of the batch (within one update). Half a batch
+    splits more evenly, and the other half still overlaps. Where tasks are few, each is a single sample.
+    """
     half = min(costing.work.spec.groups_per_update, max(1, costing.work.prompts // 2))
     gaps = {typical.spec.gap, half} if typical.spec.gap and typical.spec.async_steps else {typical.spec.gap}
     sizes = task_sizes(costing)[: 1 if _few_tasks(costing) else None]
@@ -69,7 +71,7 @@ def _allocations(costing: Costing, base: Candidate, numbers: set[int]) -> Iterat
 
 
 def _around_balance(costing: Costing, base: Candidate) -> set[int]:
-    """Numbers of trainers around the balance of generation and training, and whole pools."""
+    """Return numbers of trainers to try: around the balance of generation and training, and whole pools."""
     gpus, balance = costing.hardware.gpus, _balance(costing, base)
     offsets = [-0.06, -0.03, 0.0, 0.03, 0.06]
     if base.spec.tag:  # what lending trainers generate, rollout ranks need not
@@ -88,7 +90,8 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
 
 
 def _balance(costing: Costing, base: Candidate) -> float:
-    """Trainers at which training takes as long as generation, pools taken in the order of `base`."""
+    """Return the number of trainers at which training takes as long as generation, with pools in the order of
+    `base`."""
     units, seconds = costing.work_units(), costing.seconds_per_unit()
     pools = sorted(costing.hardware.pools, key=lambda pool: pool.name != base.first)
     stages = ("encode", "generate", "decode", "score")
@@ -101,6 +104,7 @@ def _balance(costing: Costing, base: Candidate) -> float:
         per_task = {p.name: costing.pool_cell_seconds(p, trainer) for p in pools}
         training = {name: units["train"] * cell / trainer.spec.task_size for name, cell in per_task.items()}
     order = [p.name for p in pools for _ in range(p.count)]
+    # Trainers are taken from the front of `order` and rollouts from its end, so the rates are sums from both ends.
     train_rates = list(itertools.accumulate(1.0 / training[name] for name in order))
     make_rates = list(itertools.accumulate(1.0 / making[name] for name in reversed(order)))[::-1]
     gap = [abs(1.0 / train_rates[n - 1] - 1.0 / make_rates[n]) for n in range(1, len(order))]
@@ -108,9 +112,12 @@ def _balance(costing: Costing, base: Candidate) -> float:
 
 
 def promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates of the lowest floors: from each pool first, with lending and without, of each fragment size and
-    way to hold the model; on-policy ones, whose floors say less, also with each task size. Floors within 1% are taken
-    for equal, and then the fewest trainers win: they lend least, which no floor charges for."""
+    """Return the candidates with the lowest floors of each kind.
+
+    A kind is given by lending, first pool of trainers, fragment size and sharding. On-policy candidates are also told
+    apart by task size, because their floors say less. Floors within 1% count as equal. Then fewest trainers win: they
+    lend least, and no floor charges for lending.
+    """
     fitting = [candidate for candidate in dict.fromkeys(candidates) if not costing.misfits(candidate)]
     unit = 0.01 * costing.bound().seconds
     ranked = sorted(fitting, key=lambda candidate: (round(costing.floor(candidate) / unit), candidate.trainers))
@@ -123,7 +130,7 @@ def promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candida
 
 
 def neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
-    """Candidates that differ in one choice."""
+    """Yield candidates that differ from `candidate` in one choice."""
     gpus = costing.hardware.gpus
     nodes = candidate.but(sharding="hsdp")
     if candidate.sharding == "fsdp" and costing.shards(nodes) > 1 and (held := fitted(costing, nodes)) is not None:
@@ -159,8 +166,11 @@ def neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
-    """`base` held in every way that fits and that makes cells faster than the ways with fewer collectives. Trainers
-    share the tokens of a sample where it fits in no other way, or there are too few."""
+    """Yield `base` with each sharding that fits and makes cells faster than all shardings with fewer collectives.
+
+    Trainers share the tokens of a sample (context above 1) only if nothing else fits, or if there are fewer samples
+    than GPUs.
+    """
     for context in (1, *costing.contexts(base)):
         fastest = math.inf
         for sharding in ("ddp", "hsdp", "fsdp") if base.trainers > 1 else ("ddp",):
@@ -176,8 +186,10 @@ def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
 
 
 def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
-    """`candidate` with the K whose cells are fastest (the largest of equals) and the encoders where they cost nothing;
-    None if nothing fits."""
+    """Return `candidate` with the fastest K and placement of encoders that fit; None if nothing fits.
+
+    Of equally fast K the largest is taken. Encoders stay on the GPU where that makes no cell slower.
+    """
     best: tuple[float, Candidate] | None = None
     for size in step_batches(costing, candidate):
         for encoders in (True, False):
@@ -193,7 +205,7 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
 
 
 def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
-    """Values of K worth trying, the largest first: each leaves a trainer at least four blocks of a fragment."""
+    """Return values of K to try, the largest first. All but 1 leave each trainer at least four blocks of a fragment."""
     trained = costing.work.trained_steps
     tasks = candidate.spec.fragment_groups * candidate.spec.tasks_per_portion
     choices = (trained, -(-trained // 2), -(-trained // 4))
@@ -213,7 +225,7 @@ def _unequal(costing: Costing) -> bool:
 
 
 def _few_tasks(costing: Costing) -> bool:
-    """Whether some GPUs would have no task of their own."""
+    """Return whether some GPUs would have no task of their own."""
     return costing.work.samples < costing.hardware.gpus
 
 

@@ -1,7 +1,7 @@
-"""Seconds per RL step that no run of a candidate beats: what lets the planner skip simulating it.
+"""Lower bound of a candidate's seconds per RL step, with which the planner skips many simulations.
 
-The work of each role over its speed, in whole micro-batches; lending fills every wait, publishing and delivery are
-free, and a step of one-step asynchrony overlaps with its neighbours completely.
+The bound is the work of each role divided by its speed, in whole micro-batches. It assumes that lending fills every
+wait. Publishing and delivery are free. One-step asynchrony overlaps neighbouring steps completely.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from digenrl.schedule.order import stale_groups
 
 
 def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
-    """Lower bound of seconds per step of `spec` on `cluster`."""
+    """Return a lower bound of the seconds per RL step of `spec` on `cluster`."""
     fragment, updates = training_floor(spec, cluster)
     updates = [seconds + cluster.reduce_seconds + cluster.optimizer_seconds for seconds in updates]
     training = sum(updates) + cluster.snapshot_seconds
-    later = sum(sorted(updates)[: spec.slices - 1])  # they need all groups
-    last = fragment + later if spec.gap else training  # to be trained when the last task is done
+    later = sum(sorted(updates)[: spec.slices - 1])  # further updates of the same groups need all groups complete
+    last = fragment + later if spec.gap else training  # at least this much is left to train after the last task
     if not cluster.rollouts:
         own = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers]
         return training + (spec.tasks / _rate(own) if spec.gap else _makespan(spec.tasks, own))
@@ -29,8 +29,10 @@ def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
     lending = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers] if spec.tag else []
     everyone = making + lending
     overlapped = (spec.tasks + _rate(lending) * training) / _rate(everyone)
-    fresh = spec.tasks - stale_groups(spec, 1) * spec.tasks_per_group  # not begun before the last version is there
-    split = spec.tag and not cluster.lockstep  # a loan that ends leaves the rest of its task to a rollout
+    # Tasks that cannot begin before the newest version is there.
+    fresh = spec.tasks - stale_groups(spec, 1) * spec.tasks_per_group
+    # A loan that ends may leave the rest of its task to a rollout, so tasks need not be whole on one rank.
+    split = spec.tag and not cluster.lockstep
     alone = (fresh / _rate(everyone) if split else _makespan(fresh, everyone)) + last
     return max(overlapped, alone, training + (0.0 if spec.async_steps else min(everyone)))
 
@@ -40,7 +42,10 @@ def _rate(seconds: Sequence[float]) -> float:
 
 
 def _makespan(tasks: int, seconds: Sequence[float]) -> float:
-    """The least time in which ranks of so many seconds per task, all free at 0, end `tasks` whole ones."""
+    """Return the shortest time in which ranks finish `tasks` whole tasks.
+
+    Rank i takes `seconds[i]` per task, and all ranks are free at 0.
+    """
     if not tasks:
         return 0.0
     alike = Counter(own for own in seconds if math.isfinite(own))
@@ -54,7 +59,10 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
 
 
 def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[float]]:
-    """Seconds of training one fragment (0 where a rank without blocks of it trains others) and all of each update."""
+    """Return the seconds of training one fragment, and the seconds of each update.
+
+    The first number is 0 where a rank without blocks of the fragment trains other fragments meanwhile.
+    """
     if cluster.lockstep:
         lasting = [
             [_unit_seconds(spec, cluster, fragment) for fragment in fragments(spec, update)]
@@ -83,7 +91,7 @@ def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[fl
 
 
 def _unit_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> list[float]:
-    """Of `fragment` on each unit of trainers, whose every micro-batch lasts as long as on its slowest rank."""
+    """Return the seconds of `fragment` on each unit of trainers. A micro-batch takes as long as on its slowest rank."""
     table = micro_batches(spec, cluster, fragment)
     rows = ([table[rank] for rank in ranks] for ranks in cluster.units)
     return [sum(max(column) for column in zip(*own, strict=True)) for own in rows]

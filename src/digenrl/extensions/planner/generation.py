@@ -1,6 +1,7 @@
-"""The generating side of a virtual run: who runs which task, and how long it takes.
+"""Generation in a virtual run: which rank runs which task, and how long it takes.
 
-Every choice is the policy's (`digenrl.schedule.policy`); claims are those of `digenrl.schedule.claims`, kept in memory.
+The policy (`digenrl.schedule.policy`) makes every choice. Claims are those of `digenrl.schedule.claims`, kept in
+memory.
 """
 
 from __future__ import annotations
@@ -19,39 +20,39 @@ from digenrl.schedule.ranks import Work
 
 @dataclass(frozen=True)
 class Suspended:
-    """A task that was given to a rank."""
+    """A partly denoised task that a trainer gave to another rank when its loan ended."""
 
     task: Task
     claim: Claim
     remaining: int
     """Denoising steps still to do."""
     seconds: float
-    """On its way."""
+    """Seconds that the task takes to reach its new rank."""
 
 
 @dataclass(eq=False)
 class Worker:
-    """A rank as a generator of samples."""
+    """State of one rank that generates samples."""
 
     rank: Rank
     claims: Claims
     held: int = 0
-    """Version of the weights."""
+    """Version of the weights that the rank holds."""
     claim: Claim | None = None
     task: Task | None = None
     remaining: int = 0
     """Denoising steps still to do."""
     began: float = 0.0
     free_at: float = 0.0
-    """When the present task will be finished, undisturbed."""
+    """Virtual second at which the present task will be finished, if nothing interrupts it."""
     step_time: float = 0.0
     finish_time: float = 0.0
     token: int = 0
-    """Events of an older token are void."""
+    """Number of the present task's run. Events that carry an older token are ignored."""
     wanted: int = -1
-    """Token of the loan that a ready fragment waits for."""
+    """Token of the loan whose end a ready fragment waits for."""
     waiting: deque[Suspended] = field(default_factory=deque)
-    """Tasks that were given to this rank while it was busy."""
+    """Suspended tasks that other ranks gave to this rank while it was busy."""
     idle_since: float | None = None
     idle_cause: str = "startup"
     dead: bool = False
@@ -63,13 +64,13 @@ class Worker:
 
 
 class Generation:
-    """The workers and their claims.
+    """Workers of a virtual run, and their claims.
 
     Args:
         spec: the schedule.
-        cluster: durations.
-        policy: decides.
-        plan: version -> its queue of tasks.
+        cluster: durations of each rank.
+        policy: decides which rank takes, lends or leaves a task.
+        plan: version -> queue of its tasks.
         factor: rank -> factor on its next duration (jitter, stragglers).
         post: (time, kind, payload) -> None, the run's event queue.
         span: (rank, stage, start, end, step, args) -> None.
@@ -90,8 +91,8 @@ class Generation:
         self.store = MemoryClaims()
         self.workers = [Worker(rank, Claims(self.store, rank.rank)) for rank in cluster.ranks]
         self.colocated = not cluster.rollouts
-        self.idlers: dict[int, Worker] = {}
-        """Those that have nothing to do."""
+        self.idle_workers: dict[int, Worker] = {}
+        """Rank -> worker, for the workers that have nothing to do."""
         members = [w for w in self.workers if math.isfinite(w.rank.step_seconds)]
         self.generators = [w for w in members if self.colocated or w.rank.role == "rollout"]
         self.made: list[tuple[int, int, int, int]] = []
@@ -106,7 +107,7 @@ class Generation:
     # ---- what the policy sees
 
     def _announce(self, worker: Worker) -> None:
-        """Tell the policy what `worker` does now."""
+        """Tell the policy what `worker` is doing now."""
         rank, task = worker.rank, worker.task
         seconds = rank.task_seconds(self.spec.denoise_steps)
         waiting = sum(suspended.remaining for suspended in worker.waiting) * rank.step_seconds
@@ -117,21 +118,24 @@ class Generation:
         self.policy.saw_rank(rank.rank, work)
 
     def part(self, worker: Worker, tasks: int) -> range:
-        """Positions of a queue that `worker` may claim."""
+        """Return the positions of a queue of `tasks` that `worker` may claim."""
         if not self.cluster.static_claims:
             return range(tasks)
         return queue_part(tasks, self.generators.index(worker), len(self.generators))
 
     def left(self, version: int, worker: Worker) -> int:
-        """Tasks of the version (of the rank's own part, where the queue is divided) that nobody runs."""
+        """Return how many tasks of the version are unclaimed: in the rank's own part, where the queue is divided."""
         tasks = len(self._plan(version))
         return worker.claims.left(version, tasks, self.part(worker, tasks))
 
     # ---- claims
 
     def offer(self, worker: Worker, versions: Sequence[int], now: float) -> str | None:
-        """Let a free worker take a task that was given to it, or claim from the first of `versions` that has work.
-        None when it did, else why not."""
+        """Let a free worker take a task that was given to it, or claim one from the first of `versions` that has work.
+
+        Returns:
+            None if the worker has begun a task, else the cause of its wait.
+        """
         if worker.waiting:
             given = worker.waiting.popleft()
             claim = worker.claims.confirm(given.task.version, given.claim.position, given.claim.attempt)
@@ -154,6 +158,7 @@ class Generation:
         return cause
 
     def _start(self, worker: Worker, task: Task, claim: Claim, remaining: int, now: float, moved: float = 0.0) -> None:
+        """Begin a task: adopt weights, move its state and encode its prompt where needed, then post its end."""
         self.end_idle(worker, now)
         rank, factor = worker.rank, self._factor(worker.rank.rank)
         begin = now
@@ -179,23 +184,28 @@ class Generation:
     # ---- the end of a loan
 
     def want(self, worker: Worker, now: float) -> None:
-        """Ask the policy after the denoising step in progress, as a fragment is ready for the trainer that lends."""
-        if self.cluster.lockstep or not worker.busy or worker.wanted == worker.token:  # or none can leave the others
+        """Have the policy asked after the present denoising step, because a fragment is ready for this lending
+        trainer."""
+        # In lock-step no trainer can leave a loan before the others.
+        if self.cluster.lockstep or not worker.busy or worker.wanted == worker.token:
             return
         worker.wanted = worker.token
+        # A ready fragment at the very end of a step must not wait for one more step through a rounding error.
         steps = max(1, math.ceil((now - worker.began) / worker.step_time - 1e-9))
         self._boundary(worker, steps)
 
     def _boundary(self, worker: Worker, steps: int) -> None:
-        """Ask again after `steps` denoising steps of the task, unless the task ends then."""
+        """Post a question to the policy after `steps` denoising steps of the task, unless the task ends there."""
         if steps < worker.remaining:
             self._post(worker.began + steps * worker.step_time, "boundary", (worker.rank.rank, worker.token, steps))
 
     def suspend(self, worker: Worker, steps: int, step: int, now: float) -> Worker | None:
-        """Stop the loan of `worker` after `steps` denoising steps, where the policy names who goes on; return that one.
+        """Stop the loan of `worker` after `steps` denoising steps, and return the worker that continues the task.
+
+        The policy names the receiver. If there is none, the loan goes on until the next step and the result is None.
 
         Args:
-            step: RL step that the trainers are in.
+            step: RL step of the trainers.
         """
         task, claim, rank = worker.task, worker.claim, worker.rank.rank
         assert task is not None
@@ -213,12 +223,15 @@ class Generation:
         return other
 
     def _way(self, giver: Worker, receiver: Worker) -> float:
-        """Seconds of a suspended task on its way; over a line between places as long as a finished one."""
+        """Return the seconds that a suspended task takes to reach `receiver`.
+
+        A line between two places takes as long for it as for a finished task.
+        """
         one, other = giver.rank, receiver.rank
         return self.cluster.move_seconds + (one.pool != other.pool) * max(one.send_seconds, other.send_seconds)
 
     def finish(self, worker: Worker, now: float) -> Task:
-        """The task of `worker` is done; its samples are on their way."""
+        """End the task of `worker`, mark it as received and return it."""
         assert worker.claim is not None
         assert worker.task is not None
         task, worker.remaining = worker.task, 0
@@ -231,7 +244,7 @@ class Generation:
     # ---- deaths
 
     def die(self, worker: Worker, now: float) -> None:
-        """`worker` stops; its tasks stay claimed until the death is noticed."""
+        """Stop `worker`. Its tasks stay claimed until `notice`, as in a run that must first detect the death."""
         if worker.claim is not None:
             self.record(worker, now)
         worker.dead = True
@@ -239,7 +252,7 @@ class Generation:
         self._ends_idle(worker)
 
     def notice(self, worker: Worker) -> None:
-        """The death of `worker` is known: its tasks go back."""
+        """Return the tasks of a dead worker to the queue, and tell the policy that the rank is gone."""
         rank = worker.rank.rank
         self.store.lost.add(rank)
         worker.claims.lose(rank, "died", trainers=1)
@@ -250,7 +263,7 @@ class Generation:
     # ---- records
 
     def record(self, worker: Worker, now: float) -> None:
-        """Spans of what `worker` has done of its task up to `now`."""
+        """Write spans for the part of its task that `worker` has done up to `now`."""
         task = worker.task
         assert task is not None
         stage = "lend" if worker.rank.role == "trainer" and not self.colocated else "generate"
@@ -269,16 +282,16 @@ class Generation:
         self._announce(worker)
 
     def idle(self, worker: Worker, now: float, cause: str) -> None:
-        """`worker` has nothing to do, for `cause`."""
+        """Note that `worker` has nothing to do, and why. A new cause ends the span of the old one."""
         if worker.idle_since is None:
             worker.idle_since, worker.idle_cause = now, cause
-            self.idlers[worker.rank.rank] = worker
+            self.idle_workers[worker.rank.rank] = worker
         elif worker.idle_cause != cause:
             self._waited(worker, now)
             worker.idle_since, worker.idle_cause = now, cause
 
     def end_idle(self, worker: Worker, now: float) -> None:
-        """Close the wait of `worker`, if it waits."""
+        """End the wait of `worker`, if it waits, with a span."""
         self._waited(worker, now)
         self._ends_idle(worker)
 
@@ -288,4 +301,4 @@ class Generation:
 
     def _ends_idle(self, worker: Worker) -> None:
         worker.idle_since = None
-        self.idlers.pop(worker.rank.rank, None)
+        self.idle_workers.pop(worker.rank.rank, None)

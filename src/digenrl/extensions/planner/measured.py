@@ -1,8 +1,8 @@
-"""Seconds that `make gpu` has measured on GPUs (configs/hardware/measured/NAME.yaml), as the `seconds` of a profile.
+"""Read the seconds that `make gpu` has measured on GPUs (configs/hardware/measured/NAME.yaml) into a hardware profile.
 
-A file has, by model (an option of configs/model) and stage, rows of {seconds, samples, engine, tokens, passes, ...}. A
-workload takes the rows of its own model, tokens, guidance and training, and of them the fastest per unit; what nobody
-has measured stays computed. `hardware.seconds` of a profile goes before all of it.
+A file has rows of {seconds, samples, engine, tokens, passes, ...} by model (an option of configs/model) and stage. Rows
+fit a workload if their model, tokens, guidance and training are the same. Of these rows the fastest per unit counts.
+Stages without such a row stay computed. The `hardware.seconds` of a profile override all measured rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from digenrl.hardware import Hardware
 
 
 def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
-    """`hardware` with the seconds per unit that files in `folder` have for its pools' GPUs and this workload."""
+    """Return `hardware` with the measured seconds per unit of this workload on its pools' GPUs, read from `folder`."""
     seconds = {stage: dict(table) for stage, table in hardware.seconds.items()}
     for pool in hardware.pools:
         for path in sorted(folder.glob("*.yaml")):
@@ -32,15 +32,20 @@ def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
 
 
 def same_gpu(profile: str, measured: str) -> bool:
-    """Whether a profile's GPU (H100-SXM) is the measured one, whose name is the driver's (h100_80gb_hbm3): the first
-    word with a digit names the chip."""
+    """Return whether a profile's GPU (H100-SXM) is the measured one, whose name is the driver's (h100_80gb_hbm3).
+
+    The first word with a digit names the chip.
+    """
     ours, theirs = (re.split(r"[^a-z0-9]+", name.lower()) for name in (profile, measured))
     chip = next((word for word in ours if re.search(r"\d", word)), None)
     return chip in theirs and ("pcie" in ours) == ("pcie" in theirs)
 
 
 def units(stages: Mapping[str, list[dict[str, Any]]], work: Workload) -> dict[str, float]:
-    """stage -> seconds per unit (encode: prompt; generate, decode: sample; train: cell) of the rows that fit `work`."""
+    """Return stage -> seconds per unit of the fastest rows that fit `work`.
+
+    Units are a prompt (encode), a sample (generate, decode) and a cell (train).
+    """
     wanted = {
         "engine": work.engine,
         "tokens": work.tokens,

@@ -1,7 +1,7 @@
-"""Bytes on one GPU, by role, and on its host. Weights, gradients and optimizer are exact; activations follow counts of
-the facts of the family.
+"""Bytes on one GPU, by role, and on its host.
 
-What is to fit takes at most `USABLE` of the memory there is: the rest is for what nobody counts.
+Weights, gradients and optimizer are exact. Activations follow the counts in the facts of the model's family. A plan
+fills at most `USABLE` of the memory; the rest is for allocations that nobody counts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from digenrl.recompute import ALL, MODES, OFFLOAD, Recompute
 
 GIB = 2**30
 USABLE = 0.9
-"""Share of the memory of a GPU, or of a host, that a plan may fill; an assumption."""
+"""Share of the memory of a GPU or host that a plan may fill (an assumption)."""
 RESERVED = 1.5 * GIB
-"""CUDA context, communicators and workspaces; an assumption."""
+"""Bytes of CUDA context, communicators and workspaces (an assumption)."""
 FRAGMENTATION = 1.05
-"""On everything that is allocated anew per micro-batch; an assumption."""
+"""Factor on all memory that is allocated anew per micro-batch (an assumption)."""
 SCORER_PARAMETERS = {
     "pickscore": 990_000_000,
     "hpsv2": 990_000_000,
@@ -25,32 +25,33 @@ SCORER_PARAMETERS = {
     "aesthetic": 430_000_000,
     "image_reward": 450_000_000,
 }
-"""Of reward models that stand on the GPU in fp32: CLIP-H (twice), CLIP-L (twice), BLIP-L. Others run elsewhere."""
+"""Parameters of reward models that stay on the GPU in fp32: CLIP-H (twice), CLIP-L (twice), BLIP-L. Others run on the
+CPU or elsewhere."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by what holds them."""
+    """Bytes of one rank, by purpose."""
 
     frozen: int = 0
-    """Base weights that are not trained, in bf16."""
+    """Bytes of base weights that are not trained, in bf16."""
     trained: int = 0
-    """Trained weights in fp32."""
+    """Bytes of trained weights in fp32."""
     gradients: int = 0
     optimizer: int = 0
-    """Two moments in fp32 (AdamW)."""
+    """Bytes of two moments in fp32 (AdamW)."""
     copies: int = 0
-    """Exponential average, and the published weights that lending keeps."""
+    """Bytes of the exponential average, and of the published weights that lending keeps."""
     reference: int = 0
-    """The frozen copy that the KL divergence of all-weights training needs, in fp32."""
+    """Bytes of the frozen fp32 copy that the KL divergence needs when all weights are trained."""
     rewards: int = 0
-    """Reward models of a rank that scores."""
+    """Bytes of the reward models on a rank that scores."""
     gathered: int = 0
-    """Full parameters of the blocks in use (sharded trainers), or a bf16 cast."""
+    """Bytes of the full parameters of blocks in use (sharded trainers), or of a bf16 cast."""
     activations: int = 0
     workspace: int = 0
-    """What generating or evaluating needs beyond the activations of training (a forward without gradients, encoders in
-    use, VAE decode), and the reserve."""
+    """Bytes beyond the activations of training, and the reserve. Generation and evaluation need them for a forward
+    without gradients, encoders in use and the VAE decode."""
 
     @property
     def total(self) -> int:
@@ -62,20 +63,24 @@ class Memory:
 
 
 def saved_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
-    """Bytes that autograd and checkpoints keep for `rows` forwards of one sample (samples x steps x passes), on each of
-    `context` ranks that share its tokens."""
+    """Return the bytes that autograd and checkpoints keep for `rows` forwards of one sample (samples x steps x passes).
+
+    The bytes are those of each of `context` ranks that share the sample's tokens.
+    """
     kept = {mode: share for mode, share in recompute.shares.items() if share and mode != OFFLOAD}
     return int(work.sizes["blocks"] * sum(share * work.kept_bytes(mode, rows, context) for mode, share in kept.items()))
 
 
 def offloaded_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
-    """Bytes of `rows` forwards that wait for the backward pass in pinned memory of the host; as `saved_bytes`."""
+    """Return the bytes of `rows` forwards that wait for the backward pass in pinned host memory; as `saved_bytes`."""
     return int(recompute.offload * work.sizes["blocks"] * work.kept_bytes(ALL, rows, context))
 
 
 def repeated_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
-    """Bytes that one block keeps for a moment, while what it threw away is computed again; or two, while one computes
-    and the next comes back from the host."""
+    """Return the bytes of one block's activations while they are computed again.
+
+    With off-loading they are the activations of two blocks: one computes while those of the next return from the host.
+    """
     blocks_per_unit = work.sizes["attention_blocks"] / work.sizes["blocks"]
     whole = work.kept_bytes(ALL, rows, context)
     if recompute.offload:
@@ -85,72 +90,83 @@ def repeated_bytes(work: Workload, rows: int, recompute: Recompute, context: int
 
 
 def whole_bytes(work: Workload, rows: int, context: int) -> int:
-    """Bytes of the tokens before the first block, which every rank makes whole, and of their gradient."""
+    """Return the bytes of the tokens before the first block, which every rank holds whole, and of their gradient."""
     return int(2 * rows * work.block_bytes) if context > 1 else 0
 
 
 def text_encoder_bytes(work: Workload) -> int:
-    """Text encoders in bf16; none where prompts are stored, for they have left memory."""
+    """Return the bytes of text encoders in bf16; 0 where prompts are stored, because encoders have left memory."""
     return 0 if work.stored_prompts else 2 * int(work.sizes["encoders"]["parameters"])
 
 
 def vae_bytes(work: Workload) -> int:
-    """The VAE in fp32."""
+    """Return the bytes of the VAE in fp32."""
     return 4 * int(work.sizes["decode"]["parameters"])
 
 
 def encoder_bytes(work: Workload) -> int:
-    """What `model.offload_encoders=false` leaves on the GPU."""
+    """Return the bytes that `model.offload_encoders=false` leaves on the GPU."""
     return text_encoder_bytes(work) + vae_bytes(work)
 
 
 def decode_bytes(work: Workload) -> int:
-    """VAE weights in fp32 and a tiled decode: three buffers of 256 channels x 512 x 512 x 4 frames, of one sample or of
-    as many small ones as have the pixels of one such frame (`decode_pixels` of digenrl.models.pipeline)."""
+    """Return the bytes of the VAE's weights in fp32 and of a tiled decode.
+
+    The decode needs three buffers of 256 channels x 512 x 512 x 4 frames. Small samples are decoded together, as many
+    as have the pixels of one such frame (`decode_pixels` of digenrl.models.pipeline).
+    """
     together = max(1, 512 * 512 // (work.height * work.width * work.frames))
     tile = min(512, work.height) * min(512, work.width) * min(4, work.frames)
     return vae_bytes(work) + 3 * 256 * 4 * together * tile
 
 
 def scorer_bytes(work: Workload, heldout: bool) -> int:
-    """Reward models of a rank that scores; with the held-out ones where it evaluates."""
+    """Return the bytes of the reward models on a rank that scores, including `heldout` ones on a rank that
+    evaluates."""
     names = {*work.rewards, *(work.heldout if heldout else ())}
     return sum(4 * SCORER_PARAMETERS.get(name, 0) for name in names)
 
 
 def version_bytes(work: Workload) -> int:
-    """One version of the trained weights as it travels: in the dtype that rollouts hold, 16 bit. (Norms, which forwards
-    read in fp32, are neglected.)"""
+    """Return the bytes of one version of the trained weights on its way, in the rollouts' dtype (16 bit).
+
+    Norms, which forwards read in fp32, are neglected.
+    """
     return 2 * work.trained_parameters
 
 
 def published_bytes(work: Workload, async_steps: int, told: bool = False) -> int:
-    """Bytes of published versions in trainer 0's host memory: the newest, for who joins. With asynchrony also the one
-    before, for who resumes, and one more while the next is made; so where changes are `told`."""
+    """Return the bytes of published versions in trainer 0's host memory.
+
+    The newest version serves ranks that join. With asynchrony the version before stays for a resumed run, and one more
+    is made meanwhile. If changes are sent (`told`), at least one further version is kept.
+    """
     return (1 + max(2 * async_steps, told)) * version_bytes(work)
 
 
 def sent_bytes(work: Workload, other_nodes: int) -> int:
-    """Bytes of a version over the network link of trainer 0's node: a copy for each other node with rollouts, which
-    passes it on inside."""
+    """Return the bytes of a version over the network link of trainer 0's node.
+
+    The link carries a copy for each other node with rollouts, and this node passes it on to its own ranks.
+    """
     return other_nodes * version_bytes(work)
 
 
 def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
-    """The most that encoding, a forward of `rows` samples without gradients, or decoding takes for a moment.
+    """Return the peak bytes of encoding, of a forward of `rows` samples without gradients, and of decoding.
 
     Args:
-        encoders: text encoders stay on the GPU, and are counted elsewhere.
+        encoders: whether text encoders stay on the GPU, where they are counted elsewhere.
     """
     encoding = 0 if encoders else text_encoder_bytes(work)
     return int(FRAGMENTATION * max(int(work.forward_bytes(rows * work.passes)), decode_bytes(work), encoding))
 
 
 def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Memory:
-    """A rollout rank: unsharded weights in 16 bit (`Policy.only_generate`), forward, decode, reward models.
+    """Return the bytes of a rollout rank: unsharded 16-bit weights (`Policy.only_generate`), forward, decode, rewards.
 
     Args:
-        encoders: text encoders and VAE stay on the GPU (`model.offload_encoders=false`).
+        encoders: whether text encoders and VAE stay on the GPU (`model.offload_encoders=false`).
     """
     parameters = int(work.sizes["parameters"])
     full = work.lora_rank is None
@@ -175,14 +191,14 @@ def trainer_memory(
     encoders: bool = False,
     context: int = 1,
 ) -> Memory:
-    """A trainer rank that shares its weights with `shards` - 1 others (1 = replicated).
+    """Return the bytes of a trainer rank that shares its weights with `shards` - 1 others (1 = replicated).
 
     Args:
         recompute: what the blocks keep for the backward pass.
-        generates: it also generates (colocated, or lending), so it needs room to encode and decode.
-        keeps_copy: it keeps the published trained weights between updates, for lending.
-        encoders: text encoders and VAE stay on the GPU of whoever generates.
-        context: ranks that share the tokens of a trained forward. Each generates and evaluates alone.
+        generates: whether it also generates (colocated, or lending), so that it needs room to encode and decode.
+        keeps_copy: whether it keeps the published trained weights between updates, for lending.
+        encoders: whether text encoders and VAE stay on the GPUs that generate.
+        context: number of ranks that share the tokens of a trained forward. Each generates and evaluates alone.
     """
     parameters, trained = int(work.sizes["parameters"]), work.trained_parameters
     full = work.lora_rank is None
@@ -193,7 +209,7 @@ def trainer_memory(
     moment = repeated_bytes(work, rows, recompute, context) + whole_bytes(work, rows, context)
     makes = max(task_size if generates else 0, work.evaluated)  # samples at once, without gradients
     stays = encoders and makes > 0
-    # Nobody generates during a micro-batch: its activations have made room by then.
+    # No rank generates during a micro-batch, so generation may use the room of its activations.
     aside = generating_bytes(work, makes, encoders) - kept if makes else 0
     # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are scattered.
     gathered = 2 * (4 + 4 if full else 2) * block if shards > 1 else 0

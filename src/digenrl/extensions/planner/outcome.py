@@ -1,4 +1,4 @@
-"""A candidate, simulated: how long its step takes, and what separates it from the bound."""
+"""Outcome of a simulated candidate: the seconds of its RL step, and what separates them from the bound."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from digenrl.extensions.planner.bound import Bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.records import MOST_STEPS, Simulated
-from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, Rank, waves
+from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, Rank, coarsen
 from digenrl.extensions.planner.virtual_run import steady
 from digenrl.extensions.planner.workload import Drawn
 from digenrl.recompute import Recompute
 
-WAVES = 8
-"""Ranks that a quick simulation keeps at least."""
+COARSE_RANKS = 8
+"""Fewest ranks of a quick simulation."""
 QUICK_STEPS = 9
-"""RL steps that it takes at most."""
+"""Most RL steps of a quick simulation."""
 JITTER = Disturbance(jitter=0.05)
 JITTER_STEPS = 7
 """RL steps of a simulation with jitter."""
@@ -30,14 +30,14 @@ SLOW_RANK = 1.15
 
 @dataclass(frozen=True)
 class Outcome:
-    """A candidate, simulated."""
+    """Result of simulating a candidate."""
 
     costing: Costing
     candidate: Candidate
     result: Simulated
     bound: Bound
     quick_s: float | None = None
-    """Seconds per step of the quick simulation, where there was one."""
+    """Seconds per step of the quick simulation, or None if there was none."""
 
     @property
     def step_s(self) -> float:
@@ -45,7 +45,10 @@ class Outcome:
 
     @property
     def expected_s(self) -> float:
-        """`step_s`, or what no run beats where that is longer: one that has not settled may live on a buffer."""
+        """Seconds per step, at least the candidate's floor.
+
+        A run that has not settled may still consume a buffer of samples, and then looks faster than it is.
+        """
         return max(self.step_s, self.costing.floor(self.candidate))
 
     @property
@@ -62,7 +65,7 @@ class Outcome:
 
     @property
     def bubble(self) -> dict[str, float]:
-        """Cause -> share of all GPU time spent waiting."""
+        """Share of all GPU time spent waiting, by cause."""
         total = self.step_s * self.costing.hardware.gpus * self._steps
         table: dict[str, float] = {}
         for (_, stage, cause), seconds in self.result.seconds.items():
@@ -71,34 +74,46 @@ class Outcome:
         return table
 
     def evaluation_s(self, drawn: Drawn) -> float:
-        """Seconds that an evaluation adds to its RL step. Rollouts make it when their tasks are done, and trainers wait
-        for it before the update: what it takes longer than rollouts would have waited for the update adds to the step.
-        Trainers do nothing else meanwhile when they make it."""
+        """Return the seconds that an evaluation adds to its RL step.
+
+        If trainers evaluate, they do nothing else meanwhile, so all of its time counts. If rollouts evaluate, they
+        begin when their tasks are done and trainers wait for them before the update. Then only the part counts that
+        outlasts the rollouts' normal wait for the update.
+        """
         candidate, costing = self.candidate, self.costing
         once = costing.evaluation_seconds(drawn, candidate)
         if not (costing.work.rollouts_evaluate and candidate.rollouts):
             return once
         cluster = costing.cluster(candidate)
         waits = [s for (_, stage, cause), s in self.result.seconds.items() if (stage, cause) == ("wait", "weights")]
+        # Rollouts spend this part of their wait for weights while the update itself runs, when it is too late to
+        # evaluate.
         after = cluster.reduce_seconds + cluster.optimizer_seconds + cluster.snapshot_seconds + cluster.publish_seconds
         return max(0.0, once - max(0.0, sum(waits) / self._steps / candidate.rollouts - after))
 
     @property
     def settled(self) -> bool:
-        """Its steps come to rest; else `step_s` is an average of nothing, and it never wins."""
+        """Whether the seconds per step become steady. If not, `step_s` means little and the candidate never wins."""
         return self.result.settled
 
     def simulated(
         self, cluster: Cluster | None = None, disturbance: Disturbance | str | None = None, steps: int | None = None
     ) -> float:
-        """Seconds per step with other durations or a disturbance (a role: one rank of it is slower); quick, as in
-        `evaluate`."""
+        """Return the seconds per step of a quick simulation with other durations or with a disturbance.
+
+        Args:
+            cluster: durations; None = those of the candidate.
+            disturbance: what to disturb. A role slows down one rank of this role by `SLOW_RANK`.
+            steps: RL steps to simulate; None = until the step no longer changes.
+        """
         spec, cluster = self.costing.spec(self.candidate), cluster or self.costing.cluster(self.candidate)
         real = len(cluster.ranks)
-        spec, cluster = waves(spec, cluster, WAVES)
+        spec, cluster = coarsen(spec, cluster, COARSE_RANKS)
         if isinstance(disturbance, str):
             last = (cluster.trainers if disturbance == "trainer" else cluster.rollouts)[-1].rank
-            together = real / len(cluster.ranks) if disturbance == "rollout" else 1.0  # trainers wait for the slowest
+            # One rank of the coarse cluster stands for several. Of these only one is slow, which rollouts average out.
+            # Trainers wait for the slowest, so there the whole factor counts.
+            together = real / len(cluster.ranks) if disturbance == "rollout" else 1.0
             disturbance = Disturbance(stragglers={last: 1 + (SLOW_RANK - 1) / together})
         return steady(spec, cluster, steps, QUICK_STEPS, disturbance).step_s
 
@@ -113,33 +128,34 @@ class Outcome:
 
     @cached_property
     def slow_rank_s(self) -> float:
-        """Seconds per step when one rank is 15% slower: the mean over the ranks that it may be."""
+        """Seconds per step when one rank is 15% slower: the mean over the choices of this rank."""
         trainers, rollouts = self.candidate.trainers, self.candidate.rollouts
         total = trainers * self.simulated(None, "trainer")
         total += rollouts * self.simulated(None, "rollout") if rollouts else 0.0
         return self._scaled(total / (trainers + rollouts))
 
     def _scaled(self, seconds: float) -> float:
-        """A quick figure, by what separates quick and exact ones without a disturbance."""
+        """Correct a quick figure by the ratio of the exact and the quick simulation without disturbances."""
         return seconds * self.step_s / self._quick_s
 
     @cached_property
     def robust_s(self) -> float:
-        """Seconds per step of a cluster that is not perfect: the mean of those with jitter and with one slow rank."""
+        """Seconds per step of an imperfect cluster: the mean of `jitter_s` and `slow_rank_s`."""
         return (self.jitter_s + self.slow_rank_s) / 2
 
     def slower_generation_s(self, factor: float) -> float:
-        """Seconds per step when denoising takes `factor` times as long as assumed."""
+        """Return the seconds per step if denoising takes `factor` times as long as assumed."""
         cluster = self.costing.cluster(self.candidate)
         ranks = tuple(replace(rank, step_seconds=factor * rank.step_seconds) for rank in cluster.ranks)
         return self._scaled(self.simulated(replace(cluster, ranks=ranks)))
 
     @cached_property
     def limits(self) -> list[dict[str, Any]]:
-        """What separates the step from the bound: (cause, seconds per step), the largest first; they sum to the gap.
+        """Causes that separate the step from the bound, with their seconds per step, the largest first.
 
-        Causes are switched off one after the other, and each is what the simulated step then loses. What is left when
-        all are off is waiting (start of a step, uneven parts) and, by the bound of the ranks' roles, placement.
+        The causes are switched off one after the other. Each counts by how much the simulated step becomes shorter.
+        What remains is waiting (start of a step, uneven parts) and placement, which the bound of the ranks' roles
+        separates. All of them sum to the difference between step and bound.
         """
         found, before = {}, self._quick_s
         for cause, cluster in self._freed():
@@ -152,7 +168,7 @@ class Outcome:
         return [{"cause": cause, "seconds": seconds} for cause, seconds in ordered if abs(seconds) > 1e-9]
 
     def _freed(self) -> Iterator[tuple[str, Cluster]]:
-        """(cause, the cluster without it and those before)."""
+        """Yield (cause, cluster without this cause and without the earlier ones)."""
         costing, spec, costs = self.costing, self.candidate.spec, self.costing.costs
         cluster, size, work = costing.cluster(self.candidate), spec.task_size, costing.work
         units = costing.seconds_per_unit()
@@ -192,6 +208,7 @@ class Outcome:
 
         cluster = replace(cluster, ranks=ranks(batched))
         yield "batch sizes, launches", cluster
+        # Encoding each prompt once is part of the bound; a prompt that several ranks encode is the repetition.
         spent = {pool: s for (pool, stage, _), s in self.result.seconds.items() if stage == "encode"}
         paid = {rank.pool: rank.encode_seconds for rank in cluster.ranks}
         times = sum(seconds / paid[pool] for pool, seconds in spent.items() if paid[pool]) / self.result.steps
@@ -214,16 +231,22 @@ def evaluate(
     exact: bool = False,
     trace: bool = False,
     steps: int | None = None,
-    hopeless: float = math.inf,
+    cutoff_s: float = math.inf,
 ) -> Outcome:
-    """Simulate `candidate` until its step no longer changes (or `steps` RL steps, or longer than `hopeless`). Quick:
-    what equal ranks do at once is one event; exact: every rank by itself."""
+    """Simulate `candidate`.
+
+    Args:
+        exact: simulate every rank by itself. Otherwise quick: what equal ranks do at the same time is one event.
+        trace: keep the spans.
+        steps: RL steps to simulate; None = until the step no longer changes.
+        cutoff_s: seconds per step above which a run is stopped early; see `steady`.
+    """
     spec, cluster = costing.spec(candidate), costing.cluster(candidate)
     if not exact:
-        spec, cluster = waves(spec, cluster, WAVES)
+        spec, cluster = coarsen(spec, cluster, COARSE_RANKS)
     most = MOST_STEPS if exact else QUICK_STEPS
-    result = steady(spec, cluster, steps, most, trace=trace, hopeless=hopeless)
+    result = steady(spec, cluster, steps, most, trace=trace, cutoff_s=cutoff_s)
     if exact:
         return Outcome(costing, candidate, result, bound)
-    result = replace(result, made=(), trained=())  # one of many, of which only seconds are wanted
+    result = replace(result, made=(), trained=())  # a search keeps many of these, and needs only their seconds
     return Outcome(costing, candidate, result, bound, result.step_s)

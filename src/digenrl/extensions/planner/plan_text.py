@@ -1,4 +1,4 @@
-"""A plan in words and as JSON."""
+"""Show a plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from digenrl.extensions.planner.workload import Drawn
 from digenrl.recompute import AUTO, Recompute
 
 SLOWER = 1.2
-"""Denoising against what is assumed, in the plan's question about it."""
+"""Factor on the assumed denoising time in the plan's sensitivity check."""
 NEAR_DUPLICATE = 0.01
-"""Relative difference of steps below which two candidates of one schedule are shown as one."""
+"""Relative difference of step times below which two candidates of one schedule are shown as one."""
 
 
 def overrides(outcome: Outcome) -> list[str]:
-    """What to add to `python -m digenrl.cli.train experiment=... hardware=...` to run the candidate."""
+    """Return the words that run the candidate with `python -m digenrl.cli.train experiment=... hardware=...`."""
     candidate, hardware = outcome.candidate, outcome.costing.hardware
     words = [
         f"allocation.trainers={candidate.trainers}",
@@ -43,7 +43,7 @@ def overrides(outcome: Outcome) -> list[str]:
 
 
 def _recompute_word(recompute: Recompute | None) -> str:
-    """Value of `model.gradient_checkpointing` on a command line; None is left to each rank's memory."""
+    """Return the value of `model.gradient_checkpointing` on a command line; None becomes `auto`."""
     value = AUTO if recompute is None else recompute.config
     if isinstance(value, dict):
         return f"{{{','.join(f'{mode}:{share}' for mode, share in value.items())}}}"
@@ -51,7 +51,7 @@ def _recompute_word(recompute: Recompute | None) -> str:
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
-    """One candidate of plan.json."""
+    """Return one candidate's entry in plan.json."""
     return {
         "overrides": overrides(outcome),
         "schedule": outcome.candidate.name,
@@ -77,7 +77,7 @@ def row(outcome: Outcome) -> dict[str, Any]:
 
 
 def memory_by_role(outcome: Outcome) -> dict[str, float]:
-    """Role -> GiB of its fullest rank."""
+    """Return role -> GiB of its fullest rank."""
     table: dict[str, float] = {}
     for (_, role), use in outcome.costing.memory(outcome.candidate).items():
         table[role] = max(table.get(role, 0.0), round(use.gib, 3))
@@ -85,14 +85,14 @@ def memory_by_role(outcome: Outcome) -> dict[str, float]:
 
 
 def recomputed(outcome: Outcome) -> dict[str, Recompute]:
-    """Pool of trainers -> what their blocks keep for the backward pass."""
+    """Return pool of trainers -> what their blocks keep for the backward pass."""
     costing, candidate = outcome.costing, outcome.candidate
     names = dict.fromkeys(name for name, role in costing.placed(candidate) if role == "trainer")
     return {name: costing.recompute(candidate, costing.hardware.pool(name)) for name in names}
 
 
 def repeats(outcome: Outcome) -> str:
-    """What is computed twice, in a column's width: no, the share of blocks and what they keep, or several values."""
+    """Return a table cell for recomputation: `no`, shares of blocks with what they compute again, or `by pool`."""
     kept = set(recomputed(outcome).values())
     if len(kept) > 1:
         return "by pool"
@@ -102,13 +102,15 @@ def repeats(outcome: Outcome) -> str:
 
 
 def chosen(plan: Plan, asynchronous: bool) -> list[Outcome]:
-    """The candidates that the plan may choose from, best first."""
+    """Return the candidates that the plan may choose from, best first."""
     return [outcome for outcome in plan.outcomes if asynchronous or outcome.candidate.spec.async_steps == 0]
 
 
 def as_json(plan: Plan, asked: Outcome | None, asynchronous: bool, booking: Booking) -> dict[str, Any]:
-    """plan.json: the ranked candidates, what the configuration itself `asked` for (`misfits`: why memory forbids it),
-    what the run costs, and what a reader needs to recompute the bound."""
+    """Return plan.json: the ranked candidates, the run's cost, and the numbers to recompute the bound from.
+
+    `asked` is the run that the configuration describes. Its `misfits` say why it does not fit into memory.
+    """
     costing = plan.costing
     best = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
     ranked = chosen(plan, asynchronous)
@@ -132,33 +134,33 @@ def as_json(plan: Plan, asked: Outcome | None, asynchronous: bool, booking: Book
 
 @dataclass(frozen=True)
 class Booking:
-    """How long the run is, and what a GPU costs."""
+    """Length of a run, its evaluations, and the price of a GPU hour."""
 
     rl_steps: int
     price_per_gpu_hour: float | None = None
     evaluations: int = 0
     drawn: Drawn | None = None
-    """By each of them; None: there are none."""
+    """Samples that each evaluation draws; None = no evaluations."""
 
     def hours(self, outcome: Outcome) -> float:
-        """Of the whole run, its evaluations included."""
+        """Return the hours of the whole run, including its evaluations."""
         seconds = self.rl_steps * outcome.step_s
-        if self.drawn is not None:  # nothing is trained beside the last one
+        if self.drawn is not None:  # the last evaluation overlaps with no training, so all of its time counts
             seconds += (self.evaluations - 1) * outcome.evaluation_s(self.drawn)
             seconds += outcome.costing.evaluation_seconds(self.drawn, outcome.candidate)
         return seconds / 3600
 
     def gpu_hours(self, outcome: Outcome) -> float:
-        """All GPUs of the profile are booked."""
+        """Return the GPU-hours of the run. All GPUs of the profile are booked."""
         return self.hours(outcome) * outcome.costing.hardware.gpus
 
     def price(self, outcome: Outcome) -> float | None:
-        """In the currency of the price; None where none is given."""
+        """Return the cost of the run in the currency of the price; None if no price is given."""
         return None if self.price_per_gpu_hour is None else self.gpu_hours(outcome) * self.price_per_gpu_hour
 
 
 def sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
-    """What the plan would be if denoising took 20% longer than assumed: the winner's step, and who would win."""
+    """Return the winner's step if denoising took 20% longer than assumed, and the best candidate then."""
     ranked = chosen(plan, asynchronous)
     seconds = {outcome.candidate: outcome.slower_generation_s(SLOWER) for outcome in ranked}
     best = min(ranked, key=lambda outcome: seconds[outcome.candidate])
@@ -176,7 +178,7 @@ def _seat(outcome: Outcome) -> str:
 
 
 def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
-    """What to book and what it costs."""
+    """Return lines that say what to book and what it costs."""
     winner = chosen(plan, asynchronous)[0]
     gpus = ", ".join(f"{pool.count} x {pool.gpu}" for pool in plan.costing.hardware.pools)
     price = booking.price(winner)
@@ -207,7 +209,7 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
 
 
 def table(plan: Plan, asynchronous: bool, booking: Booking, show: int, asked: Outcome | None = None) -> list[str]:
-    """The best candidates, a line each, without near-duplicates, and what is configured."""
+    """Return a table of the best candidates without near-duplicates, and of the configured run."""
     lines = [
         f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>13}{'GiB T/R':>13}{'s/step':>10}"
         f"{'jitter':>9}{'slow rank':>11}{'of bound':>10}{'GPU-hours':>11}  waiting; also"
@@ -236,7 +238,7 @@ def _line(outcome: Outcome, booking: Booking, name: str | None = None) -> str:
 
 
 def _also(candidate: Candidate) -> str:
-    """Choices without a column of their own, where they are not the usual ones."""
+    """Return words for unusual choices that have no column of their own."""
     words = {
         f"trainers first from {candidate.first}": candidate.first is not None,
         "encoders stay on the GPU": candidate.encoders,
@@ -249,7 +251,7 @@ def _also(candidate: Candidate) -> str:
 
 
 def explanation(plan: Plan, asynchronous: bool) -> list[str]:
-    """Three lines about the winner; says so when colocated wins."""
+    """Return three lines about the winner; they say so when a colocated run wins."""
     ranked = chosen(plan, asynchronous)
     winner = ranked[0]
     colocated = plan.best("colocated")

@@ -1,8 +1,8 @@
-"""The planner: enumerate, drop what does not fit into memory, simulate, rank.
+"""Search for the fastest run: enumerate candidates, drop those that exceed memory, simulate the rest, rank them.
 
-Colocated and disaggregated, allocation, pools' roles, rollout batch, fragment size, K, sharding, lending,
-asynchrony. A coarse pass over what decides most (who does what, how the model is held, the task size), then a fine pass
-around the best of each kind.
+Candidates differ in allocation (colocated or disaggregated), roles of pools, task size, fragment size, steps per
+forward (K), sharding, lending and asynchrony. A coarse pass covers the choices that matter most: roles, sharding and
+task size. A fine pass then searches around the best candidates of each kind.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ from digenrl.extensions.planner.enumeration import (
 from digenrl.extensions.planner.outcome import Outcome, evaluate
 
 NEAR = 2
-"""Candidates whose neighbourhood is searched, of each kind: with lending or without, replicated or sharded, the pool
-that trainers come from first."""
+"""Candidates of each kind whose neighbours are tried. A kind is given by lending, sharding, and the first pool of
+trainers."""
 WORTHWHILE = 0.999
-"""What is not faster than so many times the best is not sought."""
+"""Factor on the best step time that a new candidate must beat to be worth a simulation."""
 RIVAL = 1.05
-"""A run that holds the model in another way may be so many times as slow, and still bear disturbances better."""
-HOPELESS = 1.25
-"""A candidate whose second step takes so many times the step of the best ones is not simulated to its end."""
+"""Factor on the best step time up to which candidates with other sharding stay in the search, because they may bear
+disturbances better."""
+CUTOFF = 1.25
+"""Factor on the best step times. A candidate whose second step takes longer is not simulated to its end."""
 FINALISTS = 2
-"""Of each kind, simulated rank by rank."""
+"""Candidates of each kind that are simulated rank by rank."""
 MOST_FINALISTS = 10
-"""... while the quick steps of others promise more than the exact ones found."""
+"""Most candidates of each kind that are simulated rank by rank, while further quick results look better than the
+exact ones."""
 ROUNDS = 4
-"""The neighbourhood of the best is searched so often."""
+"""Most rounds of searching around the best candidates."""
 
 
 class PlanError(ValueError):
-    """Nothing fits."""
+    """No candidate fits."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Outcomes, best first, and the best of each kind."""
+    """Result of a search: the outcomes, best first, and the bound."""
 
     costing: Costing
     bound: Bound
@@ -64,7 +66,7 @@ class Plan:
         return self.bound.seconds
 
     def best(self, kind: str) -> Outcome | None:
-        """colocated | on_policy | async."""
+        """Return the best outcome of a kind (colocated | on_policy | async), or None."""
         tests = {
             "colocated": lambda c: c.rollouts == 0,
             "on_policy": lambda c: c.spec.async_steps == 0,
@@ -80,11 +82,11 @@ def make_plan(
 
     Args:
         steps: RL steps of each finalist's simulation; None = until its step no longer changes.
-        fixed: choices that are not the planner's: fields of `Candidate` and of `ScheduleSpec`.
-        asynchronous: one-step asynchrony may be chosen.
+        fixed: choices that the user made: fields of `Candidate` and of `ScheduleSpec`.
+        asynchronous: whether one-step asynchrony may be chosen.
 
     Raises:
-        PlanError: no candidate fits; says what is missing where.
+        PlanError: no candidate fits. The message says how much memory is missing, and where.
     """
     with _collecting_nothing():
         return _make_plan(costing, steps, fixed or {}, asynchronous)
@@ -92,7 +94,7 @@ def make_plan(
 
 @contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """A plan leaves no cycles behind, and makes so many objects that looking for some is a sixth of its work."""
+    """Switch the garbage collector off: a plan leaves no reference cycles, and collecting is a sixth of its time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -108,9 +110,11 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
     finalists: dict[Candidate, Outcome] = {}
 
     def tried(candidates: Iterable[Candidate], known: Iterable[Outcome] = ()) -> list[Outcome]:
-        """Outcomes, best first, of those `known` and of the candidates that fit and might beat them, the lowest floors
-        first. Ways to hold the model do not compete here: the fewer wait for each other, the better they bear
-        disturbances."""
+        """Simulate the candidates that fit and might beat the `known` outcomes; return all of them, best first.
+
+        Candidates with low floors come first. Each kind of sharding competes with its like only: a slightly slower run
+        in which fewer ranks wait for each other may bear disturbances better.
+        """
         found = {outcome.candidate: outcome for outcome in known}
         fitting = [
             candidate
@@ -126,8 +130,8 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
                     limits.append(on_policy)
                 if costing.floor(candidate) >= min(limits):
                     continue
-                hopeless = HOPELESS * best[-1] if len(best) == FINALISTS else math.inf
-                seen[candidate] = evaluate(costing, candidate, bound, hopeless=hopeless)
+                cutoff_s = CUTOFF * best[-1] if len(best) == FINALISTS else math.inf
+                seen[candidate] = evaluate(costing, candidate, bound, cutoff_s=cutoff_s)
             found[candidate] = seen[candidate]
         return sorted(found.values(), key=lambda outcome: outcome.expected_s)
 
@@ -138,7 +142,7 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
             candidates = _fixed(costing, disaggregated(costing, async_steps, numbers), fixed)
             coarse.append(iter(promising(costing, candidates)))
     on_policy = math.inf
-    """Seconds of the fastest on-policy run: around others, only what might beat it is sought."""
+    """Seconds per step of the fastest on-policy run. Neighbours of on-policy runs must have a lower floor."""
     for candidates in coarse:
         best = tried(candidates)
         for _ in range(ROUNDS):
@@ -165,8 +169,11 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
 
 
 def _ranked(outcomes: Collection[Outcome]) -> list[Outcome]:
-    """The steady ones first, by the robust step, and before those that are much slower than others when nothing
-    disturbs them. Asynchronous runs may be left out afterwards, so on-policy ones are compared with their like."""
+    """Sort outcomes: settled before unsettled, then by `robust_s`.
+
+    Runs that are more than `RIVAL` times as slow as the fastest come after the others. On-policy runs are compared with
+    on-policy runs only, because asynchronous ones may be left out afterwards.
+    """
     settled = [outcome for outcome in outcomes if outcome.settled]
 
     def slow(outcome: Outcome) -> bool:
@@ -177,13 +184,13 @@ def _ranked(outcomes: Collection[Outcome]) -> list[Outcome]:
 
 
 def _rivals(ranked: list[Outcome]) -> dict[str, float]:
-    """Way to hold the model -> seconds of its best run, where others are not much faster."""
+    """Return sharding -> seconds of its best run, without those slower than `RIVAL` times the best."""
     fastest = {outcome.candidate.sharding: outcome.expected_s for outcome in reversed(ranked)}
     return {held: seconds for held, seconds in fastest.items() if seconds <= RIVAL * min(fastest.values())}
 
 
 def _centres(ranked: list[Outcome]) -> list[Outcome]:
-    """The best of `ranked` with lending and without, of each way to hold the model and each pool first."""
+    """Return the `NEAR` best of each kind, given by lending, sharding and first pool of trainers."""
     kinds: dict[tuple[bool, str, str | None], list[Outcome]] = {}
     for outcome in ranked:
         candidate = outcome.candidate
@@ -192,8 +199,10 @@ def _centres(ranked: list[Outcome]) -> list[Outcome]:
 
 
 def _contenders(ranked: list[Outcome]) -> list[Outcome]:
-    """`ranked`, the best of each fragment size and way to hold the model first: quick simulations are off alike where
-    these are alike."""
+    """Reorder `ranked`: first the best of each fragment size and sharding, then the others.
+
+    Quick simulations of equal fragment size and sharding have similar errors, so the exact ones should cover each.
+    """
     kinds: dict[tuple[str, int], list[Outcome]] = {}
     for outcome in ranked:
         kinds.setdefault((outcome.candidate.sharding, outcome.candidate.spec.gap), []).append(outcome)
@@ -201,7 +210,7 @@ def _contenders(ranked: list[Outcome]) -> list[Outcome]:
 
 
 def _fixed(costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str, Any]) -> Iterator[Candidate]:
-    """`candidates` with the choices that are not the planner's, and steps per forward that fit with these."""
+    """Yield `candidates` with the user's choices, and with steps per forward that fit these choices."""
     for candidate in candidates:
         changed = candidate.but(**fixed) if fixed else candidate
         if not allowed(costing, changed):
@@ -212,7 +221,10 @@ def _fixed(costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str
 
 
 def sync_run(costing: Costing, gpus: int) -> Outcome | None:
-    """What `schedule=sync` does with `gpus` GPUs at its best split: nothing overlaps, one denoising step a forward."""
+    """Return the outcome of `schedule=sync` on `gpus` GPUs at its best split.
+
+    Nothing overlaps in it, and a forward trains one denoising step.
+    """
     found = []
     for trainers, sharding in itertools.product(range(1, gpus), ("ddp", "hsdp", "fsdp")):
         candidate = costing.candidate(trainers, gpus - trainers, sharding=sharding, gap=0, tsp_shard=False)
@@ -222,7 +234,7 @@ def sync_run(costing: Costing, gpus: int) -> Outcome | None:
 
 
 def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> Outcome | None:
-    """The best of `candidates`, those of the lowest floors first: what cannot beat the best so far is not simulated."""
+    """Return the fastest of `candidates`. A candidate whose floor exceeds the best so far is not simulated."""
     floors = {candidate: costing.floor(candidate) for candidate in dict.fromkeys(candidates)}
     best: Outcome | None = None
     for candidate, floor in sorted(floors.items(), key=lambda item: item[1]):
@@ -234,7 +246,7 @@ def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> 
 
 
 def _why_nothing(costing: Costing) -> str:
-    """Why even the smallest candidates cannot run: colocated, and half of the GPUs in either role."""
+    """Return why even the smallest candidates cannot run: colocated, and half of the GPUs in each role."""
     gpus, size, pools = costing.hardware.gpus, task_sizes(costing)[0], costing.hardware.pools
     training, generating = (sum(p.count for p in pools if p.role == role) for role in ("trainer", "rollout"))
     trials = {}

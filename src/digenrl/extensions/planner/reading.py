@@ -1,4 +1,4 @@
-"""A configuration as the planner reads it: a `Workload`, a `Candidate`, and their `Costing` on the hardware profile."""
+"""Read a configuration for the planner: as a `Workload`, a `Candidate`, and a `Costing` on the hardware profile."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ CHOICES = {
 
 
 def sized(composed: Composed) -> bool:
-    """Whether the model is a real build whose sizes have been counted, on pools whose memory is known."""
+    """Return whether the model is a real build with counted sizes, on pools whose memory is known."""
     config: Any = composed.config
     known = composed.choices.get("model") in counted() and config.model.get("build") == "real"
     return known and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
 
 
 def costing_of(composed: Composed) -> Costing:
-    """The experiment on its hardware profile; raises ValueError for a model without counted sizes."""
+    """Return the costing of the experiment on its hardware profile. Raises ValueError for a model without counted
+    sizes."""
     work, folder = workload(composed), config_directory() / "hardware" / "measured"
     profile = parse_hardware(composed.config.hardware)
     lines = {pools: as_sent(line, composed.config.network) for pools, line in profile.lines.items()}
@@ -57,7 +58,7 @@ def costing_of(composed: Composed) -> Costing:
 
 
 def workload(composed: Composed) -> Workload:
-    """The experiment's numbers. Raises ValueError for a model without counted sizes."""
+    """Return the experiment's workload. Raises ValueError for a model without counted sizes."""
     config: Any = composed.config
     model_name = composed.choices["model"]
     if model_name not in counted():
@@ -106,15 +107,18 @@ def workload(composed: Composed) -> Workload:
 
 
 def _trained_samples(config: Any) -> int | None:
-    """2k of a group where only the k best and k worst have an advantage, nothing else holds the others, and cells
-    without a gradient are skipped; otherwise None."""
+    """Return 2k if only the k best and k worst samples of a group are trained, else None.
+
+    This needs three settings: only these samples have an advantage, no other loss term needs the others, and cells
+    without a gradient are skipped.
+    """
     k = config.algorithm.advantage.get("best_and_worst")
     skips = config.schedule.skip_zero and "surrogate" in config.algorithm and not config.algorithm.kl_weight
     return 2 * k if k and skips and 2 * k < config.data.group_size else None
 
 
 def _has_room(config: Any, work: Workload) -> bool:
-    """Whether the samples of an evaluation fit beside the model on every GPU that a rollout may have."""
+    """Return whether the samples of an evaluation fit beside the model on every GPU that may be a rollout's."""
     pools = [pool for pool in parse_hardware(config.hardware).pools if pool.role != "trainer"]
     stay, size = not config.model.get("offload_encoders", True), config.sampling.task_size
     need = rollout_memory(replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay).gib
@@ -122,9 +126,9 @@ def _has_room(config: Any, work: Workload) -> bool:
 
 
 def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Candidate:
-    """The configuration as the planner and the emulation see it; `trained` denoising steps."""
+    """Return the candidate that the configuration describes, with `trained` trained denoising steps."""
     asked = config.model.get("gradient_checkpointing", False)
-    if isinstance(asked, ListConfig):  # settled for each trainer: the planner's own choice gives the same
+    if isinstance(asked, ListConfig):  # settled for each trainer before; the planner's own choice gives the same
         asked = AUTO
     return Candidate(
         trainers,
@@ -140,8 +144,10 @@ def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Can
 
 
 def given(composed: Composed, costing: Costing) -> dict[str, Any]:
-    """What is not left to the planner, as `make_plan` takes it: keys of the command line, and values that are neither
-    `auto` nor off."""
+    """Return the choices that the planner must keep, as `make_plan` takes them.
+
+    These are the keys of the command line, and values that are neither `auto` nor off.
+    """
     config: Any = composed.config
     trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
     gpus = costing.hardware.gpus

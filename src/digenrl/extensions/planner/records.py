@@ -1,4 +1,4 @@
-"""What the engine keeps about trainers, and what a virtual run leaves behind."""
+"""State of trainer units in a virtual run, the result of a run, and the test for a steady step time."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from digenrl.record.spans import Span
 from digenrl.schedule.staleness import Ledger
 
 TOLERANCE = 0.002
-"""Relative difference of two windows that are taken for equal."""
+"""Relative difference below which the step times of two windows count as equal."""
 SPREAD = 0.01
-"""What one step more or less may change in a window's mean, relatively."""
+"""Largest relative change of a window's mean when the window is one step longer or shorter."""
 MOST_STEPS = 30
-"""A schedule that has not settled after so many RL steps does not settle."""
+"""RL steps after which an unsettled schedule counts as never settling."""
 
 
 @dataclass(eq=False)
 class Unit:
-    """Trainer ranks that act together."""
+    """Trainer ranks that act together, and their state in the present update."""
 
     ranks: tuple[int, ...]
     pending: list[tuple[int, ...]] = field(default_factory=list)
     state: str = "idle"
     """idle | train | lend | barrier"""
     since: float = 0.0
-    """Start of the present wait."""
+    """Virtual second at which the present wait began."""
     lent: bool = False
-    """It generates or has just generated (a switch is due before it trains)."""
+    """Whether the unit generates or has just generated, so that it must switch before it trains."""
     followed: int = 0
-    """How many moves of the first unit, in the present update, it has followed."""
+    """Number of moves of the first unit that this unit has repeated in the present update."""
 
 
 @dataclass(frozen=True)
 class Led:
-    """A move of the trainers that decide for all in lock-step."""
+    """One move of the first unit, which decides for all units in lock-step."""
 
     fragment: tuple[int, ...] | None
-    """What they train; None: they generate."""
+    """Fragment to train, or None to generate."""
     begin: float
     micro_batches: tuple[float, ...]
-    """Seconds of each."""
+    """Seconds of each micro-batch."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a virtual run did."""
+    """Result of a virtual run."""
 
     step_ends: tuple[float, ...]
     """Virtual second at which each RL step was published."""
     spans: tuple[Span, ...]
     first: int
-    """The step whose end begins the window that `step_s` and `seconds` are about; -1: the run's beginning."""
+    """Step whose end begins the measured window of `step_s` and `seconds`; -1 = the beginning of the run."""
     settled: bool
-    """The window is steady: longer simulations give the same seconds per step."""
+    """Whether the window is steady, so that a longer simulation would give the same seconds per step."""
     seconds: Mapping[tuple[str, str, str], float]
-    """(pool, stage, cause or "") -> seconds summed over ranks, in the window."""
+    """(pool, stage, cause or "") -> seconds in the window, summed over ranks."""
     made: tuple[tuple[int, int, int, int], ...]
     """(step, task, rank, version) of every finished task."""
     trained: tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -67,7 +67,7 @@ class Simulated:
 
     @property
     def steps(self) -> int:
-        """RL steps of the window."""
+        """Number of RL steps in the window."""
         return len(self.step_ends) - 1 - self.first
 
     @property
@@ -77,10 +77,16 @@ class Simulated:
 
 
 def settled_from(ends: Sequence[float], least: float) -> int | None:
-    """The step whose end begins a steady window, or None: one that repeats itself with some period, or at the end one
-    whose mean step is that of the equally long one before it; not below `least`, what no endless run can beat (a buffer
-    that is still being emptied). Steps that do not repeat must be so many that the mean no longer depends on where it
-    begins."""
+    """Return the step whose end begins a steady window, or None.
+
+    A window is steady when its steps repeat with some period. A window without a period is steady when both of its
+    halves have equal means, and when one step more or less does not matter.
+
+    Args:
+        ends: virtual second at which each step ended.
+        least: shortest step, in seconds, that a run without an end can reach. A window with a shorter mean is still
+            consuming a buffer of samples, so it is not steady.
+    """
     width = min(MOST_STEPS // 3, (len(ends) - 1) // 2)
     if width < 1:
         return None

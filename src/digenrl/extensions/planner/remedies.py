@@ -1,4 +1,4 @@
-"""What makes a run fit that does not: the fewest settings, for its own split of the ranks or for another."""
+"""Find settings with which a run fits into memory, for its own split of the ranks or for another split."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model.offload_encoders=true", {"encoders": False}),
     ("sampling.task_size=1", {"task_size": 1}),
 )
-"""Settings that take less memory, the cheapest first, as words and as a candidate's choices."""
+"""Settings that need less memory, the cheapest first: words of a command line, and choices of a candidate."""
 
 
-def way_out(costing: Costing, candidate: Candidate) -> str:
-    """The fewest settings that make `candidate` fit, for this split or for another; or that there are none."""
+def remedy(costing: Costing, candidate: Candidate) -> str:
+    """Return a sentence with the fewest settings that make `candidate` fit, or with advice if no settings do."""
     one_by_one = Costing(replace(costing.work, evaluated=min(1, costing.work.evaluated)), costing.hardware)
     apart = Costing(replace(costing.work, rollouts_evaluate=False), costing.hardware)
     ways = ("", costing), ("sampling.eval.batch=1 ", one_by_one), ("allocation.evaluation=trainers ", apart)
@@ -35,7 +35,7 @@ def way_out(costing: Costing, candidate: Candidate) -> str:
 
 
 def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
-    """The words of `way_out`; None where nothing helps."""
+    """Return the settings to name in `remedy`, or None if no settings make the candidate fit."""
     tokens = [(f"parallel.context={n}", {"context": n}) for n in costing.contexts(candidate)[-1:]]
     known = [(word, change) for word, change in (*CHANGES, *tokens) if candidate.but(**change) != candidate]
     for count in range(len(known) + 1):

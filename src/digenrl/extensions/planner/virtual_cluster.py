@@ -1,4 +1,4 @@
-"""What the engine needs to know about ranks: seconds per unit of work, and what disturbs them."""
+"""Ranks of a virtual run: seconds per unit of work on each, and the jitter, stragglers and failures to simulate."""
 
 from __future__ import annotations
 
@@ -15,78 +15,81 @@ from digenrl.schedule.timesteps import without
 
 FEW_TASKS = 200
 FEW_RANKS = 64
-"""So many are simulated one by one without waiting for it."""
+"""Tasks and ranks up to which `coarsen` leaves a run as it is, because simulating each takes no noticeable time."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One GPU, and what it costs there to do one unit of each kind of work."""
+    """One GPU, and the seconds that one unit of each kind of work takes there."""
 
     rank: int
-    """Launch rank; trainers come first."""
+    """Launch rank. Trainers come first."""
     role: str
     """trainer | rollout."""
     pool: str
     step_seconds: float
-    """One denoising step of one task. inf: this rank cannot generate."""
+    """Seconds of one denoising step of one task; inf = this rank cannot generate."""
     encode_seconds: float = 0.0
-    """Conditioning of one prompt, paid once per group and rank."""
+    """Seconds of conditioning one prompt, paid once per group and rank."""
     decode_seconds: float = 0.0
-    """Of one task."""
+    """Seconds of decoding one task."""
     score_seconds: float = 0.0
-    """Of one task."""
+    """Seconds of scoring one task."""
     cell_seconds: float = 0.0
-    """Forward and backward of one (task, trained step), inside a block of K steps. Trainers only."""
+    """Seconds of forward and backward of one (task, trained step), inside a block of K steps. Trainers only."""
     exposed_seconds: float = 0.0
-    """Communication of one block that computing it does not hide. Trainers only."""
+    """Seconds of one block's communication that its computation does not hide. Trainers only."""
     adopt_seconds: float = 0.0
-    """Taking over a published version. Rollout ranks only."""
+    """Seconds of loading a received version into the model. Rollout ranks only."""
     fetch_seconds: float = 0.0
-    """What a version takes longer to this rank's place than to the trainers'."""
+    """Extra seconds of sending a version to this rank's place, compared with the trainers' own place."""
     send_seconds: float = 0.0
-    """Of a finished task on the line from this rank's place to the trainers', which takes one task after the other."""
+    """Seconds of a finished task on the line from this rank's place to the trainers'. A line sends one task at a
+    time."""
 
     def at(self, speed: float, number: int) -> Rank:
-        """Rank `number`, like this one but so many times as fast."""
+        """Return a copy of this rank with launch rank `number`, `speed` times as fast."""
         names = ("step_seconds", "encode_seconds", "decode_seconds", "score_seconds", "cell_seconds")
         return replace(self, rank=number, **{name: getattr(self, name) / speed for name in names})
 
     def task_seconds(self, denoise_steps: int) -> float:
-        """One task from noise to reward, conditioning cached."""
+        """Return the seconds of one task from noise to reward, with cached conditioning."""
         return denoise_steps * self.step_seconds + self.decode_seconds + self.score_seconds
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks and what they do together."""
+    """Ranks of a run, and the seconds of what they do together."""
 
     ranks: tuple[Rank, ...]
     lockstep: bool = False
-    """Trainers share weights or tokens: every micro-batch and lent denoising step is a collective of neighbours."""
+    """Whether trainers share weights or tokens, so that micro-batches and lent denoising steps are collectives."""
     together: int = 0
-    """How many neighbours; 0 = all trainers. The first ones decide, and no others begin a micro-batch before them."""
+    """Trainers in one collective (a unit); 0 = all trainers. The first unit decides, and no other unit begins a
+    micro-batch before it."""
     reduce_seconds: float = 0.0
-    """Gradient reduction at the end of an update."""
+    """Seconds of the gradient reduction at the end of an update."""
     optimizer_seconds: float = 0.0
-    """Optimizer step of an update."""
+    """Seconds of the optimizer step of an update."""
     snapshot_seconds: float = 0.0
-    """Copy of the published weights, before the trainers go on."""
+    """Seconds of copying the weights to publish, before trainers go on."""
     publish_seconds: float = 0.0
-    """From the copy until rollout ranks have received a version."""
+    """Seconds from the copy until rollout ranks have received a version."""
     deliver_seconds: float = 0.0
-    """A finished task on its way to the trainers."""
+    """Seconds that a finished task takes to reach the trainers."""
     move_seconds: float = 0.0
-    """A suspended task on its way to another rank."""
+    """Seconds that a suspended task takes to reach another rank."""
     switch_seconds: float = 0.0
-    """One switch of a trainer between training and generation."""
+    """Seconds of one switch of a trainer between training and generation."""
     useful: float = 1.0
-    """Share of a group's samples that is trained."""
+    """Share of a group's samples that are trained."""
     lends_between_updates: bool = False
-    """A copy of the published weights is kept, so trainers may lend after the first update of a batch."""
+    """Whether trainers keep a copy of the published weights, so that they may lend after the first update of a
+    batch."""
     static_claims: bool = False
-    """Tasks are split equally beforehand (what published colocated loops do) instead of claimed."""
+    """Whether tasks are split equally beforehand (as in published colocated loops) instead of claimed."""
     whole: tuple[ScheduleSpec, Cluster] | None = None
-    """Of `waves`: the run that they stand for."""
+    """The run that a cluster from `coarsen` stands for; None for any other cluster."""
 
     @cached_property
     def trainers(self) -> tuple[Rank, ...]:
@@ -98,7 +101,7 @@ class Cluster:
 
     @cached_property
     def units(self) -> tuple[tuple[int, ...], ...]:
-        """Trainers that act together: those whose forwards are collectives, else one by one."""
+        """Trainers grouped by collective; without collectives each trainer is a unit of its own."""
         ids = tuple(rank.rank for rank in self.trainers)
         width = (self.together or len(ids)) if self.lockstep else 1
         return tuple(ids[first : first + width] for first in range(0, len(ids), width))
@@ -110,11 +113,13 @@ class Cluster:
             raise ValueError(f"ranks must be numbered 0 .. {len(self.ranks) - 1} in order.")
 
 
-def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSpec, Cluster]:
-    """The same run with one rank for every w equal ones and one task for every w of a group, so that what w ranks do
-    at once is one event. w divides a portion's tasks, leaves at least `fewest` ranks, and is no larger than brings a
-    step to `FEW_TASKS` on `FEW_RANKS`; a rank that stands for more or fewer is as much faster or slower. Exact where w
-    divides the numbers of equal ranks.
+def coarsen(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSpec, Cluster]:
+    """Return a smaller run with about the same step time: one rank for every w equal ranks, one task for every w tasks.
+
+    Work that w equal ranks do at the same time becomes one event. The number w divides the tasks of a portion and
+    leaves at least `fewest` ranks. It is no larger than needed to bring a step down to `FEW_TASKS` tasks on `FEW_RANKS`
+    ranks. A rank that stands for more or fewer than w ranks is faster or slower in proportion. The result is exact
+    where w divides the numbers of equal ranks.
     """
     divisors = [n for n in range(1, spec.tasks_per_portion + 1) if spec.tasks_per_portion % n == 0]
     allowed = [n for n in divisors if n == 1 or len(cluster.ranks) >= n * fewest]
@@ -130,9 +135,10 @@ def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSp
     ranks: list[Rank] = []
     shares: list[float] = []
     for run, number in zip(runs, numbers, strict=True):
-        trains = run[0].role == "trainer"  # equal parts ask for trainers of one speed
+        # Trainers with equal parts all get the same speed factor: else the slowest of them would set the pace.
+        trains = run[0].role == "trainer"
         speed = len(cluster.trainers) / training if trains and not spec.shares else len(run) / (number * width)
-        first = replace(run[0], send_seconds=width * run[0].send_seconds)
+        first = replace(run[0], send_seconds=width * run[0].send_seconds)  # a line sends w tasks one after the other
         ranks += [first.at(speed, len(ranks) + extra) for extra in range(number)]
         shares += [spec.shares[run[0].rank] * speed] * number if trains and spec.shares else []
     smaller = replace(spec, group_size=spec.group_size // width, shares=tuple(shares))
@@ -140,9 +146,11 @@ def waves(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSp
 
 
 def micro_batches(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
-    """Seconds of each micro-batch of `fragment` on each trainer, from the placement that the runtime uses."""
-    alike = replace(spec, tag=False, async_steps=0)  # placed in the same way
-    trainers, rows_kept = cluster.trainers, 1.0 if spec.task_size == 1 else cluster.useful  # of each task, some rows
+    """Return the seconds of each micro-batch of `fragment` on each trainer, from the placement that the runtime
+    uses."""
+    alike = replace(spec, tag=False, async_steps=0)  # neither changes the placement, so that the cache serves all
+    # A task of one sample is trained or not (see `_useless`). Of a larger task, some rows are skipped.
+    trainers, rows_kept = cluster.trainers, 1.0 if spec.task_size == 1 else cluster.useful
     return tuple(
         tuple(rank.cell_seconds * rows_kept * cells + rank.exposed_seconds * blocks for cells, blocks in own)
         for rank, own in zip(trainers, _loads(alike, len(trainers), cluster.useful, fragment), strict=True)
@@ -153,7 +161,7 @@ def micro_batches(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...
 def _loads(
     spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """(cells, blocks) of each micro-batch of `fragment` on each trainer."""
+    """Return (cells, blocks) of each micro-batch of `fragment` on each trainer."""
     placement = place(spec, trainers, fragment)
     if spec.task_size == 1:
         placement = without(placement, _useless(spec, useful, fragment))
@@ -161,8 +169,10 @@ def _loads(
 
 
 def _useless(spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]) -> frozenset[tuple[int, int]]:
-    """Tasks (group, part) of one sample that have no gradient: as many of each portion as `useful` leaves, drawn anew
-    for each portion but not for each step."""
+    """Return the one-sample tasks (group, part) without a gradient: the share 1 - `useful` of each portion.
+
+    The tasks are drawn at random for each portion, but are the same in every RL step.
+    """
     count = spec.tasks_per_portion - round(spec.tasks_per_portion * useful)
     return frozenset(
         (group, part)
@@ -179,17 +189,17 @@ class Disturbance:
     """Standard deviation of the logarithm of a duration's factor; each task and each micro-batch has its own."""
     seed: int = 0
     stragglers: Mapping[int, float] = field(default_factory=dict)
-    """rank -> factor on all its durations."""
+    """Rank -> factor on all its durations."""
     failures: tuple[tuple[float, int], ...] = ()
-    """(virtual second, rollout rank) of deaths."""
+    """(virtual second, rollout rank) of each death."""
     detect_seconds: float = 10.0
-    """From a death until its tasks are reissued."""
+    """Seconds from a rank's death until its tasks are reissued."""
 
     def generator(self) -> random.Random:
-        """A fresh generator of the run's jitter."""
+        """Return a fresh random generator for the run's jitter."""
         return random.Random(self.seed)
 
     def factor(self, rank: int, generator: random.Random) -> float:
-        """What to multiply a duration of `rank` with."""
+        """Return the factor on the next duration of `rank`: its jitter times its straggler factor."""
         noise = math.exp(generator.gauss(0.0, self.jitter)) if self.jitter else 1.0
         return noise * self.stragglers.get(rank, 1.0)

@@ -1,8 +1,10 @@
-"""A run in virtual time: the schedule and the policy of `digenrl.schedule`, with durations in place of work.
+"""Simulate a run in virtual time: the schedule and the policy of `digenrl.schedule`, with durations in place of work.
 
-Durations are simulated; what decides (order, claims, fragments, placement, lending, staleness) is the runtime's code.
-Trainers act as *units*: those whose forwards are collectives, else one rank each. Where there are several units in
-lock-step, the first one decides and the others follow.
+Only durations are simulated. Every decision (order, claims, fragments, placement, lending, staleness) is made by the
+code of the runtime.
+
+Trainers act as *units*. A unit is the group of trainers whose forwards are collectives, or else a single rank. When
+several units run in lock-step, the first unit decides and the others repeat its moves.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from digenrl.schedule.ranks import Roles
 from digenrl.schedule.staleness import Ledger, check_staleness
 from digenrl.schedule.timesteps import cells_by_rank
 
-ENDLESS = 1 << 30
-"""Number of the last RL step of a run that has none."""
+UNBOUNDED_STEPS = 1 << 30
+"""Used as `last_step` when a simulation has no fixed end."""
 
 
 class DeadlockError(RuntimeError):
-    """No event is left and the run is not finished."""
+    """The event queue is empty although the run is not finished."""
 
 
 def simulate(
@@ -46,10 +48,10 @@ def simulate(
     """Run `steps` RL steps in virtual time.
 
     Args:
-        record: is given every event and decision of the policy.
+        record: called with every event and every decision of the policy.
 
     Raises:
-        DeadlockError: the schedule came to a halt (a defect; the property tests look for it).
+        DeadlockError: the schedule stopped before its last step. This is a defect, which the property tests look for.
     """
     run = _VirtualRun(spec, cluster, steps - 1, disturbance or Disturbance(), trace, record)
     return run.until(lambda ends: (0 if steps > 1 else -1) if len(ends) == steps else None)
@@ -62,50 +64,53 @@ def steady(
     most: int = MOST_STEPS,
     disturbance: Disturbance | None = None,
     trace: bool = False,
-    hopeless: float = math.inf,
+    cutoff_s: float = math.inf,
 ) -> Simulated:
-    """An endless run in virtual time, watched until its seconds per step no longer change.
+    """Simulate a run without an end until its seconds per step no longer change.
 
     Args:
-        most: give up after so many RL steps, unsettled.
-        steps: watch so many RL steps (at least 2) and take the later half; None = as few as show that the run has
-            settled. What asynchronous steps begin with, a buffer, must be empty or full for good.
-        hopeless: a run whose second step takes longer (of asynchronous ones, which fill a buffer first, the third and
-            fourth on average) is not watched on, and counts as unsettled.
+        most: largest number of RL steps to simulate. A run that needs more is returned as unsettled.
+        steps: number of RL steps to simulate (at least 2), of which the later half is measured. None simulates as few
+            as show that the run has settled. Asynchronous runs begin with a buffer of samples, which must first become
+            empty or full for good.
+        cutoff_s: longest second step, in seconds. A slower run is stopped at once and counts as unsettled. Asynchronous
+            runs fill a buffer first, so for them the mean of the third and fourth step counts.
     """
-    run = _VirtualRun(spec, cluster, ENDLESS, disturbance or Disturbance(), trace, None)
+    run = _VirtualRun(spec, cluster, UNBOUNDED_STEPS, disturbance or Disturbance(), trace, None)
     least = floor_seconds(*(cluster.whole or (spec, cluster)))
     fewest = 3 + 2 * spec.tag + 4 * spec.async_steps
-    hoped = 2 + 2 * spec.async_steps
+    check_at = 2 + 2 * spec.async_steps
 
     def steady_from(ends: list[float]) -> int | None:
-        """As `settled_from`, since lending last switched itself off."""
+        """Return what `settled_from` finds among the steps since lending last switched itself off."""
         found = settled_from(ends[run.changed :], least)
         return None if found is None else run.changed + found
 
     def window(ends: list[float]) -> int | None:
         if steps is not None:
             return (steps - 1) // 2 if len(ends) == steps else None
-        if len(ends) == hoped and ends[-1] - ends[-2 - spec.async_steps] > hopeless * (1 + spec.async_steps):
+        if len(ends) == check_at and ends[-1] - ends[-2 - spec.async_steps] > cutoff_s * (1 + spec.async_steps):
             return 0
         watched = len(ends) - run.changed
         if len(ends) < fewest or watched < 3 or watched % 2 == 0:
             return None
-        return max(run.changed, hoped - 1) if len(ends) >= most else steady_from(ends)
+        return max(run.changed, check_at - 1) if len(ends) >= most else steady_from(ends)
 
     result = run.until(window)
     result = replace(result, settled=disturbance is not None or steady_from(list(result.step_ends)) is not None)
-    vars(run).clear()  # it refers to itself, and would stay until the collector comes
+    vars(run).clear()  # break its reference cycles: the planner switches the garbage collector off
     return result
 
 
 def fragment_staleness(spec: ScheduleSpec, version: int, fragment: tuple[int, ...]) -> int:
-    """The most versions that samples of `fragment` are behind trainers of `version`."""
+    """Return how many versions the oldest samples of `fragment` are behind trainers of `version`."""
     made = (group_version(spec, version, group) for group in spec.groups_of(fragment))
     return max(check_staleness(own, version, spec.async_steps) for own in made)
 
 
 class _VirtualRun:
+    """One simulated run: an event queue, the state of every trainer unit, and the generating side in `Generation`."""
+
     def __init__(
         self,
         spec: ScheduleSpec,
@@ -139,11 +144,11 @@ class _VirtualRun:
             whole = spec, cluster
         self.micro_batches = functools.cache(functools.partial(micro_batches, *whole))
         self._members = dict(zip(cluster.units, whole[1].units, strict=True))
-        """Unit -> trainers whose cells say how long it trains: of waves those of the whole run, where it has the same
-        units, since who waits for whom depends on every trainer's cells."""
+        """Unit -> trainers whose cells determine how long the unit trains. A coarsened run takes the trainers of the
+        whole run if both have the same units, because who waits for whom depends on the cells of every trainer."""
         self.together = self._together if disturbance.jitter else functools.cache(self._together)
         self.led: list[Led] = []
-        """What the first unit of trainers in lock-step has done in the present update."""
+        """Moves of the first unit in the present update, for the other units in lock-step to repeat."""
         self.fragment_staleness = functools.cache(functools.partial(fragment_staleness, spec))
         self.cells = functools.cache(functools.partial(cells_by_rank, spec, len(ids), cluster.lockstep))
         for rank in ids:
@@ -153,11 +158,11 @@ class _VirtualRun:
                 seconds = sum(self.together(self.unit_of[rank], groups))
                 self.policy.expected("train", rank, self._per_cell(rank, groups, seconds))
         self.version = 0
-        """Of the trainers = RL step in progress."""
+        """Version of the trainers' weights, which is also the number of the RL step in progress."""
         self.visible = dict.fromkeys([rank.fetch_seconds for rank in cluster.ranks], 0)
-        """Newest version that rollouts can adopt, by the seconds that it takes to their place."""
+        """Transfer seconds to a place -> newest version that rollouts at this place can adopt."""
         self._lines = dict.fromkeys([rank.pool for rank in cluster.ranks], 0.0)
-        """Pool -> when the line from there has nothing more to carry."""
+        """Pool -> virtual second at which the line from this pool will have sent everything."""
         self.updates_done, self.arrived = 0, 0
         self.done_tasks: dict[tuple[int, int], int] = {}
         self.completed: defaultdict[int, set[int]] = defaultdict(set)
@@ -166,7 +171,7 @@ class _VirtualRun:
         self.ledger, self.staleness = Ledger(), 0
         self.messages: list[str] = []
         self.changed = 0
-        """The first RL step with the present behaviour: lending may have switched itself off."""
+        """First RL step since lending last switched itself off; 0 when it never did."""
         self._bubbles: list[Unit] = []
         self._handlers: dict[str, Callable[[Any], None]] = {
             "boundary": self._on_boundary,
@@ -180,7 +185,7 @@ class _VirtualRun:
             "update": self._on_update,
         }
         self._done_at: dict[int, float] = {}
-        """When ranks of a unit that generates together had nothing more to do."""
+        """Rank -> virtual second at which it finished, while other ranks of its unit still generate."""
 
     # ---- plumbing
 
@@ -189,7 +194,8 @@ class _VirtualRun:
 
     def _post(self, time: float, kind: str, payload: Any) -> None:
         self._sequence += 1
-        late = 1 if kind == "bubble" else 0  # after everything else that happens at the same moment
+        # A bubble comes after all other events of the same moment: a delivery or an update may still bring work.
+        late = 1 if kind == "bubble" else 0
         heapq.heappush(self._events, (time, late, self._sequence, kind, payload))
 
     def _span(self, rank: int, stage: str, start: float, end: float, step: int, args: Mapping[str, Any]) -> None:
@@ -197,7 +203,8 @@ class _VirtualRun:
             self.spans.append((rank, stage, start, end, step, args if self.trace else None, args.get("cause", "")))
 
     def until(self, window: Callable[[list[float]], int | None]) -> Simulated:
-        """Run until `window`, given the ends of the steps, says where the window begins that counts."""
+        """Run until `window` returns the first step of the window to measure; it is called with the ends of all
+        steps."""
         self._begin_update()
         for time, rank in self.disturbance.failures:
             self._post(time, "fail", rank)
@@ -215,7 +222,7 @@ class _VirtualRun:
                 first = window(self.step_ends)
                 if first is None:
                     self._begin_update()
-        for worker in self.gen.workers:  # what is under way counts up to here
+        for worker in self.gen.workers:  # unfinished tasks and waits count up to now
             if worker.claim is not None and not worker.dead:
                 self.gen.record(worker, self.now)
             self.gen.end_idle(worker, self.now)
@@ -230,7 +237,7 @@ class _VirtualRun:
         )  # fmt: skip
 
     def _seconds(self, first: int) -> dict[tuple[str, str, str], float]:
-        """(pool, stage, cause) -> seconds of all ranks between the end of step `first` and now."""
+        """Return (pool, stage, cause) -> seconds summed over ranks, between the end of step `first` and now."""
         begin = self.step_ends[first] if first >= 0 else 0.0
         table: dict[tuple[str, str, str], float] = {}
         for rank, stage, start, end, _, _, cause in self.spans:
@@ -248,14 +255,17 @@ class _VirtualRun:
     # ---- generation
 
     def _versions(self, worker: Worker) -> Sequence[int]:
-        """Versions that a rank may generate with, the oldest first: a lost task may need the one before the newest."""
+        """Return the versions that a rank may generate with, the oldest first.
+
+        With asynchrony, a task that was lost with its rank may still need the version before the newest.
+        """
         if worker.rank.role == "trainer":
             return (self.version,)
         visible = self.visible[worker.rank.fetch_seconds]
         return range(max(0, visible - self.spec.async_steps), visible + 1)
 
     def _next_task(self, worker: Worker) -> None:
-        """A rollout rank is free."""
+        """Give a free rollout rank its next task, or record why it waits."""
         if worker.dead or worker.busy:
             return
         cause = self.gen.offer(worker, self._versions(worker), self.now)
@@ -263,14 +273,17 @@ class _VirtualRun:
             self.gen.idle(worker, self.now, cause)
 
     def _wake(self, cause: str | None = None) -> None:
-        """Work came back, or a rank is free that others had left tasks to: every rank that is idle (for `cause`) looks
-        again, the fastest first; colocated trainers too."""
-        idle = [worker for worker in self.gen.idlers.values() if cause in (None, worker.idle_cause)]
+        """Let every rank that is idle (for `cause`, if given) look for work again, the fastest first.
+
+        Called when a task came back, or when a rank to which others had left tasks is free. Colocated trainers look
+        again too.
+        """
+        idle = [worker for worker in self.gen.idle_workers.values() if cause in (None, worker.idle_cause)]
         for worker in sorted(idle, key=lambda w: (w.rank.step_seconds, w.rank.rank)):
             if worker.rank.role == "rollout" and worker.idle_since is not None:
                 self._next_task(worker)
                 if cause is not None and worker.idle_since is not None:
-                    break  # what the fastest leaves to others, slower ones leave too
+                    break  # a task that the fastest idle rank declines is declined by slower ranks too
         if self.gen.colocated:
             for unit in self.units:
                 if unit.state == "idle":
@@ -279,7 +292,7 @@ class _VirtualRun:
     def _on_boundary(self, payload: tuple[int, int, int]) -> None:
         number, token, steps = payload
         worker = self.gen.workers[number]
-        if worker.token != token:
+        if worker.token != token:  # the rank has ended this task since the event was posted
             return
         receiver = self.gen.suspend(worker, steps, self.version, self.now)
         if receiver is not None:
@@ -293,6 +306,7 @@ class _VirtualRun:
         task = self.gen.finish(worker, self.now)
         part = task.first_sample // self.spec.task_size
         self.ledger.issue(task.step, task.group, task.samples, part)
+        # A line sends one task after the other, so a task queues behind those of all ranks of its pool.
         sent = max(self.now, self._lines[worker.rank.pool]) + worker.rank.send_seconds
         if worker.rank.send_seconds:
             self._lines[worker.rank.pool] = sent
@@ -307,7 +321,7 @@ class _VirtualRun:
             return
         self._done_at[worker.rank.rank] = self.now
         if not any(self.gen.workers[rank].busy for rank in unit.ranks):
-            for rank in unit.ranks:  # sharded trainers generate together, and wait for the last
+            for rank in unit.ranks:  # sharded trainers leave generation together, so all wait for the slowest
                 self._span(
                     rank, "wait", self._done_at.pop(rank, self.now), self.now, self.version, {"cause": "straggler"}
                 )
@@ -352,7 +366,8 @@ class _VirtualRun:
         self.arrived, self.led = 0, []
         for unit in self.units:
             unit.followed = 0
-            own = [groups for groups in parts if self._concerns(unit.ranks[0], groups)]  # first, as in the runtime
+            # As in the runtime, a trainer begins with the fragments that have cells for it.
+            own = [groups for groups in parts if self._concerns(unit.ranks[0], groups)]
             unit.pending, unit.state, unit.since = own + [g for g in parts if g not in own], "idle", self.now
             if self.updates_done == 0:
                 self.policy.step_begun(unit.ranks[0])
@@ -366,19 +381,21 @@ class _VirtualRun:
         return next_fragment(self.spec, unit.pending, self.completed[self.version])
 
     def _left(self, unit: Unit, version: int) -> int:
-        """Tasks of the version that nobody runs and that `unit`, or who follows it, may take."""
+        """Return how many unclaimed tasks of the version are left for `unit` and for the units that repeat its
+        moves."""
         everyone = self.cluster.static_claims and self.cluster.lockstep
         ranks = [rank for each in self.units for rank in each.ranks] if everyone else unit.ranks[:1]
         return sum(self.gen.left(version, self.gen.workers[rank]) for rank in ranks)
 
     def _move(self, unit: Unit, granted: int | None = None) -> str:
         done, ready = len(self.completed[self.version]), self._ready(unit)
-        asks = self.gen.colocated or (self.spec.tag and ready is None)  # else the move does not depend on what is left
+        # Counting the tasks that are left is slow, and in all other cases the move does not depend on their number.
+        asks = self.gen.colocated or (self.spec.tag and ready is None)
         left = self._left(unit, self.version) if asks else 0
         return self.policy.next_move(unit.ranks[0], self.updates_done, unit.pending, ready, done, left, granted)
 
     def _advance(self, unit: Unit) -> None:
-        """`unit` is free: train, meet the others, lend, or wait."""
+        """Let a free unit train, lend, wait for a fragment, or wait for the other units at the end of the update."""
         if not unit.pending:
             unit.state, unit.since = "barrier", self.now
             self.arrived += 1
@@ -401,7 +418,7 @@ class _VirtualRun:
             self._do(unit, move)
 
     def _on_bubble(self, _: None) -> None:
-        """TAG: trainers became idle at this moment."""
+        """Ask the policy whether the units that became idle at this moment lend (TAG)."""
         units, self._bubbles = self._bubbles, []
         for unit in units:
             if unit.state != "idle":
@@ -428,7 +445,7 @@ class _VirtualRun:
         return self.cluster.lockstep and unit is not self.units[0]
 
     def _follow(self, unit: Unit, led: Led) -> None:
-        """Do what the first unit did."""
+        """Repeat a move of the first unit on `unit`."""
         unit.followed += 1
         if led.fragment is None:
             self._generate(unit)
@@ -436,7 +453,7 @@ class _VirtualRun:
             self._train(unit, led.fragment, led)
 
     def _leads(self, unit: Unit, led: Led) -> None:
-        """The others do as the first unit does."""
+        """Remember a move of the first unit, and let the idle units in lock-step repeat it."""
         if self.cluster.lockstep and unit is self.units[0]:
             self.led.append(led)
             for other in self.units[1:]:
@@ -444,8 +461,11 @@ class _VirtualRun:
                     self._advance(other)
 
     def _generate(self, unit: Unit) -> None:
-        """Every rank of the unit takes a task, if one is left for it. Units in lock-step that get none make one that is
-        thrown away."""
+        """Let every rank of the unit take a task, if one is left for it.
+
+        A unit in lock-step without a task generates samples that are thrown away, which keeps the collectives of all
+        trainers in step.
+        """
         started, since = False, unit.since
         for rank in unit.ranks:
             worker = self.gen.workers[rank]
@@ -472,7 +492,7 @@ class _VirtualRun:
             self._span(rank, "wait", since, self.now, self.version, {"cause": cause})
 
     def _together(self, unit: Unit, fragment: tuple[int, ...]) -> tuple[float, ...]:
-        """Seconds of each micro-batch of `fragment` on `unit`: as long as on its slowest rank."""
+        """Return the seconds of each micro-batch of `fragment` on `unit`: those of its slowest rank."""
         table, members = self.micro_batches(fragment), self._members[unit.ranks]
         alike = (unit.ranks[i * len(unit.ranks) // len(members)] for i in range(len(members)))
         pairs = zip(alike, members, strict=True)
@@ -485,7 +505,7 @@ class _VirtualRun:
         unit.state = "train"
         begin = self.now
         if unit.lent and not self.gen.colocated:
-            begin += 2 * self.cluster.switch_seconds
+            begin += 2 * self.cluster.switch_seconds  # to generation and back; a loan is charged when it ends
         unit.lent = False
         self.staleness = max(self.staleness, self.fragment_staleness(self.version, fragment))
         own = self.together(unit, fragment)

@@ -1,4 +1,4 @@
-"""What one RL step asks for: the model's sizes (digenrl/facts.py) and the experiment's numbers."""
+"""Work of one RL step, from the model's sizes (digenrl/facts.py) and the experiment's numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REWARD_FLOPS = {
     "aesthetic": 0.17e12,
     "dino_similarity": 0.04e12,
 }
-"""FLOPs per image of scorers that run on the GPU (2 x parameters x tokens of their ViT). Others run on the CPU."""
+"""FLOPs per image of scorers on the GPU (2 x parameters x tokens of their ViT). Other scorers run on the CPU."""
 
 REWARD_CPU_SECONDS = {
     "ocr": 0.3,
@@ -29,26 +29,26 @@ REWARD_CPU_SECONDS = {
     "edit": 0.003,
     "edit_done": 0.01,
 }
-"""Seconds per sample of scorers that run in a CPU thread, beside the GPU: they delay a group, they occupy no GPU."""
+"""Seconds per sample of scorers in a CPU thread beside the GPU. They delay a group, but occupy no GPU."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one evaluation draws."""
+    """Samples that one evaluation draws."""
 
     prompts: int
     samples: int
-    """Of each."""
+    """Samples of each prompt."""
     steps: int
-    """Of the ODE."""
+    """Steps of the ODE."""
     compared: int = 0
-    """Samples of each prompt that are drawn once more as rollouts draw them, with two forwards a step: the policy's and
-    the base model's."""
+    """Samples of each prompt that are drawn once more as in rollouts. Each step then takes two forwards: the policy's
+    and the base model's."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One RL step of one experiment."""
+    """Sizes and settings of one RL step of an experiment."""
 
     model: str
     """Option of configs/model."""
@@ -56,53 +56,53 @@ class Workload:
     width: int
     frames: int
     steps: int
-    """T."""
+    """Denoising steps of a sample (T)."""
     trained_steps: int
-    """S."""
+    """Denoising steps that are trained (S)."""
     prompts: int
-    """Groups that are generated."""
+    """Groups generated per RL step, one per prompt."""
     group_size: int
     updates: int
-    """Of the optimizer, per RL step."""
+    """Optimizer updates per RL step."""
     guidance: bool
-    """Two forwards per velocity (classifier-free guidance)."""
+    """Whether a velocity takes two forwards (classifier-free guidance)."""
     lora_rank: int | None
-    """None = all weights are trained."""
+    """Rank of the LoRA adapters; None = all weights are trained."""
     lora_targets: str = "attn_ff"
     """attn | attn_ff."""
     reference: bool = False
-    """A forward of the reference model per trained cell (kl_weight > 0)."""
+    """Whether each trained cell also takes a forward of the reference model (kl_weight > 0)."""
     ema: bool = False
     rewards: tuple[str, ...] = ()
     heldout: tuple[str, ...] = ()
-    """Rewards that only evaluation asks for."""
+    """Rewards that only evaluation uses."""
     evaluated: int = 0
-    """Samples that a rank makes at once when it evaluates; 0 = nobody does. Trainers have room for it in any case, for
-    when no rollout is left."""
+    """Samples that an evaluating rank makes at once; 0 = no evaluation. Trainers always have room for them, because
+    they evaluate when no rollout is left."""
     rollouts_evaluate: bool = False
-    """Rollouts evaluate while trainers go on; else trainers do."""
+    """Whether rollouts evaluate while trainers go on; otherwise trainers evaluate."""
     engine: str = "eager"
-    """How the network runs: a key of `gpus.ENGINES`."""
+    """Execution of the network: a key of `gpus.ENGINES`."""
     fused_attention: bool = False
-    """Its attention is a kernel written for the GPU."""
+    """Whether attention is a kernel written for the GPU."""
     passes_apart: bool = False
-    """The forwards of classifier-free guidance run one after the other (published rows); else as one batch."""
+    """Whether the forwards of classifier-free guidance run one after the other (published rows) or as one batch."""
     storage_bytes: int = 2
-    """Of one stored latent element."""
+    """Bytes of one stored latent element."""
     trained_samples: int | None = None
-    """Samples of a group that can have a gradient, where no others are trained; None = all."""
+    """Samples of a group that are trained because they can have a gradient; None = all."""
     oversample: int = 0
-    """Groups of `prompts` that are not trained."""
+    """Groups of `prompts` that are generated but not trained."""
     updates_split: Literal["groups", "samples"] = "groups"
-    """What the updates share out (`ScheduleSpec.updates_split`)."""
+    """Unit that updates divide among themselves (`ScheduleSpec.updates_split`)."""
     stored_prompts: bool = False
-    """Prompts were encoded before the first step (`data.prompt_store`): nobody holds or waits for text encoders."""
+    """Whether prompts were encoded before the first step (`data.prompt_store`), so that no rank holds text encoders."""
     whole_batch: bool = False
-    """Advantages need every reward of the batch, so nothing is trained before all is generated (gap=0)."""
+    """Whether advantages need every reward of the batch, so that training begins after all generation (gap=0)."""
 
     @property
     def spec(self) -> ScheduleSpec:
-        """The schedule that the planner starts from: tasks of a sample, fragments of a group, sharded steps."""
+        """Schedule that the planner starts from: tasks of one sample, fragments of one group, sharded steps."""
         return ScheduleSpec(
             prompts=self.prompts,
             oversample=self.oversample,
@@ -134,7 +134,7 @@ class Workload:
 
     @property
     def latent_frames(self) -> int:
-        """Of a sample."""
+        """Latent frames of a sample."""
         return (self.frames - 1) // self.facts.latents.frames + 1
 
     @cached_property
@@ -154,12 +154,12 @@ class Workload:
 
     @property
     def launches(self) -> int:
-        """Forwards that are launched per velocity."""
+        """Forwards launched per velocity; guidance in one batch is a single launch."""
         return self.passes if self.passes_apart else 1
 
     @property
     def block_bytes(self) -> float:
-        """Of one [tokens, hidden] in 16 bit, text included where it goes through the blocks."""
+        """Bytes of one [tokens, hidden] in 16 bit, including text tokens where they go through the blocks."""
         joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
         return 2.0 * float(self.sizes["hidden"]) * (self.tokens + joint)
 
@@ -181,23 +181,24 @@ class Workload:
 
     @property
     def trained_parameters(self) -> int:
-        """Exactly: LoRA's (in + out) x rank over the target layers, or every parameter."""
+        """Exact number of trained parameters: LoRA's (in + out) x rank over the target layers, or every parameter."""
         if self.lora_rank is None:
             return int(self.sizes["parameters"])
         return int(self.sizes["lora_parameters_per_rank"][self.lora_targets]) * self.lora_rank
 
     @property
     def _trained(self) -> str:
-        """Key of the counts that depend on what is trained."""
+        """Key into the counts that differ between LoRA and full training."""
         return "full" if self.lora_rank is None else self.lora_targets
 
     def attention_flops(self) -> float:
-        """FLOPs of the attention products in one forward: 4 x hidden x blocks x tokens^2."""
+        """Return the FLOPs of the attention products in one forward: 4 x hidden x blocks x tokens^2."""
         joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
         return float(4 * self.sizes["hidden"] * self.sizes["attention_blocks"] * (self.tokens + joint) ** 2)
 
     def forward_flops(self) -> float:
-        """FLOPs of one forward of one sample: attention exactly, the rest linear through the two counted points."""
+        """Return the FLOPs of one forward of one sample: attention exactly, the rest linear through two counted
+        points."""
         (n0, f0), (n1, f1) = ((point["tokens"], point["flops"]) for point in self.sizes["flops"])
         joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
         scale = 4 * self.sizes["hidden"] * self.sizes["attention_blocks"]
@@ -206,30 +207,37 @@ class Workload:
         return self.attention_flops() + rest0 + slope * (self.tokens - n0)
 
     def backward_flops(self) -> float:
-        """FLOPs of one backward: attention twice its forward; the rest twice (all weights) or once (LoRA: no weight
-        gradients of the frozen base)."""
+        """Return the FLOPs of one backward.
+
+        Attention takes twice its forward. The rest takes twice its forward if all weights are trained, and once with
+        LoRA, because the frozen base has no weight gradients.
+        """
         attention = self.attention_flops()
         rest = self.forward_flops() - attention
         return 2.0 * attention + (2.0 if self.lora_rank is None else 1.0) * rest
 
     def repeated_flops(self, mode: str) -> float:
-        """FLOPs of one forward of one sample that its backward repeats when all blocks keep `mode`: attention exactly,
-        of the rest the counted share."""
+        """Return the FLOPs that a backward repeats of one sample's forward when all blocks keep `mode`.
+
+        Attention is exact. Of the rest it is the counted share.
+        """
         attention = self.attention_flops()
         share = float(self.sizes["repeated_flops"][self._trained][mode])
         return (attention if mode == INPUTS else 0.0) + share * (self.forward_flops() - attention)
 
     def repeated_bytes(self, mode: str) -> float:
-        """Bytes that this repetition writes and reads again: what is not kept, twice."""
+        """Return the bytes that this repetition writes and reads: twice the activations that were not kept."""
         return 2.0 * float(self.sizes["blocks"]) * (self.kept_bytes(ALL, 1) - self.kept_bytes(mode, 1))
 
     def kept_bytes(self, mode: str, rows: int, context: int = 1) -> float:
-        """Bytes that one unit of blocks keeps of a forward of `rows` samples for the backward pass, on each of
-        `context` ranks that share the tokens of the picture; the text's are on all of them."""
+        """Return the bytes that one unit of blocks keeps of a forward of `rows` samples for the backward pass.
+
+        `context` ranks share the tokens of the picture, and each of them holds all text tokens.
+        """
         return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows, context)
 
     def forward_bytes(self, rows: int) -> float:
-        """Peak of a forward of `rows` samples without gradients, weights in 16 bit; `context` as of `kept_bytes`."""
+        """Return the peak bytes of a forward of `rows` samples without gradients, with weights in 16 bit."""
         return max(0.0, self._fitted(self.sizes["forward_bytes"], rows))
 
     def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
@@ -238,7 +246,7 @@ class Workload:
         return entry["forward"] + rows * row
 
     def decode_flops(self) -> float:
-        """FLOPs of one sample's VAE decode."""
+        """Return the FLOPs of one sample's VAE decode."""
         return (
             float(self.sizes["decode"]["flops_per_latent_pixel_frame"])
             * (self.height // 8)
@@ -247,14 +255,15 @@ class Workload:
         )
 
     def score_flops(self) -> float:
-        """FLOPs of the GPU scorers per sample."""
+        """Return the FLOPs of the GPU scorers per sample."""
         return sum(REWARD_FLOPS.get(name, 0.0) for name in self.rewards)
 
     def score_cpu_seconds(self) -> float:
-        """Seconds of the CPU scorers per sample."""
+        """Return the seconds of the CPU scorers per sample."""
         return sum(REWARD_CPU_SECONDS.get(name, 0.0) for name in self.rewards)
 
     def encode_flops(self) -> float:
-        """FLOPs of the text encoders per prompt; the negative prompt is the same for all and stays in the cache."""
+        """Return the FLOPs of the text encoders per prompt. The negative prompt is equal for all and stays in the
+        cache."""
         encoders = self.sizes["encoders"]
         return 2.0 * encoders["parameters"] * encoders["tokens"]

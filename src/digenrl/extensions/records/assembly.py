@@ -1,4 +1,4 @@
-"""How a run gets its record of trajectories, and how a replayed run gets its source of fragments."""
+"""Make the record of trajectories of a run, and the source of fragments of a replayed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from digenrl.schedule import ScheduleSpec, group_tasks
 
 
 def recording(config: DictConfig, world: World, session: Session) -> Recording | None:
-    """Return where a trainer records what it trains on; None on a rollout. Trainers share the room equally."""
+    """Return the recording of a trainer's messages; None on a rollout. Trainers share the allowed bytes equally."""
     if not world.is_trainer:
         return None
     room = config.record.trajectories_mib * 2**20 / world.trainers
@@ -27,12 +27,12 @@ def recording(config: DictConfig, world: World, session: Session) -> Recording |
 
 
 def source(run: str) -> Any:
-    """Return what makes the source of a run that replays the run in directory `run`."""
+    """Return the maker of a fragment source that replays the run in directory `run`."""
     return partial(Replay, Recorded(Path(run)))
 
 
 def check(config: DictConfig, means: bool, final: bool) -> None:
-    """Refuse a replay of a run whose record lacks what this one trains on.
+    """Refuse to replay a run whose record lacks data that this run trains on.
 
     Args:
         means, final: whether the algorithm needs the rollout's transition means, and the clean latents.
@@ -54,7 +54,7 @@ def announce(
     lockstep: bool,
     base: bool,
 ) -> None:
-    """Say before the first step how large the record will be.
+    """Tell the user before the first step how large the record will be.
 
     Args:
         lockstep: whether trainers meet in every forward.

@@ -1,7 +1,7 @@
-"""`record.trajectories` and `replay`: trainers write the messages that they train on, and another run reads them in the
-order in which they came, in place of generating anything.
+"""Record and replay trajectories (`record.trajectories`, `replay`).
 
-(That a run's scheduling *decisions* can be given again from its record is another thing: `digenrl.schedule.policy`.)
+Trainers write the messages that they train on. Another run reads them in the order in which they came, and generates
+nothing. Replaying the scheduling *decisions* of a run is a different feature (`digenrl.schedule.policy`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Fragment = tuple[int, ...]
 
 
 class Recording:
-    """Writes the messages of a trainer into `files`: a `digenrl.strategy.stream.TrajectoryRecord`."""
+    """`digenrl.strategy.stream.TrajectoryRecord` that writes the messages of a trainer into `files`."""
 
     def __init__(self, files: TrajectoryFiles) -> None:
         self._files = files
         self._facts: dict[str, object] = {}
 
     def take(self, step: int, message: Message) -> None:
-        """Write a message of RL step `step` that counts."""
+        """Write a message that is trained in RL step `step`."""
         self._facts["rewards"] = message.meta["reward_names"]
         for name in ("means", "final"):
             self._facts[name] = bool(self._facts.get(name)) or name in message.tensors
@@ -47,22 +47,22 @@ class Recording:
         self._files.take(block.step, encode(Message(MessageKind.BASE_MEANS, cells, {"base_means": means.cpu()})))
 
     def finish(self, step: int) -> None:
-        """Complete the record of RL step `step`, which is trained."""
+        """Complete the record of RL step `step`, after it was trained."""
         self._files.finish(step, self._facts)
 
     def close(self) -> None:
-        """Keep finished steps alone."""
+        """Keep finished steps only."""
         self._files.close()
 
 
 class Replay:
-    """Fragments of a record, where `Lending` waits for those that ranks generate.
+    """Source of fragments that come from a record instead of from ranks that generate.
 
-    Every trainer reads what all recorded ones got, so that their number and the placement of cells may differ, and
-    takes the tasks in the order in which they came to trainer 0.
+    Every trainer reads the files of all recorded trainers, so the number of trainers and the placement of cells may
+    differ from the recorded run. Tasks keep the order in which they came to trainer 0.
 
     Args:
-        hooks: the Strategy's; `cut_fragment` is used.
+        hooks: hooks of the Strategy, of which `cut_fragment` is used.
     """
 
     def __init__(self, recorded: Recorded, inbox: Inbox, hooks: Hooks, sampler: PromptSampler, spans: SpanLog) -> None:
@@ -70,13 +70,13 @@ class Replay:
         self._sampler, self._spans = sampler, spans
 
     def predicted_end(self, step: int) -> None:
-        """Nobody generates, so nothing is predicted."""
+        """Do nothing: without generation there is nothing to predict."""
 
     def next_fragment(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment:
-        """As of `stream.FragmentSource`.
+        """Return the next fragment, as `stream.FragmentSource` asks.
 
         Raises:
-            TrajectoryError: the record is damaged, or is not of this schedule and these prompts.
+            TrajectoryError: the record is damaged, or belongs to another schedule or other prompts.
         """
         fragment = self._cut_fragment(pending, board)
         if fragment is None and not board.completed:
@@ -125,8 +125,10 @@ class Replay:
 def _with_base_means(
     tasks: Mapping[tuple[int, int], Message], base: Mapping[tuple[int, int], Mapping[int, Tensor]]
 ) -> Mapping[tuple[int, int], Message]:
-    """The messages with the means [b, *L] that `base` has of their steps, if it has all: sharded trainers must know
-    alike whether the base model is to be computed."""
+    """Return the messages with the base model's means [b, *L] of their steps, if `base` has all of them.
+
+    If one is missing, no message gets means: sharded trainers must agree on whether to compute the base model.
+    """
     found = {}
     for task, message in tasks.items():
         known, rows = base.get(task, {}), len(message.tensors["log_probs"])
@@ -138,8 +140,13 @@ def _with_base_means(
 
 
 def step_bytes(spec: ScheduleSpec, trainers: int, lockstep: bool, outline: Trajectory, base: Tensor | None) -> int:
-    """Bytes of the tensors that all trainers get in an RL step whose tasks are like `outline`, and of what the base
-    model gives for a cell of it (`base`; None: it is not asked)."""
+    """Return the bytes that all trainers record in an RL step.
+
+    Args:
+        lockstep: whether trainers meet in every forward.
+        outline: a trajectory with the shapes of a task.
+        base: the base model's means for one cell; None if they are not recorded.
+    """
 
     def size(rank: int, part: int) -> int:
         positions = owned_positions(spec, partial(place, spec, trainers), rank, 0, part, lockstep)

@@ -1,9 +1,9 @@
-"""What trainers consume, as files: a run with `record.trajectories` writes them, one with `replay` trains from them.
+"""Files of the messages that trainers consume: written by `record.trajectories`, read by `replay`.
 
-    trajectories/rank-000/step-000012.cells   the messages of an RL step, back to back, as they came to trainer 0
-                          index.jsonl         a line per finished step: bytes, digest, and what the messages hold
+trajectories/rank-000/step-000012.cells   the messages of an RL step, back to back, as they came to trainer 0
+                      index.jsonl         a line per finished step: bytes, digest, and what the messages hold
 
-This room knows bytes; `digenrl.extensions.records.replay` knows what is in them.
+                      This module handles bytes only; `digenrl.extensions.records.replay` reads their content.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _INDEX = "index.jsonl"
 
 
 class TrajectoryError(ValueError):
-    """There is no record, a file of it is damaged, or it lacks what is asked of it."""
+    """There is no record, one of its files is damaged, or it lacks data that a run needs."""
 
 
 class TrajectoryFiles:
-    """Writes what one trainer rank consumes. A record never ends a run: where a step has no room, the record ends with
-    the step before, and an event says so.
+    """Writer of the messages that one trainer rank consumes.
+
+    A record never ends a run. If a step has no room, the record ends with the step before, and an event says so.
 
     Args:
-        limit: bytes of this rank's record.
+        limit: most bytes of this rank's record.
     """
 
     def __init__(self, run_dir: Path, rank: int, limit: float = math.inf) -> None:
@@ -65,7 +66,7 @@ class TrajectoryFiles:
             self._end(f"{error.strerror or error}, {free_space(self._run_dir)}")
 
     def finish(self, step: int, facts: Mapping[str, object]) -> None:
-        """All of RL step `step` is there; `facts` go into its line of the index."""
+        """Complete RL step `step`, and write its line of the index with `facts`."""
         if self._over or step not in self._open:
             return
         file, digest = self._open.pop(step)
@@ -85,7 +86,7 @@ class TrajectoryFiles:
         append_event(self._run_dir, TRAJECTORIES, {"rank": self._rank, "cause": said})
 
     def close(self) -> None:
-        """Remove what is not finished."""
+        """Remove the files of unfinished steps."""
         for step, (file, _) in self._open.items():
             with suppress(OSError):
                 file.close()
@@ -99,31 +100,31 @@ class TrajectoryFiles:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The record in a run directory."""
+    """Record of trajectories in a run directory."""
 
     run_dir: Path
 
     @cached_property
     def ranks(self) -> tuple[Mapping[int, Row], ...]:
-        """Of each trainer that recorded: RL step -> its line of the index."""
+        """Index of each trainer that recorded: RL step -> line."""
         return tuple(_index(path) for path in sorted((self.run_dir / TRAJECTORIES).glob("rank-*")))
 
     @property
     def steps(self) -> int:
-        """RL steps 0, 1, ... that every trainer has."""
+        """Number of RL steps from 0 on that every trainer has recorded."""
         step = 0
         while self.ranks and all(step in rows for rows in self.ranks):
             step += 1
         return step
 
     def require(self, steps: int, means: bool, final: bool, rewards: Iterable[str]) -> None:
-        """Raise TrajectoryError, naming the key, where the record lacks what a run would read.
+        """Raise TrajectoryError, which names the key, if the record lacks data that a run would read.
 
         Args:
             steps: RL steps of the run.
-            means: it reads the means of the rollout's transitions.
-            final: it reads clean latents.
-            rewards: that it optimises.
+            means: whether the run reads the means of the rollout's transitions.
+            final: whether the run reads clean latents.
+            rewards: rewards that the run optimises.
         """
         if not self.steps:
             raise TrajectoryError(
@@ -153,10 +154,10 @@ class Recorded:
             )
 
     def read(self, rank: int, step: int) -> memoryview:
-        """The messages of RL step `step` as trainer `rank` got them.
+        """Return the messages of RL step `step` as trainer `rank` received them.
 
         Raises:
-            TrajectoryError: the file is missing, or other bytes than were written.
+            TrajectoryError: the file is missing, or its bytes are not those that were written.
         """
         path, row = _file(_directory(self.run_dir, rank), step), self.ranks[rank][step]
         try:
@@ -180,7 +181,7 @@ def _file(directory: Path, step: int) -> Path:
 
 
 def _index(directory: Path) -> dict[int, Row]:
-    """RL step -> its newest whole line; a resumed run may have written a step again."""
+    """Return RL step -> its newest whole line of the index. A resumed run may have written a step twice."""
     rows: dict[int, Row] = {}
     with suppress(OSError):
         for line in (directory / _INDEX).read_text(encoding="utf-8").splitlines():

@@ -4,11 +4,14 @@
     digenrl benchmark run=RUN suite=geneval detector=DIR colours=DIR [step=base|last|N] [file=PATH]
     digenrl benchmark suite=dpg step=base experiment=sd35_flowgrpo model.path=DIR [reward=vlm_judge]
 
-Prompts are your copy of the suite's published file. Images of the base model and, unless step=base, of a checkpoint,
-from the same noise, are written as the suite's own tool reads them; those that are there are not made again. GenEval's
-rules score them with a detector of yours, embedded scenes with their own; reward=NAME scores any suite with a reward.
-ranks=N processes share the prompts, a GPU each; the numbers are those of one. What was killed goes on where it was.
-Further key=value change the run's configuration. The last line of standard output is the path of benchmark.json.
+Prompts come from your copy of the suite's published file. Images of the base model and, unless step=base, of a
+checkpoint are made from the same noise. They are written as the suite's own tool reads them, and existing images are
+not made again. GenEval's rules score them with a detector of yours. The embedded scenes have their own detector, and
+reward=NAME scores any suite with a reward.
+
+ranks=N processes share the prompts, with a GPU each; the numbers are those of one process. A benchmark that was killed
+continues where it was. Further key=value change the run's configuration. The last line of standard output is the path
+of benchmark.json.
 """
 
 from __future__ import annotations
@@ -47,16 +50,16 @@ RESULT = "benchmark.json"
 SETTINGS = "settings.json"
 IMAGES = "images.jsonl"
 SCORES = "scores"
-"""Beside the images' folders: a file for each prompt that is scored, until all are."""
+"""Folder beside the images' folders, with a file for each scored prompt until all are scored."""
 MOST_FRAMES, MOST_PIXELS = 1 << 12, 1 << 30
-"""Of a file that this command has written itself."""
+"""Limits for reading a file that this command has written itself."""
 
 Scorer = Callable[[Item, "list[Tensor]"], list[tuple[float, str]]]
-"""(score, what is wrong) of each image of a prompt; NaN = missing."""
+"""Function from a prompt and its images to (score, fault) of each image; NaN = missing score."""
 
 
 class Request(Arguments):
-    """What the command line asks for."""
+    """Arguments of the command line."""
 
     suite: Literal["geneval", "dpg", "parti", "vbench", "scenes"] = Field(
         description="scenes: the embedded drawn scenes"
@@ -79,7 +82,7 @@ class Request(Arguments):
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be made and scored, as every rank is told."""
+    """Images to make and score, as every rank gets them."""
 
     request: Request
     words: tuple[str, ...]
@@ -87,16 +90,16 @@ class Work:
     suite: Suite
     items: tuple[Item, ...]
     samples: int
-    """Of each prompt."""
+    """Samples of each prompt."""
     folders: dict[str, Path]
-    """Name of the model, the base first -> where its images are."""
+    """Model -> folder of its images; the base model comes first."""
     checkpoint: Path | None
-    """Of the other model."""
+    """Checkpoint of the trained model; None = the base model alone."""
     ranks: int
 
     @property
     def scored_by(self) -> str | None:
-        """What scores the images; None: nothing here does."""
+        """Name of the scorer of the images; None if they are only made here."""
         request = self.request
         if request.reward:
             return f"reward={request.reward}"
@@ -108,17 +111,17 @@ class Work:
         return None
 
     def files(self, folder: Path, item: Item) -> list[Path]:
-        """The files of a prompt, in order."""
+        """Return the image files of a prompt, in order of samples."""
         number = self.samples if "{sample" in self.suite.kind.layout else 1
         names = (self.suite.kind.layout.format(key=item.key, prompt=item.prompt, sample=i) for i in range(number))
         return [folder / name for name in names]
 
     def note(self, folder: Path, item: Item) -> Path:
-        """Where the scores of a prompt are kept until all have some."""
+        """Return the file that holds a prompt's scores until all prompts are scored."""
         return folder.parent / SCORES / folder.name / f"{item.key}.json"
 
     def scores(self, folder: Path, item: Item) -> list[tuple[float, str]] | None:
-        """Score and reason of each image of a prompt; None: not scored, or by something else."""
+        """Return the score and fault of each image of a prompt; None if not scored, or scored by another scorer."""
         try:
             note = json.loads(self.note(folder, item).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -129,10 +132,10 @@ class Work:
 
 
 def benchmark(request: Request, words: Sequence[str] = ()) -> Path:
-    """Make what images are missing, score all, write and return OUT/SUITE/benchmark.json.
+    """Make the missing images, score all, write OUT/SUITE/benchmark.json and return its path.
 
     Args:
-        words: changes of the run's configuration, or without a run a configuration.
+        words: changes of the run's configuration, or a whole configuration if there is no run.
 
     Raises:
         ConfigError: no such run, or words that do not fit.
@@ -186,8 +189,9 @@ def benchmark(request: Request, words: Sequence[str] = ()) -> Path:
 
 
 def share(work: Work, rank: int, between: Callable[[float], None]) -> None:
-    """Make the missing images of every `ranks`-th prompt, and score those that no rank has scored yet; `between` is
-    called before each prompt.
+    """Make the missing images of every `ranks`-th prompt, and score prompts that no rank has scored yet.
+
+    `between` is called before each prompt.
 
     Raises as `benchmark` does.
     """
@@ -215,10 +219,10 @@ def share(work: Work, rank: int, between: Callable[[float], None]) -> None:
 
 
 def _ranks(asked: int | None, prompts: int) -> int:
-    """How many processes share the prompts.
+    """Return the number of processes that share the prompts.
 
     Raises:
-        SuiteError: more than there are GPUs.
+        SuiteError: more processes were asked for than there are GPUs.
     """
     import torch
 
@@ -229,13 +233,16 @@ def _ranks(asked: int | None, prompts: int) -> int:
 
 
 class RankLost(RuntimeError):
-    """Another process of the benchmark failed; images and scores so far are kept."""
+    """Another process of the benchmark failed. Images and scores so far are kept."""
 
 
 @contextmanager
 def _other_ranks(work: Work) -> Iterator[Callable[[float | None], None]]:
-    """Processes that do the shares of ranks 1 and up, until the body is left. What it gets raises what became of one
-    that failed, and waits so many seconds for news (None: until all are done)."""
+    """Run the shares of ranks 1 and up in processes, which end with the body.
+
+    Yields a function that raises the failure of any process. It waits for news for its argument in seconds; None waits
+    until all processes are done.
+    """
     context, processes = get_context("spawn"), list[Any]()
     waiting: dict[Any, int] = {}
     for rank in range(1, work.ranks):
@@ -268,7 +275,7 @@ def _other_ranks(work: Work) -> Iterator[Callable[[float | None], None]]:
 
 
 def _other_rank(work: Work, rank: int, pipe: connection.Connection) -> None:
-    """The whole of another process: its share; then what went wrong, or nothing, is sent."""
+    """Do the share of one rank in a process of its own, then send its failure or nothing to the parent."""
 
     def between(_: float) -> None:
         if not (parent := parent_process()) or not parent.is_alive():
@@ -292,7 +299,7 @@ def _plain(group: Any) -> dict[str, Any]:
 
 
 def _scorer(work: Work, stack: ExitStack) -> Scorer | None:
-    """What scores the images; None: nothing here does."""
+    """Return the scorer of the images; None if they are only made here."""
     request, suite, words = work.request, work.suite, work.words
     if request.reward is not None:
         from digenrl.cli.reward import reward_config, reward_suite
@@ -333,7 +340,7 @@ def _scorer(work: Work, stack: ExitStack) -> Scorer | None:
 
 
 def _checkpoint(run_dir: Path, step: str) -> Path:
-    """The whole checkpoint `step` (last, or its RL step). Raises NoCheckpoint."""
+    """Return the complete checkpoint `step` (`last`, or an RL step). Raises NoCheckpoint."""
     from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, verify
 
     folder = run_dir / "checkpoints"
@@ -351,21 +358,21 @@ def _checkpoint(run_dir: Path, step: str) -> Path:
 
 
 def _name(checkpoint: Path) -> str:
-    """Of the folder of its images."""
+    """Return the name of the folder for a checkpoint's images."""
     from digenrl.strategy.checkpoint_io import step_of
 
     return f"step-{step_of(checkpoint):06d}"
 
 
 def _identity(checkpoint: Path) -> str:
-    """A digest of a checkpoint's content."""
+    """Return a digest of a checkpoint's content."""
     from digenrl.strategy.checkpoint_io import MANIFEST
 
     return str(json.loads((checkpoint / MANIFEST).read_text())["xxh3"])
 
 
 def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Note how the images of a folder are made; raise SuiteError where it holds others."""
+    """Write down the settings of a folder's images; raise SuiteError if it holds images of other settings."""
     note = folder / SETTINGS
     settings = json.loads(json.dumps(settings))
     if note.exists():
@@ -383,7 +390,7 @@ def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _make(work: Work, own: Sequence[Item], rank: int, between: Callable[[float], None]) -> None:
-    """Write the images of `own` prompts that are missing, the base model's first."""
+    """Make the missing images of the `own` prompts, those of the base model first."""
     missing = {
         name: [item for item in own if not all(path.exists() for path in work.files(folder, item))]
         for name, folder in work.folders.items()
@@ -418,7 +425,7 @@ def _make(work: Work, own: Sequence[Item], rank: int, between: Callable[[float],
 
 
 def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item) -> None:
-    """Write what is missing of a prompt's media [n, C, H, W] or [n, F, C, H, W]."""
+    """Write the missing files of a prompt's media [n, C, H, W] or [n, F, C, H, W]."""
     from digenrl.models.sample_files import image_grid, write_mp4
 
     if suite.kind.video != (media.ndim == 5):
@@ -438,7 +445,7 @@ def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item)
 
 
 def _images(files: Sequence[Path], samples: int) -> list[Tensor]:
-    """What was written, [C, H, W] or [F, C, H, W] of each sample."""
+    """Return the media [C, H, W] or [F, C, H, W] of each sample as they were written."""
     from digenrl.extensions.bench.media_files import read_media
 
     media = [read_media(file, MOST_FRAMES, MOST_PIXELS) for file in files]
@@ -450,7 +457,7 @@ def _images(files: Sequence[Path], samples: int) -> list[Tensor]:
 
 
 def _numbers_of(work: Work) -> dict[str, Any]:
-    """The numbers of benchmark.json; a line for each image in `images.jsonl` of each folder."""
+    """Return the numbers of benchmark.json, and write a line per image to `images.jsonl` of each folder."""
     values: dict[str, dict[str, float]] = {}
     models: dict[str, Any] = {}
     for name, folder in work.folders.items():
@@ -480,7 +487,7 @@ def _numbers_of(work: Work) -> dict[str, Any]:
 def _by_tag(
     items: Sequence[Item], values: dict[str, float], estimate: Callable[[Sequence[float]], Estimate]
 ) -> dict[str, Estimate]:
-    """Tag -> estimate over its prompts, in the suite's order."""
+    """Return tag -> estimate over its prompts, in the suite's order."""
     found: dict[str, list[float]] = {}
     for item in items:
         for tag in item.tags if item.key in values else ():
@@ -496,7 +503,7 @@ def _numbers(tags: dict[str, Estimate]) -> dict[str, Any]:
 
 
 def _table(result: dict[str, Any]) -> list[str]:
-    """One row per tag: mean and 95 % interval of each model, and of the difference."""
+    """Return a table with a row per tag: mean and 95 % interval of each model, and of the difference."""
     columns = result["models"] | ({"difference": result["difference"]} if "difference" in result else {})
     lines = [f"{'':<24}{'prompts':>8}" + "".join(f"{name:>26}" for name in columns)]
     first = next(iter(columns.values()))
@@ -508,7 +515,10 @@ def _table(result: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0; 2 when arguments, run, suite or configuration do not fit; 1 without a checkpoint or a score."""
+    """Run the command and return its exit code.
+
+    0 is success. 2 means that arguments, run, suite or configuration do not fit. 1 means no checkpoint or no score.
+    """
 
     def work(request: Request, words: list[str]) -> None:
         print(benchmark(request, words).absolute())

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: see `reward_command`."""
+    """Run the command; `reward_command` describes the exit codes."""
     return reward_command("score", __doc__, argv, lambda config: print(score(config)))
 
 
 def score(config: DictConfig) -> Path:
-    """Scores, prints the table and writes the file; returns its absolute path."""
+    """Score, print the table and write the file; return its absolute path."""
     from digenrl.extensions.bench.media_files import media_files
     from digenrl.rewards.protocol import RewardUnavailable
 
@@ -70,7 +70,7 @@ def score(config: DictConfig) -> Path:
 
 
 def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
-    """(line, prompt) of every line of a prompt file, repeated ones included: files are matched by position."""
+    """Return (line, prompt) of every line of a prompt file, also of repeated ones: files are matched by position."""
     from digenrl.data import prompt_of
 
     file = prompts.read(name, ImageLimits())
@@ -82,7 +82,7 @@ def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
 def _rows(
     config: DictConfig, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[dict[str, Any]]:
-    """One entry of `scores` per file."""
+    """Return one entry of `scores` per file."""
     import torch
 
     from digenrl.rewards.suite import combine
@@ -103,7 +103,7 @@ def _rows(
 def _batches(
     config: DictConfig, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[list[tuple[Path, Prompt, Tensor]]]:
-    """Neighbours of equal size that are scored together: at most `batch`, and at most `max_pixels` in all."""
+    """Yield neighbouring files of equal size to score together: at most `batch` files and `max_pixels` pixels."""
     from digenrl.extensions.bench.media_files import read_media
 
     group: list[tuple[Path, Prompt, Tensor]] = []

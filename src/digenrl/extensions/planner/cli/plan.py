@@ -39,12 +39,12 @@ from digenrl.record.spans import perfetto
 from digenrl.settle import allocation, with_task_size
 
 NOTHING_FITS = 3
-"""Exit code."""
+"""Exit code of a plan in which no candidate fits."""
 STOCK_STRATEGY = "digenrl.strategy.disaggregated.DisaggregatedStrategy"
 
 
 def main(words: list[str]) -> int:
-    """Plan once (or, with -m, once per combination); returns the exit code."""
+    """Plan once, or with -m once per combination, and return the exit code."""
     if is_multirun(words):
         sweep = extension("digenrl.extensions.sweeps.multirun.sweep", "-m", "plan each combination by itself")
         return int(sweep(words, "digenrl.extensions.planner.cli.plan", "plan"))
@@ -95,25 +95,25 @@ def main(words: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Made:
-    """A plan, and what it answers."""
+    """A plan, and its answers to the configuration."""
 
     plan: Plan
     winner: Outcome
     asked: Outcome | None
-    """See `as_configured`."""
+    """Outcome of `as_configured`."""
     idle: int
-    """See `idle_gpus`."""
+    """Number of GPUs that the allocation leaves idle (`idle_gpus`)."""
     asynchronous: bool
     """Whether the winner may use weights one version old."""
     booking: Booking
 
     def json(self) -> dict[str, Any]:
-        """What plan.json holds."""
+        """Return the contents of plan.json."""
         return as_json(self.plan, self.asked, self.asynchronous, self.booking)
 
 
 def planned(composed: Composed) -> Made:
-    """The plan of a configuration (configs/plan.yaml).
+    """Make the plan of a configuration (configs/plan.yaml).
 
     Raises:
         PlanError: nothing fits.
@@ -134,8 +134,11 @@ def planned(composed: Composed) -> Made:
 
 
 def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
-    """What training would start from this configuration, simulated: its own schedule and allocation, or what `train`
-    would choose. None where that does not exist."""
+    """Simulate the run that `train` would start from this configuration.
+
+    It has the configured schedule and allocation, or those that `train` would choose for `auto`. The result is None if
+    `train` would find none.
+    """
     config: Any = composed.config
     if config.schedule.auto:
         found = planned_schedule(composed)
@@ -148,7 +151,7 @@ def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
 
 
 def booking_of(settings: Any) -> Booking:
-    """The run's length and its evaluations; `callbacks.evaluation` may have been left out."""
+    """Return the run's length and its evaluations; `callbacks.evaluation` may be missing."""
     steps, evaluation = settings.max_rl_steps, settings.callbacks.get("evaluation")
     if evaluation is None:
         return Booking(steps, settings.plan.price_per_gpu_hour)
@@ -164,7 +167,7 @@ def booking_of(settings: Any) -> Booking:
 
 
 def idle_gpus(costing: Costing, allocation: Any) -> int:
-    """GPUs that an allocation of the command line leaves idle. Raises ValueError when it cannot be placed."""
+    """Return how many GPUs the configured allocation leaves idle. Raises ValueError when it cannot be placed."""
     trainers, rollouts = allocation.trainers, most_rollouts(allocation.rollouts)
     if not isinstance(trainers, int) or not isinstance(rollouts, int):
         return 0
@@ -173,7 +176,7 @@ def idle_gpus(costing: Costing, allocation: Any) -> int:
 
 
 def write(made: Made, plot: bool, run_dir: Path) -> Path:
-    """plan.json, trace.json and, where `plot`, the Gantt chart of the winner; returns the path of plan.json."""
+    """Write plan.json, trace.json and, if `plot`, a Gantt chart of the winner; return the path of plan.json."""
     traced = evaluate(made.plan.costing, made.winner.candidate, made.plan.bound, exact=True, trace=True)
     write_trace(run_dir / TRACE, perfetto(traced.result.spans))
     if plot:

@@ -3,8 +3,8 @@
     digenrl profile experiment=... hardware=... [pool=NAME] [key=value ...]
 
 The experiment's own policy, rewards and algorithm run one rollout task and one training block at their configured
-sizes, on one device, without a cluster. profile.yaml replaces the `seconds:` line of the profile's YAML; its path is
-the last line on standard output. `pool` says which pool this machine stands for, where the profile has several.
+sizes, on one device, without a cluster. The resulting profile.yaml replaces the `seconds:` line of the profile's YAML.
+Its path is the last line on standard output. `pool` names the pool that this machine stands for, if there are several.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from digenrl.types import TrainBatch, Trajectory
 
 REPEATS = 5
-"""Timed calls of each kind of work, after one that warms up."""
+"""Timed calls of each kind of work, after one warm-up call."""
 UNITS = {"encode": "prompt", "generate": "sample", "decode": "sample", "score": "sample", "train": "cell"}
-"""Stage -> unit of `digenrl.hardware.Hardware.seconds`."""
+"""Stage -> unit of work in `digenrl.hardware.Hardware.seconds`."""
 
 
 class Request(Arguments):
-    """The key that a run has not."""
+    """Keys of this command beside those of a run."""
 
     pool: str | None = Field(None, description="pool of the profile that this machine stands for, where it has several")
 
@@ -47,11 +47,11 @@ class Measured:
     fastest: float
     slowest: float
     units: int
-    """Units of one timed call."""
+    """Units of work in one timed call."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Measure, print the table, write profile.yaml; returns the exit code."""
+    """Measure, print the table and write profile.yaml; return the exit code."""
     own = [word for word in words if word.startswith("pool=")]
     doc = command_help(__doc__, Request)
     composed = configuration.load_or_exit([word for word in words if word not in own], doc=doc)
@@ -72,7 +72,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def chosen_pool(hardware: Any, name: str | None) -> str:
-    """The pool that this machine stands for.
+    """Return the pool that this machine stands for.
 
     Raises:
         ValueError: an emulated profile, an unknown pool, or several and none named.
@@ -90,7 +90,7 @@ def chosen_pool(hardware: Any, name: str | None) -> str:
 
 
 def measure(config: Any) -> dict[str, Measured]:
-    """Stage -> seconds per unit on this machine (its GPU where it has one), in the order of a sample's life."""
+    """Return stage -> seconds per unit on this machine (on its GPU if it has one), in the order of a sample's life."""
     import torch
 
     from digenrl import run
@@ -143,7 +143,7 @@ def measure(config: Any) -> dict[str, Measured]:
 
 
 def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, float]) -> TrainBatch:
-    """The micro-batch that trains as many steps of the task as `schedule.tsp.batch` puts into one forward."""
+    """Return a micro-batch that trains `schedule.tsp.batch` steps of the task in one forward."""
     import torch
 
     from digenrl.schedule.claims import Claim
@@ -164,7 +164,7 @@ def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, floa
 
 
 def _timed(work: Callable[[], Any], units: int) -> Measured:
-    """Seconds per unit of `work`, whose one call does `units` of them."""
+    """Return the seconds per unit of `work`, one call of which does `units` units."""
     import torch
 
     seconds = []
@@ -179,7 +179,7 @@ def _timed(work: Callable[[], Any], units: int) -> Measured:
 
 
 def lines(table: Mapping[str, Measured]) -> list[str]:
-    """The table for the terminal."""
+    """Return the table for the terminal."""
     head = f"{'stage':<10}{'unit':<8}{'units':>6}{'seconds/unit':>14}{'fastest':>12}{'slowest':>12}"
     return [head] + [
         f"{stage:<10}{UNITS[stage]:<8}{m.units:>6}{m.median:>14.6f}{m.fastest:>12.6f}{m.slowest:>12.6f}"
@@ -188,7 +188,7 @@ def lines(table: Mapping[str, Measured]) -> list[str]:
 
 
 def snippet(table: Mapping[str, Measured], pool: str, composed: Composed) -> str:
-    """YAML that stands in for the `seconds:` line of the hardware profile."""
+    """Return YAML that replaces the `seconds:` line of the hardware profile."""
     choices = composed.choices
     source = f"experiment={choices['experiment']} hardware={choices['hardware']}" if choices else composed.run_dir.name
     rows = [f"  {stage}: {{{pool}: {measured.median:.6g}}}" for stage, measured in table.items()]
