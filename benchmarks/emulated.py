@@ -41,7 +41,8 @@ from typing import Any
 from benchmarks.schedule import MECHANISMS, bench_of, disaggregated, naive_colocated
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.emulate import durations
 from digenrl.extensions.planner.outcome import Outcome, evaluate
 from digenrl.extensions.planner.plan_text import overrides

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks import emulated
 from benchmarks._shared import RESULTS, Report, options
 from benchmarks.schedule import bench_of
-from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.planner import make_plan
 
 OUTPUT = Path("outputs/scaling")

@@ -25,10 +25,12 @@ from omegaconf import OmegaConf
 
 from benchmarks._shared import RESULTS, Report, options
 from digenrl import config as configuration
-from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.enumeration import fitted, step_batches, task_sizes
 from digenrl.extensions.planner.outcome import Outcome, evaluate
 from digenrl.extensions.planner.plan_text import repeats
-from digenrl.extensions.planner.planner import fastest, fitted, make_plan, step_batches, task_sizes
+from digenrl.extensions.planner.planner import fastest, make_plan
 from digenrl.extensions.planner.reading import workload
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import Recompute

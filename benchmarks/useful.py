@@ -20,8 +20,9 @@ from digenrl import config as configuration
 from digenrl import facts
 from digenrl.config import Composed, config_directory
 from digenrl.data import load_prompts
-from digenrl.extensions.planner.candidate import Costing
-from digenrl.extensions.planner.planner import fastest, fitted
+from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.enumeration import fitted
+from digenrl.extensions.planner.planner import fastest
 from digenrl.extensions.planner.reading import workload
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import parse_hardware

@@ -20,7 +20,7 @@ from benchmarks._policy_bench import ENGINES, PROMPT, Build, Unit, composed
 from benchmarks._random_builds import FAMILY, REAL, random_weights
 from digenrl import config as configuration
 from digenrl.diffusion import denoise
-from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.measured import same_gpu, with_measured
 from digenrl.extensions.planner.reading import costing_of
 from digenrl.hardware import parse_hardware

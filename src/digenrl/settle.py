@@ -20,7 +20,7 @@ from digenrl.recompute import AUTO
 from digenrl.schedule import groups_of_step, slices_of_group, steps_per_forward
 
 ROLLOUTS = "rollouts, while trainers go on"
-"""Who evaluates, in the words that precede a run."""
+"""Words of a run's announcement for the ranks that evaluate."""
 
 
 def allocated(composed: Composed, processes: int | None = None) -> Composed:
@@ -37,10 +37,13 @@ def allocated(composed: Composed, processes: int | None = None) -> Composed:
 
 
 def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
-    """(trainers, rollouts) with every `auto` resolved: from the number of `processes` when somebody else started them,
-    else from the hardware profile's pools. A pool's role says what its devices do; devices without a role are shared
-    evenly (`planned_split` knows better where the model's sizes are known), and on processors one of each is the
-    default. Of {min, max} it is max.
+    """Return (trainers, rollouts) with every `auto` as a number. {min, max} counts as max.
+
+    Without `processes`, the pools of the hardware profile say how many there are. A pool's role says what its devices
+    do. Devices without a role are shared evenly. On processors one of each is the default.
+
+    Args:
+        processes: ranks that somebody else started.
 
     Raises:
         ValueError: {min, max} where somebody else starts a fixed number of processes.
@@ -151,7 +154,7 @@ def without_effect(config: Any) -> Iterator[str]:
 
 
 def evaluators(config: Any, rollouts: int) -> str | None:
-    """Who evaluates, and why trainers where they do; None where nobody does.
+    """Return the ranks that evaluate, in words, with the reason where trainers do; None when no rank evaluates.
 
     Raises:
         ValueError: rollouts are asked to, and cannot.

@@ -28,12 +28,9 @@ def main(words: list[str]) -> int:
         ignore_closed_terminal()
         from digenrl.config.loading import is_multirun
 
-        return sweep(words) if is_multirun(words) else train(words, signals)
-
-
-def sweep(words: list[str]) -> int:
-    """Run every combination of the words' values; return the exit code."""
-    return int(extension("digenrl.extensions.sweeps.multirun.sweep", "-m", "start each run by itself")(words))
+        if is_multirun(words):
+            return int(extension("digenrl.extensions.sweeps.multirun.sweep", "-m", "start each run by itself")(words))
+        return train(words, signals)
 
 
 def train(words: list[str], signals: StopSignals) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.calibration import main, predicted
 from benchmarks.schedule import bench_of
-from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import CONNECTION_GB_S, Costs
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.extensions.planner.workload import Workload

@@ -17,7 +17,7 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.advisor import advisor
 from digenrl.cluster.launcher import Launch, launch
-from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.emulate import durations
 from digenrl.extensions.planner.reading import candidate_of, costing_of, workload
 from digenrl.extensions.planner.virtual_run import simulate

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.floor import floor_seconds, training_floor
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.workload import Workload

@@ -17,12 +17,13 @@ from digenrl import config as configuration
 from digenrl.extensions.planner import planner
 from digenrl.extensions.planner.advice import planned_split
 from digenrl.extensions.planner.bound import solve_bound
-from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.cli import plan as plan_command
 from digenrl.extensions.planner.cli.plan import as_configured
+from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.enumeration import fitted, task_sizes
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
-from digenrl.extensions.planner.planner import PlanError, fitted, make_plan, task_sizes
+from digenrl.extensions.planner.planner import PlanError, make_plan
 from digenrl.extensions.planner.reading import candidate_of, costing_of
 from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Line, Pool, assign

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from digenrl import config as configuration
-from digenrl.extensions.planner.candidate import Costing
 from digenrl.extensions.planner.cli import profile
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.reading import workload
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.hardware import parse_hardware

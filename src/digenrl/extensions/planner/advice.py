@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from digenrl.advisor import Advice, Holding, PlainAdvisor, changed, named
 from digenrl.config import Composed
-from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.emulate import stand_ins
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory

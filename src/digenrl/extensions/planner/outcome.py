@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from digenrl.extensions.planner.bound import Bound
-from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.records import MOST_STEPS, Simulated
 from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, Rank, coarsen
 from digenrl.extensions.planner.virtual_run import steady

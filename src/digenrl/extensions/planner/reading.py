@@ -10,7 +10,8 @@ from omegaconf import ListConfig, OmegaConf
 from digenrl.advisor import named
 from digenrl.config import Composed, config_directory
 from digenrl.config.relations import most_rollouts, needs_whole_batch
-from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import as_sent
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import USABLE, rollout_memory

@@ -6,7 +6,8 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from digenrl.extensions.planner.candidate import Candidate, Costing
+from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.costing import Costing
 
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("schedule.tsp.batch=1", {"tsp_batch": 1}),

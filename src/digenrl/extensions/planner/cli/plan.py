@@ -27,7 +27,7 @@ from digenrl.config.loading import is_multirun
 from digenrl.config.relations import most_rollouts
 from digenrl.extension import extension
 from digenrl.extensions.planner.advice import planned_schedule, planned_split
-from digenrl.extensions.planner.candidate import Costing
+from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.outcome import Outcome, evaluate
 from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
 from digenrl.extensions.planner.planner import Plan, PlanError, make_plan
